@@ -4,6 +4,7 @@ from lit_layers.analyses.attention import AttentionPatterns, InContext, Inductio
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
+from lit_layers.analyses.jacobian_lens import JacobianLens, fit_jacobian_lens
 from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.layer_geometry import LayerSimilarity, OrderStates, PathsInPlane, Trajectory
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
@@ -27,6 +28,7 @@ __all__ = [
     "Induction",
     "Interventions",
     "Invariance",
+    "JacobianLens",
     "LabelProbe",
     "LayerSimilarity",
     "Lens",
@@ -43,4 +45,5 @@ __all__ = [
     "StateMetric",
     "TokenCoupling",
     "Trajectory",
+    "fit_jacobian_lens",
 ]

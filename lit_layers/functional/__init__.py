@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.summaries import *
+    from lit_layers.functional.jacobian.to_last_layer import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
     from lit_layers.functional.probe import *
@@ -42,6 +43,7 @@ _METRICS = (
     "invariance",
     "jacobian.routes",
     "jacobian.summaries",
+    "jacobian.to_last_layer",
     "coupling",
     "probe",
     "record_probe",

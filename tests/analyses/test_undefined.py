@@ -108,6 +108,9 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "Invariance": lambda data: analyses.Invariance(
         texts=GivenTexts(data.texts), tokenizer=str(data.home / "model"), num_views=3, num_halves=2, permutations=2
     ),
+    "JacobianLens": lambda data: analyses.JacobianLens(
+        batches=data.batches(), num_prompts=2, num_tuned=2, skip_first=0, tuned_steps=3
+    ),
     "LabelProbe": lambda data: analyses.LabelProbe(
         train=data.batches(data.train(), labels=[n % 2 for n in range(16)]),
         test=data.batches(labels=[n % 2 for n in range(len(data.rows))]),
@@ -141,7 +144,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "Trajectory": lambda data: analyses.Trajectory(batches=data.batches()),
 }
 # The plane is that of the last layer, and an order is one of all blocks, or of all but some.
-OF_THE_WHOLE = ("PathsInPlane", "Interventions", "OrderStates", "InContext")
+OF_THE_WHOLE = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
 # What compares with the last layer.
 OF_THE_LAST = ("kl_to_final",)
 # What is a matter of tokens or of labels.
@@ -185,7 +188,8 @@ def every_analysis() -> set[str]:
 
 def test_no_analysis_is_forgotten_here():
     assert every_analysis() == MAKERS.keys() | WITHOUT_LAYERS
-    assert {name for name in analyses.__all__ if not inspect.isabstract(getattr(analyses, name))} <= MAKERS.keys()
+    classes = {name for name in analyses.__all__ if inspect.isclass(getattr(analyses, name))}
+    assert {name for name in classes if not inspect.isabstract(getattr(analyses, name))} <= MAKERS.keys()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,358 @@
+"""The Jacobian lens: what earlier layers say, carried to the last one by the mean Jacobian between them."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis, at_least_float32, first_rows
+from lit_layers.analyses.readout_scores import FullModel, Rows, check_head, rows_of
+from lit_layers.analyses.statistics import summarize, summarize_ratio, with_a_value
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.files.lens_files import read_lens, write_lens
+from lit_layers.functional.jacobian.to_last_layer import jacobians_to_last_layer
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.records import Record
+
+LensName = Literal["jacobian", "logit", "tuned", "shuffled"]
+HALVES = "one half", "other half"
+_ROWS = 256  # tokens whose logits are held at a time
+
+
+class FittedLens(NamedTuple):
+    """A lens and those of both halves of its prompts, in float64; NaN where no prompt has a finite Jacobian."""
+
+    jacobians: Tensor  # (layers, dim, dim), of layers 0 to L - 1
+    halves: Tensor  # (2, layers, dim, dim)
+    num_prompts: int
+    num_undefined: Tensor  # (layers,) prompts that are left out
+
+    def save(self, path: str | Path, **about: str | int | float) -> None:
+        """Writes the file that the reference implementation reads: layers 1 to L - 1, in float16.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        write_lens(path, self.jacobians, self.num_prompts, **about)
+
+
+def fit_jacobian_lens(
+    model: LayeredModel, batches: Iterable[Batch], *, num_prompts: int = 8, skip_first: int = 16
+) -> FittedLens:
+    """Fits the Jacobian lens of a model that predicts the next token, exactly, on the first prompts.
+
+    Per prompt over its places from `skip_first` on, but the last; then the mean over prompts. All directions of few
+    prompts are worth more than random directions of many at the same cost.
+
+    Raises:
+        InputError: no prompt is longer than `skip_first` + 1.
+    """
+    view = at_least_float32(model)
+    sums = torch.zeros(2, view.num_layers, view.dim, view.dim, dtype=torch.float64)
+    counts = torch.zeros(2, view.num_layers)
+    number = 0
+    for _, trajectory in _prompts(view, first_rows(batches, num_prompts)):
+        places = _places(trajectory, skip_first)
+        if len(places) == 0:
+            continue
+        blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
+        jacobians = jacobians_to_last_layer(blocks, trajectory.hidden[0], places).double().cpu()
+        defined = jacobians.isfinite().all(-1).all(-1)
+        sums[number % 2, defined] += jacobians[defined]
+        counts[number % 2] += defined
+        number += 1
+    if not number:
+        raise InputError(
+            f"skip_first: no prompt has a place from {skip_first} on that another token follows: give longer texts"
+        )
+    whole, halves = (each / many[..., None, None] for each, many in ((sums.sum(0), counts.sum(0)), (sums, counts)))
+    return FittedLens(whole, halves, number, number - counts.sum(0).long())
+
+
+@dataclass(kw_only=True)
+class JacobianLens(Analysis):
+    """The Jacobian lens beside its controls: how near each layer's readout is to the model's own output.
+
+    A lens carries the states of layer l to the last layer, whose norm and head then read them. `jacobian`: by the mean
+    Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint; `logit`: as they are; `tuned`: by an affine map
+    that was trained to give the model's own output; `shuffled`: by the Jacobian lens of the same model with the entries
+    of each weight matrix of its blocks in another order, the null of `jacobian`. The tag `lens` says which.
+
+    Per layer 0 to L - 1, over tokens of held-out prompts from place `skip_first` on: `lens_kl` = KL(model, lens) in
+    nats, 0 for the model's own output; `lens_rank`, the geometric mean of the rank of the true next token, 1 the first.
+    `stderr` and the interval are over prompts; of `jacobian` the tag `num_fit_stderr` is half the difference in
+    `lens_kl` between lenses fitted on halves of the prompts. `jacobian_lens_halves`: how far the halves' matrices are
+    apart, over the norm of the whole; 0 is no difference.
+
+    The first `num_prompts` prompts fit the Jacobians, these and the next up to `num_tuned` train the affine maps, and
+    the rest is held out. float32 or wider; the maps' training draws from `seed`.
+
+    Cost: `dim` backward passes through all blocks for each of the `num_prompts`; 8 prompts x 128 tokens of a model of
+    410 M parameters and width 1,024 take 2 x 410e6 x 128 x 8 x 1,024 = 8.6e14 FLOP.
+
+    Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
+    Thread 2026 (estimator); Belrose et al., Eliciting latent predictions with the tuned lens, arXiv 2303.08112 (the
+    affine maps, trained on the KL divergence).
+
+    Args:
+        batches: prompts of equal length, or padded.
+        num_prompts: that the Jacobians are fitted on.
+        num_tuned: that the affine maps are trained on, at least `num_prompts`.
+        skip_first: places of each prompt that are left out, as the first tokens' states are unlike all others.
+        lenses: which to measure.
+        tuned_steps: of training the affine maps.
+        file: a fitted lens, in the format of the reference implementation, that is read in place of fitting one.
+        seed: of the order of training tokens and of shuffled weights.
+    """
+
+    SEES = "text"
+    LEAST: ClassVar = {"num_prompts": 1, "num_tuned": 1, "skip_first": 0, "tuned_steps": 1}
+    LISTS = ("lenses",)
+
+    batches: Batches
+    name: str = "jacobian_lens"
+    num_prompts: int = 8
+    num_tuned: int = 32
+    skip_first: int = 16
+    lenses: tuple[LensName, ...] = ("jacobian", "logit", "tuned", "shuffled")
+    tuned_steps: int = 100
+    file: str | None = None
+    seed: int = 0
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        check_head(self.name, model)
+        if not model.predicts_next_token:
+            raise InputError(
+                f"{self.name}: expected a model that predicts the next token, got {type(model.model).__name__}"
+            )
+        if self.num_tuned < self.num_prompts:
+            raise InputError(
+                f"{self.name}: expected num_tuned of at least num_prompts, {self.num_prompts}, got {self.num_tuned}"
+            )
+        if self.file is not None:
+            layers, _ = read_lens(self.file)
+            dim = next(iter(layers.values())).shape[0]
+            if dim != model.dim or max(layers) >= model.num_layers:
+                raise InputError(
+                    f"{self.name}: file: {self.file} is of a model of width {dim} with more than {max(layers)} blocks, "
+                    f"this one is {model.dim} wide and has {model.num_layers}"
+                )
+
+    def work(self, model: LayeredModel) -> Work | None:
+        whole = passes_of(model, self.batches)
+        if whole is None:
+            return None
+        tokens = whole.tokens // max(1, whole.texts)
+        fits = (self.file is None and "jacobian" in self.lenses) + ("shuffled" in self.lenses)
+        rows = max(1, min(model.dim, 8192 // max(1, tokens)))
+        backward = Part("blocks", fits * self.num_prompts * model.num_layers * model.dim / rows, (rows, tokens))
+        trained = 3 * self.tuned_steps * _ROWS * model.num_layers if "tuned" in self.lenses else 0
+        head = Part("head", trained + whole.tokens * len(self.lenses) * model.num_layers)
+        held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
+        return whole + Work(parts=(backward, head), device=whole.device + held)
+
+    def run(self, model: LayeredModel) -> Iterable[Record]:
+        self.check_options(model)
+        view = at_least_float32(model)
+        yield from with_a_value(self.name, self._records(view))
+
+    def _records(self, view: LayeredModel) -> Iterator[Record]:
+        layers, lenses = range(view.num_layers), {}
+        if "jacobian" in self.lenses:
+            lenses |= self._jacobian(view)
+        if "logit" in self.lenses:
+            lenses["logit"] = dict.fromkeys(layers, _as_it_is)
+        if "tuned" in self.lenses:
+            lenses["tuned"] = self._tuned(view)
+        if "shuffled" in self.lenses:
+            shuffled = self._fitted(LayeredModel(with_shuffled_weights(view, self.seed)))
+            lenses["shuffled"] = {layer: _matrix(shuffled.jacobians[layer], view) for layer in layers}
+        fitted: FittedLens | None = lenses.pop("fitted", None)
+        if fitted is not None:
+            apart = (fitted.halves[0] - fitted.halves[1]).norm(dim=(-2, -1)) / fitted.jacobians.norm(dim=(-2, -1))
+            for layer in layers:
+                tags = self._fit_tags(fitted, layer)
+                yield from summarize("jacobian_lens_halves", apart[layer : layer + 1], layer=layer, tags=tags)
+        sums = self._compared(view, lenses)
+        for name in self.lenses:
+            for layer in lenses[name]:
+                tags: dict[str, Any] = {"lens": name}
+                if name == "jacobian" and fitted is not None:
+                    tags |= self._fit_tags(fitted, layer) | _fit_error(sums, layer)
+                divergence, log_rank, tokens = sums[name, layer]
+                about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
+                yield from summarize_ratio("lens_kl", divergence, tokens, **about)
+                yield from map(_exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
+
+    def _fit_tags(self, fitted: FittedLens, layer: int) -> dict[str, int]:
+        left_out = int(fitted.num_undefined[layer])
+        return {"num_fit_prompts": fitted.num_prompts} | ({"num_undefined_fit_prompts": left_out} if left_out else {})
+
+    def _fitted(self, view: LayeredModel) -> FittedLens:
+        try:
+            return fit_jacobian_lens(view, self.batches, num_prompts=self.num_prompts, skip_first=self.skip_first)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from error
+
+    def _jacobian(self, view: LayeredModel) -> dict[str, Any]:
+        if self.file is not None:
+            return {"jacobian": {layer: _matrix(matrix, view) for layer, matrix in read_lens(self.file)[0].items()}}
+        fitted = self._fitted(view)
+        lenses: dict[str, Any] = {"fitted": fitted}
+        for name, matrices in (("jacobian", fitted.jacobians), *zip(HALVES, fitted.halves, strict=True)):
+            lenses[name] = {layer: _matrix(matrix, view) for layer, matrix in enumerate(matrices)}
+        return lenses
+
+    def _tuned(self, view: LayeredModel) -> dict[int, Callable[[Tensor], Tensor]]:
+        states, logits = [], []
+        for _, trajectory in _prompts(view, first_rows(self.batches, self.num_tuned)):
+            places = _places(trajectory, self.skip_first)
+            if len(places):
+                states.append(trajectory.hidden[:, 0, places])
+                logits.append(trajectory.logits_of((torch.zeros_like(places), places)))
+        if not states:
+            raise InputError(
+                f"{self.name}: skip_first: no prompt has a place from {self.skip_first} on: give longer texts"
+            )
+        hidden, target = torch.cat(states, 1), torch.cat(logits)
+        defined = hidden.isfinite().all(-1).all(0) & target.isfinite().all(-1)
+        hidden, target = hidden[:, defined], target[defined]
+        return {
+            layer: _trained_map(view, hidden[layer], target, self.tuned_steps, self.seed)
+            for layer in range(view.num_layers)
+        }
+
+    def _compared(
+        self, view: LayeredModel, lenses: dict[str, dict[int, Callable[[Tensor], Tensor]]]
+    ) -> dict[tuple[str, int], Tensor]:
+        """KL, log rank and tokens (3, prompts) of each lens and layer, over the prompts that are held out."""
+        results: dict[tuple[str, int], list[Tensor]] = {(n, layer): [] for n, maps in lenses.items() for layer in maps}
+        held_out = 0
+        for batch, trajectory in _prompts(view, self.batches, after=max(self.num_prompts, self.num_tuned)):
+            held_out += 1
+            for rows in self._rows(view, batch, trajectory):
+                full = FullModel(trajectory.logits_of(rows.index), rows)
+                for (name, layer), sums in results.items():
+                    with torch.no_grad():
+                        carried = lenses[name][layer](trajectory.hidden[layer][rows.index])
+                        logits = view.readout(carried[None])[0]
+                    sums.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows), *_count(rows)]))
+        if not held_out:
+            raise InputError(
+                f"{self.name}: no prompt is left to compare on: give more than {max(self.num_prompts, self.num_tuned)}"
+            )
+        return {key: torch.stack(sums, -1).double().cpu() for key, sums in results.items() if sums}
+
+    def _rows(self, view: LayeredModel, batch: Batch, trajectory: Trajectory) -> Sequence[Rows]:
+        """The tokens of a prompt that are compared, in one piece, as one prompt has few; none of a short one."""
+        places = _places(trajectory, self.skip_first)
+        if len(places) == 0:
+            return []
+        every = rows_of(self.name, view, trajectory, batch)
+        chosen = torch.isin(every.place, places)
+        return [Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)]
+
+
+def _fit_error(sums: dict[tuple[str, int], Tensor], layer: int) -> dict[str, float]:
+    """Half the difference of the divergences of both halves' lenses, where both are defined."""
+    one, other = ((sums[name, layer][0].sum() / sums[name, layer][2].sum()).item() for name in HALVES)
+    return {"num_fit_stderr": abs(one - other) / 2} if math.isfinite(one - other) else {}
+
+
+def with_shuffled_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
+    """A copy of a model in which the entries of each weight matrix of its blocks stand in another order."""
+    model = copy.deepcopy(view.model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for block in LayeredModel(model).blocks:
+            for weight in block.parameters():
+                if weight.ndim > 1:
+                    order = torch.randperm(weight.numel(), generator=generator).to(weight.device)
+                    weight.copy_(weight.flatten()[order].view_as(weight))
+    return model
+
+
+def _prompts(view: LayeredModel, batches: Iterable[Batch], *, after: int = 0) -> Iterator[tuple[Batch, Trajectory]]:
+    """Prompts one by one, each passed alone; without the first `after`."""
+    number = 0
+    for batch in batches:
+        for row in range(len(next(iter(batch.values())))):
+            number += 1
+            if number > after:
+                prompt = {name: column[row : row + 1] for name, column in batch.items()}
+                yield prompt, view.trajectory(prompt)
+
+
+def _places(trajectory: Trajectory, skip_first: int) -> Tensor:
+    """Places of a prompt's real tokens from the given one on, but the last: no token follows it."""
+    return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
+
+
+def _matrix(matrix: Tensor, view: LayeredModel) -> Callable[[Tensor], Tensor]:
+    there = matrix.to(view.device, torch.promote_types(view.dtype, torch.float32))
+    return lambda hidden: hidden @ there.T
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _trained_map(
+    view: LayeredModel, hidden: Tensor, target: Tensor, steps: int, seed: int
+) -> Callable[[Tensor], Tensor]:
+    """h + A h + b with the least KL from the model's own output, by Adam from A = 0, b = 0.
+
+    Source: Belrose et al., the tuned lens, arXiv 2303.08112, section 3: without its weight decay, which matters over
+    many more tokens than these.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.zeros(view.dim, view.dim, device=hidden.device, dtype=hidden.dtype, requires_grad=True)
+    bias = torch.zeros(view.dim, device=hidden.device, dtype=hidden.dtype, requires_grad=True)
+    optimizer = torch.optim.Adam([matrix, bias], lr=1e-3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / steps)
+        rows = torch.randint(len(hidden), (min(_ROWS, len(hidden)),), generator=generator).to(hidden.device)
+        with torch.enable_grad():
+            carried = hidden[rows] + hidden[rows] @ matrix.T + bias
+            log_proba = view.readout(carried[None])[0].log_softmax(-1)
+            loss = torch.nn.functional.kl_div(
+                log_proba, target[rows].log_softmax(-1), log_target=True, reduction="batchmean"
+            )
+            matrix.grad, bias.grad = torch.autograd.grad(loss, [matrix, bias])  # the model's own have none
+        optimizer.step()
+    trained, moved = matrix.detach(), bias.detach()
+    return lambda states: states + states @ trained.T + moved
+
+
+def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
+    """Sum over tokens of the logarithm of the true token's rank, 1 the first; equal logits count half; NaN is NaN."""
+    of_target = logits.gather(1, rows.target[:, None])
+    above = (logits > of_target).sum(-1) + ((logits == of_target).sum(-1) - 1) / 2
+    rank = (1 + above).to(of_target.dtype).where(logits.isfinite().all(-1), torch.nan)
+    return rank.log().sum()
+
+
+def _count(rows: Rows) -> list[Tensor]:
+    return [torch.tensor(float(len(rows.place)), device=rows.place.device)]
+
+
+def _exponential(record: Record) -> Record:
+    """exp of a mean logarithm and of its interval; the standard error to first order."""
+    value = math.exp(record.value)
+    return replace(
+        record,
+        value=value,
+        stderr=None if record.stderr is None else value * record.stderr,
+        low=None if record.low is None else math.exp(record.low),
+        high=None if record.high is None else math.exp(record.high),
+        by_prompt=None,
+    )

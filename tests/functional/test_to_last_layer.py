@@ -1,0 +1,80 @@
+"""Jacobians through several blocks, against brute force in float64 and closed forms."""
+
+import pytest
+import torch
+
+from lit_layers.functional import jacobians_to_last_layer
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import tiny
+
+
+def by_definition(blocks, hidden, places) -> torch.Tensor:
+    """Whole Jacobians by autograd, then the sums of the definition, written out: t' >= t, averaged over t."""
+    results = []
+    for start in range(len(blocks)):
+        state = hidden
+        for block in blocks[:start]:
+            state = block(state)
+
+        def rest(x, start=start):
+            for block in blocks[start:]:
+                x = block(x)
+            return x
+
+        whole = torch.autograd.functional.jacobian(rest, state.detach())[0, :, :, 0]  # (t', i, t, j)
+        mean = torch.zeros(hidden.shape[-1], hidden.shape[-1], dtype=hidden.dtype)
+        for t in places:
+            for later in places:
+                if later >= t:
+                    mean += whole[later, :, t] / len(places)
+        results.append(mean)
+    return torch.stack(results)
+
+
+# transformers computes the norms of Llama in float32 whatever comes in: their derivatives by another order of sums.
+@pytest.mark.parametrize(("family", "tolerance"), [("gpt2", 1e-9), ("llama", 1e-5)])
+def test_a_causal_model_gives_what_the_definition_does_in_float64(family, tolerance):
+    model = tiny(family, torch.float64)
+    view = LayeredModel(model)
+    trajectory = view.trajectory({"input_ids": torch.arange(9)[None] + 3})
+    blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
+    places = torch.tensor([2, 3, 5, 7])
+    found = jacobians_to_last_layer(blocks, trajectory.hidden[0], places)
+    expected = by_definition(blocks, trajectory.hidden[0], places)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    chunked = jacobians_to_last_layer(blocks, trajectory.hidden[0], places, chunk_size=3)
+    torch.testing.assert_close(found, chunked, rtol=tolerance, atol=tolerance)
+
+
+def test_linear_blocks_give_the_product_of_their_matrices_and_a_mean_over_earlier_tokens_its_share():
+    generator = torch.Generator().manual_seed(0)
+    one, two = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(1, 5, 3, generator=generator, dtype=torch.float64)
+    found = jacobians_to_last_layer([lambda x: x @ one.T, lambda x: x @ two.T], hidden, torch.arange(5))
+    torch.testing.assert_close(found, torch.stack([two @ one, two]))
+
+    def over_earlier(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+
+    # Token t has 1 / (t' + 1) of each t' >= t: summed over t' and averaged over t that is 1.
+    torch.testing.assert_close(
+        jacobians_to_last_layer([over_earlier], hidden, torch.arange(5))[0], torch.eye(3, dtype=torch.float64)
+    )
+    # Of places 1 and 3 alone: (1/2 + 1/4 + 1/4) / 2.
+    some = jacobians_to_last_layer([over_earlier], hidden, torch.tensor([1, 3]))[0]
+    torch.testing.assert_close(some, torch.eye(3, dtype=torch.float64) / 2)
+
+
+def test_blocks_that_detach_their_input_carry_nothing():
+    hidden = torch.randn(1, 4, 3)
+    assert not jacobians_to_last_layer([lambda x: x.detach()], hidden, torch.arange(4)).any()
+
+
+@pytest.mark.parametrize("places", [[], [4], [-1], [1, 1]])
+def test_places_that_are_none_are_refused(places):
+    with pytest.raises(ValueError, match=r"expected different places of 0\.\.3, at least one, got"):
+        jacobians_to_last_layer([lambda x: x], torch.randn(1, 4, 3), torch.tensor(places, dtype=torch.long))
+    with pytest.raises(
+        ValueError, match=r"expected the states of one prompt, \(1, tokens, dim\), got shape \(2, 4, 3\)"
+    ):
+        jacobians_to_last_layer([lambda x: x], torch.randn(2, 4, 3), torch.tensor([1]))
