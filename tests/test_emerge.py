@@ -359,7 +359,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     for sentence_, arguments in (
         ("values at 6 checkpoints or more", [few]),
         ("step 8 are suspect (equal to the final step)", [suspect]),
-        ("two values at step 7", [tmp_path / "twice.csv"]),
+        ("two values at step 7 of", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
         ("expected numbers", [tmp_path / "text.csv"]),
         ("expected whole numbers of 0 or more in column layer, got 1.5", [tmp_path / "half.csv"]),
@@ -416,7 +416,8 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
                 [row | {"metric": "a\x00"} for row in good],
             ),
             ("names of a line", [row | {"shots": f"{at % 2}\n"} for at, row in enumerate(good)]),
-            ("two values at step 0", [row | {"step": 0, "run": ["a"]} for row in good]),
+            ("two values at step 0: expected one", [{"step": 0, "value": at} for at in range(8)]),
+            ("two values at step 0 of run", [row | {"step": 0, "run": ["a"]} for row in good]),
             ("200 characters in column run", results | {"model_name": "step" + "1" * 5000}),
             ("stderr: expected numbers", results | {"results": {"piqa": {"acc": 0.5, "acc_stderr": 10**400}}}),
             ("it has no rows", results | {"results": {"piqa": {"acc": True}}}),

@@ -456,8 +456,9 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
         of = dict(zip(keys, values, strict=True))
         rows = rows.sort_values(axis)
         if (twice := rows[axis][rows[axis].duplicated()]).size:
+            named = ", ".join(f"{k} {v}" for k, v in of.items())
             raise InputError(
-                f"{place}: two values at {axis} {twice.iloc[0]:g} of {', '.join(f'{k} {v}' for k, v in of.items())}: "
+                f"{place}: two values at {axis} {twice.iloc[0]:g}{named and f' of {named}'}: "
                 "expected one a curve; choose with --where, or give the table a column that tells them apart"
             )
         stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)

@@ -10,11 +10,16 @@ EDGE = 0.1
 Truth = dict[str, tuple[float, float]]
 
 
-def shape(rng: np.random.Generator, first: float, last: float) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
-    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`."""
+def shape(
+    rng: np.random.Generator, first: float, last: float, kind: str = ""
+) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
+    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`, of any kind or one."""
     span = last - first
-    kind = str(rng.choice(["ramp", "sigmoid", "rise and fall", "two steps", "drift"]))
+    kind = kind or str(rng.choice(["ramp", "sigmoid", "rise and fall", "two steps", "drift"]))
     middle = first + span * rng.uniform(0.2, 0.8)
+    if kind == "corner":  # flat, then at once steepest, and slower and slower: none of those that are drawn by default
+        width = span * rng.uniform(0.03, 0.15)
+        return kind, lambda x: 1 - np.exp(-np.maximum(x - middle, 0) / width)
     if kind == "ramp":
         width = span * rng.uniform(0.1, 0.4)
         return kind, lambda x: np.clip((x - middle) / width + 0.5, 0, 1)
@@ -64,7 +69,7 @@ def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: flo
 
 
 def drawn(
-    count: int, rng: np.random.Generator, errors: str, *, flat: bool = False
+    count: int, rng: np.random.Generator, errors: str, *, flat: bool = False, kind: str = ""
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], dict[str, Any], Truth]]:
     """Steps and values, the options that tell of their errors, and where each time truly lies on the axis.
 
@@ -73,7 +78,7 @@ def drawn(
     """
     for _ in range(count):
         x = axis(rng)
-        _, curve = shape(rng, x[0], x[-1])
+        _, curve = shape(rng, x[0], x[-1], kind)
         sign = rng.choice([-1, 1])
         mean = sign * curve(x) * (not flat)
         stderr = np.exp(rng.uniform(np.log(0.01), np.log(0.2)) + rng.normal(0, 0.4, len(x)))

@@ -1,8 +1,8 @@
 """When a curve over training steps emerges: verdict, onset, half-way point, peak, plateau and change points.
 
 All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
-says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
-docs/emergence.md.
+says that, too. How often the intervals hold (of rises that begin in a corner less often than they say), and how often a
+flat curve is said to emerge, is measured in docs/emergence.md.
 """
 
 from collections.abc import Sequence
