@@ -85,6 +85,7 @@ def analyze_series(
     kept_mb: int = KEPT_MB,
     values_mb: int = VALUES_MB,
     engine: Engine = "process",
+    beside_training: bool = False,
     progress: Tell | None = None,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
@@ -111,6 +112,7 @@ def analyze_series(
         engine: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
             is running: a task a checkpoint and group of analyses that look at the same texts. This process audits,
             hands out and writes; the numbers are those of "process".
+        beside_training: whether a training may go on in root meanwhile, which measures nothing itself.
         progress: told what is done and what comes next.
 
     Raises:
@@ -144,7 +146,7 @@ def analyze_series(
         measurer=measurer, allow_suspect=allow_suspect, keep_downloads=keep_downloads, shard=shard, values_mb=values_mb
     )
     measuring.choose(analyses)
-    with run_lock.writing(root, shard=shard):
+    with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
         return measuring.run(device if engine == "ray" else None)
 
 

@@ -86,6 +86,23 @@ def read(path: str | Path) -> list[Measurement]:
     return list(_lines(Path(path), Measurement))
 
 
+def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
+    """Returns the measurements whose lines begin at `offset` or behind it, and the end of the last whole line.
+
+    Raises:
+        InputError: for a line that is no measurement.
+    """
+    path = Path(path)
+    if not path.exists() or path.stat().st_size <= offset:
+        return [], offset
+    with open(path, "rb") as file:
+        file.seek(offset)
+        content = file.read()
+    content = content[: content.rfind(b"\n") + 1]
+    lines = (line for line in content.splitlines() if line.strip())
+    return [schema.parse(line, Measurement, f"{path}", _RESTORE) for line in lines], offset + len(content)
+
+
 class Measuring(Protocol):
     """What is asked of an analysis: its name, and the hashes of its options and of its data."""
 

@@ -1,24 +1,21 @@
 """Who gets which job next, whatever workers are lost, and the tasks of a series on workers that are pretended."""
 
-import json
 import pickle
 import random
 import shutil
 import sys
 from collections import deque
-from pathlib import Path
 
 import pytest
 
 from lit_layers import engine, over_workers
 from lit_layers.cli.main import main
-from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.engine import ATTEMPTS, Event, Job, hand_out
 from lit_layers.errors import InputError
 from lit_layers.offline import analyze_series
 from lit_layers.series import HubRevisions, OneModel, StepFolders
 from tests.support.every_analysis import of_images, of_prompts, of_text, prompts, save_inputs
-from tests.support.measured_series import sorted_lines, trained, two_groups
+from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, served, template
 
 
@@ -251,14 +248,8 @@ def test_every_analysis_can_be_sent_to_a_worker(tmp_path):
 def test_the_option_is_one_of_the_commands_that_measure(tmp_path, pretended, capsys):
     run = make_series(template(tmp_path / "model", vocab_size=300), tmp_path / "run", (0, 4), name="step-{:09d}")
     shutil.rmtree(run / "main")
-    texts = {
-        "class_path": "lit_layers.data.EvalText",
-        "init_args": {"corpus": "python", "num_sequences": 2, "num_tokens": 8},
-    }
-    texts["init_args"]["tokenizer"] = str(tokenizer(tmp_path))
-    analyses = [{"class_path": "Trajectory", "init_args": {"batches": texts}}]
-    (tmp_path / "texts.yaml").write_text(json.dumps({"analyses": analyses}))
-    command = ["analyze", str(run), "--steps", "[0, 4]", "--config", str(tmp_path / "texts.yaml")]
+    recipe_of_texts = of_texts(tmp_path)
+    command = ["analyze", str(run), "--steps", "[0, 4]", "--config", str(recipe_of_texts)]
     recipe = tmp_path / "engine.yaml"
     recipe.write_text("engine: ray\n")
     assert main([*command, "--root", str(tmp_path / "out" / "run"), "--config", str(recipe)]) == 0
@@ -266,8 +257,3 @@ def test_the_option_is_one_of_the_commands_that_measure(tmp_path, pretended, cap
     assert main([*command, "--root", str(tmp_path / "alone" / "run")]) == 0
     assert sorted_lines(tmp_path / "out" / "run") == sorted_lines(tmp_path / "alone" / "run")
     assert len(pretended) == 1
-
-
-def tokenizer(folder: Path) -> Path:
-    save_tokenizer(train_bpe(["one text", "and one more"], 258), folder / "tokenizer")
-    return folder / "tokenizer"

@@ -18,6 +18,7 @@ COMMANDS = {  # each a file of `verbs`
     "reproduce": "measure a published figure again, and set its numbers beside the printed ones",
     "select": "choose the layer that is enough for a task, and cut the model there",
     "sweep": "run every cell of a grid, each to its end once",
+    "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 

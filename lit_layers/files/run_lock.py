@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
@@ -27,11 +28,13 @@ LEASE, HEARTBEAT, LOOK = 60.0, 2.0, 0.2  # seconds
 _NAME = ".writer"
 _LISTED = 8  # names in a sentence
 _held: "list[_Lock]" = []
+Part = Literal["all", "training", "measuring"]
 
 
 @contextlib.contextmanager
-def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1)) -> Iterator[None]:
-    """Holds a run's folder for writing; the shards (i, n) of one n hold it together, each of them once.
+def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "all") -> Iterator[None]:
+    """Holds a run's folder for writing; the shards (i, n) of one n hold it together, each of them once, as do a
+    training that measures nothing and whoever measures its steps meanwhile.
 
     Raises:
         InputError: where another process writes there, or nobody can.
@@ -40,7 +43,7 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1)) -> Iterator[No
     root = Path(root).resolve()
     made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
-        lock = _Lock(root, shard)
+        lock = _Lock(root, shard, part)
         _held.append(lock)
         try:
             yield
@@ -52,6 +55,14 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1)) -> Iterator[No
         with contextlib.suppress(OSError):  # what was written stays, and its folder
             for folder in made:
                 folder.rmdir()
+
+
+def is_training(root: str | Path) -> bool:
+    """Whether a training that measures nothing itself writes in a folder, or did so a minute ago."""
+    try:
+        return time.time() - (Path(root) / f"{_NAME}-training.lock").stat().st_mtime < LEASE
+    except OSError:
+        return False
 
 
 def is_held(root: str | Path) -> bool:
@@ -86,19 +97,20 @@ def _of(path: Path) -> "list[_Lock]":
 
 
 class _Lock:
-    def __init__(self, root: Path, shard: tuple[int, int]) -> None:
+    def __init__(self, root: Path, shard: tuple[int, int], part: Part) -> None:
         self.root, self.process = root, os.getpid()
         self.sizes: dict[Path, int] = {}
         self._cut: set[Path] = set()
         index, count = shard
-        ours = "" if count == 1 else f"-{index}-of-{count}"
+        ours = f"-{part}" if part != "all" else "" if count == 1 else f"-{index}-of-{count}"
+        others = {"training": "-measuring", "measuring": "-training", "all": f"-of-{count}"}[part]
         self._path = root / f"{_NAME}{ours}.lock"
         self._lease = _take(self._path)
         self._token = self._lease.token
         try:
             write_json(_facts(self._path), {"token": self._token, **_this_process()})
             for other in root.glob(f"{_NAME}*.lock"):
-                if other != self._path and (count == 1 or not other.stem.endswith(f"-of-{count}")):
+                if other != self._path and not other.stem.endswith(others):
                     _take(other).release()  # refused where its holder lives
         except OSError as error:
             self.release()

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -24,8 +24,10 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
+from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
 from lit_layers.training.dealing import Ranks, new_group
+from lit_layers.training.measuring_aside import MeasuringAside
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, StepMeasurer, Watcher
 
@@ -77,17 +79,18 @@ class _AtSteps(L.Callback):
         self.paused_seconds = 0.0  # what training waited for this callback
         self._last_step = -1
         self._ranks: Ranks | None = None  # where there are several
-        self._held = contextlib.ExitStack()
+        self._held, self._is_async = contextlib.ExitStack(), False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._is_async = any(getattr(each, "measure", "") == "async" for each in _callbacks(trainer))
         self._ranks = Ranks(new_group()) if trainer.world_size > 1 else None
         self._from_first(self._hold)
 
     def _hold(self) -> None:
         if not run_lock.is_held(self.root):
-            self._held.enter_context(run_lock.writing(self.root))
+            self._held.enter_context(run_lock.writing(self.root, part="training" if self._is_async else "all"))
 
     def _from_first(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives on rank 0, on all ranks, each of which calls; where it fails, all of them fail."""
@@ -149,8 +152,11 @@ class _AtSteps(L.Callback):
 
 
 def _last_of_us(trainer: L.Trainer) -> _AtSteps:
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    return [callback for callback in callbacks if isinstance(callback, _AtSteps)][-1]
+    return [callback for callback in _callbacks(trainer) if isinstance(callback, _AtSteps)][-1]
+
+
+def _callbacks(trainer: L.Trainer) -> list[Any]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SeriesCheckpoint(_AtSteps):
@@ -223,6 +229,9 @@ class EmergenceCallback(_AtSteps):
         values_mb: the most that the values of single prompts may take, in files of root beside the measurements
             (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
         watchers: told of each analysis as it starts and ends.
+        measure: "async": the steps that `SeriesCheckpoint` saves are measured by a second process on this machine's
+            CPUs, and training goes on: it hears of the numbers as they arrive, and the process ends once all that was
+            saved is measured (`lit_layers.training.measuring_aside`).
         budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
             planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
 
@@ -245,8 +254,16 @@ class EmergenceCallback(_AtSteps):
         kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
         budget: str | float | None = None,
+        measure: Literal["sync", "async"] = "sync",
     ) -> None:
         super().__init__(steps, root, model)
+        if measure not in ("sync", "async"):
+            raise InputError(f"measure: expected sync or async, got {measure!r}")
+        if measure == "async" and budget is not None:
+            raise InputError(
+                f"budget: with measure async training waits for nothing, and {budget} was given: leave it out"
+            )
+        self.measure, self._aside = measure, None
         if budget is not None:
             share_of(budget)
         self.budget, self._stride = budget, 0
@@ -261,6 +278,12 @@ class EmergenceCallback(_AtSteps):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         view = self.measurer.check(self._plain_model(pl_module))
+        if self.measure == "async" and not any(
+            isinstance(each, SeriesCheckpoint) and each.root == self.root for each in _callbacks(trainer)
+        ):
+            raise InputError(
+                f"measure: async measures what SeriesCheckpoint saves in {self.root}: add it before this one"
+            )
         if self.measurer.analyses and (self._stride or self.budget is not None):
             self._keep_within(trainer, view)
 
@@ -324,7 +347,39 @@ class EmergenceCallback(_AtSteps):
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else UNKNOWN
         self.measurer.begin(planned, self._ranks)
+        if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
+            self._aside = self._measure_aside(trainer)
         super().on_train_start(trainer, pl_module)
+
+    def _measure_aside(self, trainer: L.Trainer) -> MeasuringAside:
+        if self.measurer.run != (there := run_in(self.root)):
+            raise InputError(
+                f"run: with measure async it is {there}, as the folder says, and {self.measurer.run} was given"
+            )
+        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
+        options = {"kept_mb": self.measurer.kept_mb, "values_mb": self.measurer.values_mb, "tokens_per_step": per_step}
+        return MeasuringAside(self.root, self.measurer.analyses, **options)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module)
+        self._hear(trainer)
+
+    def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        if self.measure == "sync":
+            super()._act(trainer, model, step)
+        elif self._aside is not None:
+            self._aside.saved(step)
+            self._hear(trainer)
+
+    def _hear(self, trainer: L.Trainer) -> None:
+        """What has arrived from the process that measures."""
+        for measurement in self._aside.arrived() if self._aside is not None else ():
+            self.measurer.tell(measurement, trainer.loggers)
+
+    @property
+    def under_way(self) -> str | None:
+        """A sentence of what is still being measured when training has ended; None where nothing is."""
+        return None if self._aside is None else self._aside.under_way()
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)

@@ -137,7 +137,7 @@ class StepMeasurer:
             way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
         ):
-            self._tell(measurement, loggers)
+            self.tell(measurement, loggers)
 
     def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
         """Writes for every analysis why it could not be measured at a step."""
@@ -153,7 +153,7 @@ class StepMeasurer:
                 provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
             )
             self._store.add(failed)
-            self._tell(failed, loggers)
+            self.tell(failed, loggers)
 
     def _seen(self, model: nn.Module) -> tuple[str, dict[str, Any]]:
         """The hash of the weights and what goes into their provenance.
@@ -167,7 +167,8 @@ class StepMeasurer:
             canary.warn_of(others)
         return fingerprint, canary.provenance_of(model, fingerprint, measured)
 
-    def _tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
+    def tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
+        """Tells loggers and watchers of a measurement."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
         name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis

@@ -22,8 +22,8 @@ from tests.support.undrawn import leave_undrawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# By test_published_series and test_published_papers; a correlation over a grid's runs by tests/test_correlate.py.
-ELSEWHERE = ("analyze", "audit", "reproduce", "correlate", "report checkpoints/llm_suite")
+# By test_published_series, test_published_papers, test_following; a correlation over a grid by tests/test_correlate.py.
+ELSEWHERE = ("analyze", "watch", "audit", "reproduce", "correlate", "report checkpoints/llm_suite")
 RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3")} | {
     f"{folder}/shuffle_tokens={on},seed={seed}": {"data": {"shuffle_tokens": on}}
     for folder in ("grid", "four_papers")

@@ -1,10 +1,12 @@
 """A tiny run that was trained and saved, and analyses of it that are in two groups: for tests of engines."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.records import Measurement
 from lit_layers.training import SeriesCheckpoint
 from tests.support.tiny_training import RandomText, fit
@@ -24,3 +26,13 @@ def sorted_lines(root: Path) -> list[Measurement]:
     """What a root holds, without the seconds, whatever order it was written in."""
     found = [replace(each, seconds=0.0) for each in records.read(root / "measurements.jsonl")]
     return sorted(found, key=lambda each: (each.step or 0, each.analysis))
+
+
+def of_texts(folder: Path) -> Path:
+    """A recipe with one quick analysis, of texts in the tokens of models with a vocabulary of 300."""
+    save_tokenizer(train_bpe(["one text", "and one more"], 258), folder / "tokenizer")
+    texts = {"corpus": "python", "tokenizer": str(folder / "tokenizer"), "num_sequences": 2, "num_tokens": 8}
+    batches = {"class_path": "lit_layers.data.EvalText", "init_args": texts}
+    recipe = {"analyses": [{"class_path": "Trajectory", "init_args": {"batches": batches}}]}
+    (folder / "texts.yaml").write_text(json.dumps(recipe))
+    return folder / "texts.yaml"

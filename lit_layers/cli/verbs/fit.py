@@ -100,6 +100,7 @@ class RunOptions:
         budget: The most that measuring may take of the time of training, e.g. 5%: fewer scheduled steps are measured.
         kept_mb: Of states that several analyses look at, in memory between them; what is more lies on the disk.
         values_mb: At most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none.
+        measure: async: the saved steps are measured by a second process on the CPUs, while training goes on.
         plan: Says what it would cost, and trains nothing.
     """
 
@@ -115,6 +116,7 @@ class RunOptions:
     budget: str | float | None = None
     kept_mb: int = KEPT_MB
     values_mb: int = VALUES_MB
+    measure: Literal["sync", "async"] = "sync"
     plan: bool = False
 
 
@@ -157,7 +159,8 @@ class FitCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         options, root = self.options, Path(self.options.root)
         if is_first_rank():
-            self.held.enter_context(run_lock.writing(root))
+            part: Any = "training" if options.measure == "async" else "all"
+            self.held.enter_context(run_lock.writing(root, part=part))
         self.console = Console()
         self.resume_from = self._resume_point()
         goes_on = options.resume is not None and is_a_run(root) and self._is_inside(root)
@@ -173,7 +176,7 @@ class FitCLI(LightningCLI):
         name = name_of_run(root) if goes_on else None
         if goes_on and getattr(options.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
             options.model.beginning = begun
-        measuring: Any = {name: getattr(options, name) for name in ("budget", "kept_mb", "values_mb")}
+        measuring: Any = {name: getattr(options, name) for name in ("budget", "kept_mb", "values_mb", "measure")}
         measuring["watchers"] = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, root, run=name, **measuring)
         self.resumable = ResumeCheckpoint(root, every=options.resume_every)
@@ -424,6 +427,8 @@ def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
         )
         show_results(root, seconds)
         print(f"\nreport: {write_report(root)}")
+        if (sentence := cli.emergence.under_way) is not None:
+            print(sentence)
     except Exception as error:  # the training has ended: nothing in its account may change how
         print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:

@@ -1,0 +1,104 @@
+"""Checkpoints are measured as they appear in a folder, while whoever writes them goes on.
+
+`lit-layers watch` does it for any folder; `EmergenceCallback(measure="async")` starts this file as a second process on
+its own machine, which is handed the analyses and goes on until what training saved is measured.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lit_layers.errors import InputError
+from lit_layers.files import run_lock
+from lit_layers.offline import SeriesResult, analyze_series
+from lit_layers.report import write_report
+from lit_layers.series import StepFolders
+from lit_layers.series.checkpoint import Series
+
+logger = logging.getLogger(__name__)
+EVERY = 5.0  # seconds between two looks
+SETTLED = 10.0  # seconds that the files of a folder must be untouched: only our own appear as a whole
+OURS = "step-*"
+
+
+def follow(
+    root: Path,
+    measure: Callable[[Series], SeriesResult],
+    *,
+    tokens_per_step: int | None = None,
+    every: float = EVERY,
+    settled: float = SETTLED,
+    patience: float | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> SeriesResult | None:
+    """Measures the steps in a folder, and those that come, until nothing came for `patience` seconds and no training of
+    ours goes on there; None: for ever. Returns the last result.
+
+    What cannot be measured, as it is being written, is tried again once its files have changed.
+    """
+    seen: dict[str, float] = {}
+    result, last_change = None, time.monotonic()
+    while True:
+        goes_on = run_lock.is_training(root)  # before the look: what is saved last is seen
+        complete, waits = _complete(root, settled)
+        if complete and complete != seen:
+            with _told():
+                series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
+                result, seen = measure(series), complete
+            last_change = time.monotonic()
+        elif not (goes_on or waits) and patience is not None and time.monotonic() - last_change >= patience:
+            return result
+        wait(every)
+
+
+@contextlib.contextmanager
+def _told():
+    """What is wrong with a look may be right at the next one."""
+    try:
+        yield
+    except InputError as error:
+        logger.warning("%s", error)
+
+
+def _complete(root: Path, settled: float) -> tuple[dict[str, float], bool]:
+    """The folders that nobody is writing, each with the time of its last change, and whether others are left."""
+    complete, waits, now = {}, False, time.time()
+    for folder in root.iterdir() if root.is_dir() else ():
+        if folder.is_dir() and (folder / "config.json").is_file():
+            changed = max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=now)
+            if folder.match(OURS) or now - changed >= settled:
+                complete[folder.name] = changed
+            else:
+                waits = True
+    return complete, waits
+
+
+def _steps(root: Path, names: dict[str, float]) -> list[int]:
+    return [one.step for one in StepFolders(root).listing.checkpoints if one.step is not None and one.name in names]
+
+
+def main() -> None:
+    """The second process of a training: told by its standard input where to look, and for what."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)  # training first
+    options = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = options.pop("path")
+    analyses = pickle.load(sys.stdin.buffer)  # from the process that started this one, through a pipe
+    root, tokens_per_step = Path(options.pop("root")), options.pop("tokens_per_step")
+
+    def measure(series: Series) -> SeriesResult:
+        return analyze_series(series, analyses, root=root, beside_training=True, device="cpu", **options)
+
+    follow(root, measure, tokens_per_step=tokens_per_step, every=1.0, patience=0.0)
+    if (root / "report.html").is_file():
+        write_report(root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A second process that measures the steps of a training, which goes on meanwhile and hears of the numbers."""
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_layers import records
+from lit_layers.analyses.base import Analysis
+from lit_layers.errors import InputError
+from lit_layers.records import Measurement
+
+LOG = "measuring.log"  # in the run's folder: what the process says
+
+
+class MeasuringAside:
+    """Starts the process (`lit_layers.following`) and reads what it adds to the record.
+
+    Nothing here waits for it: where it dies or lags, training goes on, and what is not measured is said at the end.
+
+    Raises:
+        InputError: analyses that cannot be sent to another process.
+    """
+
+    def __init__(self, root: Path, analyses: Sequence[Analysis], **options: Any) -> None:
+        self.file, self._names = root / "measurements.jsonl", {each.name for each in analyses}
+        self.root, self._saved = root, set[int]()
+        self._measured: dict[int, set[str]] = {}
+        self._offset = 0
+        self._note(self._read())  # what was there is no news
+        try:
+            content = pickle.dumps(list(analyses))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"measure: async sends the analyses to a second process, which cannot be: {error}"
+            ) from error
+        about = {"root": str(root.resolve()), "path": sys.path, **options}
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / LOG, "ab") as log:
+            command = [sys.executable, "-P", "-m", "lit_layers.following"]
+            quiet: Any = {"stdout": log, "stderr": log, "start_new_session": True}  # Ctrl-C is for training
+            places = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+            quiet["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
+        # A pipe holds little, and the process first imports for seconds.
+        message = json.dumps(about).encode() + b"\n" + content
+        threading.Thread(target=self._send, args=(message,), name="measuring", daemon=True).start()
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has died
+            assert self._process.stdin is not None
+            with self._process.stdin as stdin:
+                stdin.write(message)
+
+    def saved(self, step: int) -> None:
+        """Notes a step that is to be measured."""
+        self._saved.add(step)
+
+    def arrived(self) -> list[Measurement]:
+        """What was measured since the last call."""
+        found = self._read()
+        self._note(found)
+        return found
+
+    def _read(self) -> list[Measurement]:
+        found, self._offset = records.read_on(self.file, self._offset)
+        return found
+
+    def _note(self, found: Sequence[Measurement]) -> None:
+        for each in found:
+            if each.step is not None:
+                self._measured.setdefault(each.step, set()).add(each.analysis)
+
+    def under_way(self) -> str | None:
+        """A sentence of what is not measured yet; None where all is."""
+        left = sorted(step for step in self._saved if not self._names <= self._measured.get(step, set()))
+        if not left:
+            return None
+        steps = f"{len(left)} of {len(self._saved)} saved steps"
+        if self._process.poll() is not None:
+            return f"{steps} are not measured, as the process that did it has ended: see {self.root / LOG}; " + (
+                f"`lit-layers analyze {self.root}` measures them"
+            )
+        return (
+            f"{steps} are still being measured by process {self._process.pid}, which then writes the page anew and ends"
+        )

@@ -1,0 +1,223 @@
+"""Checkpoints are measured while somebody trains: whole ones, once, whoever dies, and training is as if alone."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.files import run_lock
+from lit_layers.following import follow
+from lit_layers.offline import SeriesResult, analyze_series
+from lit_layers.series import Audit, StepFolders
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from tests.support.listed_batches import Listed
+from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.series_hub import make_series, template
+from tests.support.tiny_training import fit
+
+EVERY_SECOND = {"every": 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_whole_checkpoints_are_measured_as_they_come_and_half_written_ones_wait(run, tmp_path):
+    """As the HF Trainer writes them: a folder first, then file after file."""
+    looks, place = [], tmp_path / "trainer"
+    shutil.copytree(run / "step-000000000", place / "checkpoint-1")
+    half = place / "checkpoint-2"
+
+    def measure(series) -> SeriesResult:
+        looks.append([one.name for one in series])
+        if len(looks) == 1:
+            half.mkdir()
+            shutil.copy(run / "step-000000002" / "config.json", half)
+        return SeriesResult(Audit("trainer", 0, ()))
+
+    def later(_: float) -> None:
+        waits.append(half.name in looks[-1])
+        if len(waits) == 1:
+            shutil.copy(run / "step-000000002" / "model.safetensors", half)
+        elif len(waits) == 3:
+            untouched(half)
+
+    def untouched(folder: Path) -> None:
+        for path in folder.iterdir():
+            os.utime(path, (10**9, 10**9))
+
+    waits = []
+    untouched(place / "checkpoint-1")
+    follow(place, measure, settled=300, patience=0, wait=later)
+    assert waits == [False, False, False, True]
+    assert looks == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+
+
+def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
+    calls = []
+
+    def measure(series) -> SeriesResult:
+        calls.append(len(series))
+        if len(calls) == 1:
+            raise InputError("root: is being written by another")
+        return SeriesResult(Audit("run", 0, ()))
+
+    follow(run, measure, every=0.01, patience=0)
+    assert calls == [3, 3]
+    assert "is being written by another" in caplog.text
+
+
+def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    held, looks = contextlib.ExitStack(), []
+    held.enter_context(run_lock.writing(root, part="training"))
+
+    def measure(series) -> SeriesResult:
+        looks.append(len(series))
+        return analyze_series(series, two_groups(), root=root, beside_training=True)
+
+    def later(_: float) -> None:
+        if (root / "step-000000006").exists():
+            held.close()
+        else:
+            shutil.copytree(root / "step-000000004", root / "step-000000006")
+
+    follow(root, measure, patience=0, wait=later)
+    assert looks == [3, 4]
+
+
+def test_a_training_and_whoever_measures_it_share_a_folder_and_nobody_else(tmp_path):
+    with run_lock.writing(tmp_path, part="training"):
+        assert run_lock.is_training(tmp_path)
+        with run_lock.writing(tmp_path, part="measuring"):
+            pass
+        with pytest.raises(InputError, match="is being written by"), run_lock.writing(tmp_path):
+            pass
+    assert not run_lock.is_training(tmp_path)
+    with (
+        run_lock.writing(tmp_path),
+        pytest.raises(InputError, match="is being written by"),
+        run_lock.writing(tmp_path, part="measuring"),
+    ):
+        pass
+
+
+class Heard:
+    """A watcher of the callback."""
+
+    def __init__(self) -> None:
+        self.measurements = []
+
+    def measuring(self, step, analysis) -> None:
+        pass
+
+    def measured(self, measurement) -> None:
+        self.measurements.append(measurement)
+
+
+def callbacks(root: Path, how: str, **options) -> list:
+    measured = EmergenceCallback(two_groups(), EVERY_SECOND, root, measure=how, **options)
+    return [SeriesCheckpoint(EVERY_SECOND, root), measured]
+
+
+def ended(callback: EmergenceCallback) -> None:
+    callback._aside._process.wait(300)
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(tmp_path):
+    roots = {how: tmp_path / how / "run" for how in ("sync", "async")}
+    with_them, heard = callbacks(roots["async"], "async"), Heard()
+    with_them[1].measurer.watchers.append(heard)
+    models = [
+        fit(roots["sync"], callbacks(roots["sync"], "sync"), steps=4)[1],
+        fit(roots["async"], with_them, steps=4)[1],
+    ]
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "3 of 3 saved steps are still being measured by process" in with_them[1].under_way
+    ended(with_them[1])
+    with_them[1]._hear(models[1].trainer)
+    assert len(heard.measurements) == 9
+    assert with_them[1].under_way is None
+    sync, found = sorted_lines(roots["sync"]), sorted_lines(roots["async"])
+    facts = [[(m.run, m.step, m.tokens, m.analysis, m.records) for m in each] for each in (sync, found)]
+    assert facts[0] == facts[1]
+    assert (roots["async"] / "measuring.log").read_text() == ""
+
+
+@pytest.mark.soak
+def test_a_process_that_is_killed_harms_nothing_and_the_rest_is_measured_afterwards(tmp_path):
+    root = tmp_path / "run"
+    both = callbacks(root, "async")
+    fit(root, both, steps=4)
+    process = both[1]._aside._process
+    while not (root / "measurements.jsonl").exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    both[1]._aside.arrived()
+    if both[1].under_way is not None:
+        assert "are not measured, as the process that did it has ended" in both[1].under_way
+    alone = tmp_path / "alone" / "run"
+    analyze_series(StepFolders(root), two_groups(), root=alone)
+    analyze_series(StepFolders(root), two_groups(), root=root, beside_training=True)
+    assert [(m.step, m.records) for m in sorted_lines(root)] == [(m.step, m.records) for m in sorted_lines(alone)]
+    assert len(records.read(root / "measurements.jsonl")) == 9
+
+
+def test_what_async_cannot_do_is_refused_before_the_first_step(tmp_path):
+    root = tmp_path / "run"
+    with pytest.raises(InputError, match="measure: async measures what SeriesCheckpoint saves in"):
+        fit(root, [EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="async")])
+    with pytest.raises(InputError, match="budget: with measure async training waits for nothing, and 5% was given"):
+        EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="async", budget="5%")
+    with pytest.raises(InputError, match="measure: expected sync or async, got 'later'"):
+        EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="later")
+    with pytest.raises(InputError, match="run: with measure async it is run, as the folder says, and other was given"):
+        fit(root, callbacks(root, "async", run="other"))
+
+
+def test_an_analysis_that_cannot_be_sent_is_refused(tmp_path):
+    root = tmp_path / "run"
+    text = Listed({"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    text.unsendable = lambda: None
+    both = [SeriesCheckpoint(EVERY_SECOND, root), EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="async")]
+    both[1].measurer.analyses[0].batches = text
+    with pytest.raises(InputError, match="measure: async sends the analyses to a second process"):
+        fit(root, both)
+
+
+def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path, capsys):
+    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
+    place = make_series(model, tmp_path / "trainer", (2, 4), name="checkpoint-{}")
+    shutil.rmtree(place / "main")
+    words = ["watch", str(place), "--config", str(recipe), "--settled", "0", "--patience", "0", "--every", "0.01"]
+    code = main(words)
+    captured = capsys.readouterr()
+    assert "step 2, 4: 2 measured" in captured.out, captured.err
+    assert code == 0
+    assert [m.step for m in records.read(place / "measurements.jsonl")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{}/nowhere"], "folder: expected a folder in which checkpoints appear"),
+        (["{}", "--every", "0"], "every: expected a positive number of seconds, got 0"),
+        (["{}", "--patience", "-1"], "patience: expected a number of seconds of at least 0, got -1"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):
+    assert main(["watch", *(word.format(tmp_path) for word in words)]) == 2
+    assert sentence in capsys.readouterr().err
