@@ -37,7 +37,17 @@ BRIER = replace(BRIER, better="lower", group="score")
 OF_GLUE = {metric for task in GLUE.values() for metric in task.scores}
 NOT_HERE = {
     *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
-    *("train/images_per_second", "train/mfu", "mean_squared_error", "inflection_layer", "normalized_score", "failed"),
+    *(
+        "train/images_per_second",
+        "train/mfu",
+        "train/critical_step",
+        "train/critical_sharpness",
+        "mean_squared_error",
+        "inflection_layer",
+        "normalized_score",
+        "failed",
+    ),
+    *("train/critical_step", "train/critical_sharpness"),  # of a callback that is asked for
     "probe_c",  # of `estimator: watch` alone
     *("bf16_difference", "bf16_largest_difference"),  # of `dtype: bfloat16` alone
 }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
+    from lit_layers.functional.sharpness import *
     from lit_layers.functional.similarity import *
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
@@ -39,6 +40,7 @@ _METRICS = (
     "state_geometry",
     "attention_patterns",
     "ngrams",
+    "sharpness",
     "similarity",
     "invariance",
     "jacobian.routes",

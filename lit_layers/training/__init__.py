@@ -5,8 +5,10 @@ from lit_layers.training.datamodules import LitImageData, LitTextData
 from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.sequence_tasks import LitGlueData, LitSequenceClassifier
+from lit_layers.training.sharpness import CriticalSharpness
 
 __all__ = [
+    "CriticalSharpness",
     "EmergenceCallback",
     "LitCausalLM",
     "LitGlueData",

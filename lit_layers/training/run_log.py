@@ -78,6 +78,10 @@ class RunLog(L.Callback):
     def measured(self, measurement: Measurement) -> None:
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
 
+    def note(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds what another callback found to the row of a step that is not closed yet."""
+        self._extra.setdefault(step, {}).update(scalars)
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
         self._tokens_per_step = getattr(data, "tokens_per_step", None)
