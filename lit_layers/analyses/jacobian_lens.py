@@ -40,7 +40,7 @@ class FittedLens(NamedTuple):
         Raises:
             InputError: it cannot be written.
         """
-        write_lens(path, self.jacobians, self.num_prompts, **about)
+        write_lens(path, self.jacobians, self.num_prompts, about=about)
 
 
 def fit_jacobian_lens(

@@ -18,7 +18,7 @@ def write_lens(
     num_prompts: int,
     *,
     dtype: torch.dtype = torch.float16,
-    **about: str | int | float,
+    about: Mapping[str, str | int | float] | None = None,
 ) -> None:
     """Writes a lens, whole or not at all.
 

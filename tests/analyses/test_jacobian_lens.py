@@ -115,7 +115,7 @@ def test_the_model_is_as_it_was(view):
 
 def test_a_file_has_the_keys_of_the_reference_and_is_measured_as_the_lens_it_holds(view, tmp_path):
     fitted = fit_jacobian_lens(view, prompts(), num_prompts=2, skip_first=SKIP)
-    write_lens(tmp_path / "lens.pt", fitted.jacobians, 2, dtype=torch.float32, model="tiny")
+    write_lens(tmp_path / "lens.pt", fitted.jacobians, 2, dtype=torch.float32, about={"model": "tiny"})
     content = torch.load(tmp_path / "lens.pt", weights_only=True)
     assert content.keys() == {"J", "n_prompts", "source_layers", "d_model", "metadata"}
     # Block outputs are counted from 0 there: that of block l is our layer l + 1; layer 0 and the last have none.
