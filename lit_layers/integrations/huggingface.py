@@ -8,9 +8,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
+from lit_layers.report.own_wandb_run import current_runs
 from lit_layers.schedule import Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
-from lit_layers.training.watching import MetricsLogger, Watch, Watcher, watch
+from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, watch
 
 
 class EmergenceTrainerCallback(TrainerCallback):
@@ -20,7 +21,8 @@ class EmergenceTrainerCallback(TrainerCallback):
             EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
 
     Step 0 is measured before the first update, and the last step always; a training that is resumed goes on in the same
-    file. Arguments are those of `lit_layers.watch`, and
+    file. A Trainer that reports to W&B has its run for a logger, where no others are given. Arguments are those of
+    `lit_layers.watch`, and
 
     Args:
         model: name of the submodule to measure, as of `EmergenceCallback`; None: the Trainer's model itself.
@@ -44,8 +46,9 @@ class EmergenceTrainerCallback(TrainerCallback):
         watchers: Sequence[Watcher] = (),
         kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
+        scalars: Scalars = "plotted",
     ) -> None:
-        self.analyses, self.model = list(analyses), model
+        self.analyses, self.model, self.loggers = list(analyses), model, list(loggers)
         self._options: dict[str, Any] = {
             "steps": steps,
             "root": root,
@@ -53,10 +56,10 @@ class EmergenceTrainerCallback(TrainerCallback):
             "tokenizer": tokenizer,
             "run": run,
             "tokens_per_step": tokens_per_step,
-            "loggers": loggers,
             "watchers": watchers,
             "kept_mb": kept_mb,
             "values_mb": values_mb,
+            "scalars": scalars,
         }
         self._watch: Watch | None = None
 
@@ -71,6 +74,7 @@ class EmergenceTrainerCallback(TrainerCallback):
                     f"model: {type(model).__name__} has no submodule {self.model!r}; name the one with the network"
                 ) from error
         first, last = state.global_step, state.max_steps
+        self._options["loggers"] = self.loggers or (current_runs() if "wandb" in (args.report_to or ()) else [])
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

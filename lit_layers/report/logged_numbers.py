@@ -71,6 +71,14 @@ def values_of(measurement: Measurement, name: str | None = None) -> dict[str, fl
     return {point.name: point.value for point in points_of(measurement, name)}
 
 
+def plotted_values(measurement: Measurement, name: str | None = None) -> dict[str, float]:
+    """Those of `values_of` that a person plots: no diagnostics, no single singular values."""
+    rows = [(look_up(point.metric), point) for point in points_of(measurement, name)]
+    return {
+        point.name: point.value for row, point in rows if not (row.secondary or row.unlisted or "/index=" in point.base)
+    }
+
+
 def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Metric and tags of each kind of pairs of layers of a measurement, by the name of its picture."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -19,6 +19,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures import Chart
 from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings
+from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
     TABLE_COLUMNS,
@@ -335,7 +336,7 @@ class WandbMirror:
             self._run.define_metric(AXIS)
             self._defined.add(AXIS)
         if name not in self._defined and name not in (TABLE, TIMES):
-            self._run.define_metric(name, step_metric=AXIS)
+            self._run.define_metric(name, step_metric=AXIS, summary=_summary(name))
             self._defined.add(name)
 
     def _log_table(self) -> None:
@@ -413,6 +414,12 @@ class WandbMirror:
 def _is_online(file: Path) -> bool:
     """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
     return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
+
+
+def _summary(name: str) -> str | None:
+    """What a run's summary keeps of a curve: the best value of a score, else the last."""
+    better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
+    return {"lower": "min", "higher": "max", None: None}[better]
 
 
 def _import_wandb() -> ModuleType | None:

@@ -29,7 +29,7 @@ from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, w
 from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.measuring_aside import MeasuringAside
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.training.watching import UNKNOWN, StepMeasurer, Watcher
+from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
 
 
 def plan_run(
@@ -234,6 +234,8 @@ class EmergenceCallback(_AtSteps):
             saved is measured (`lit_layers.training.measuring_aside`).
         budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
             planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
+        scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of
+            layers and places of tokens. A W&B run gets the rest as heat maps and in tables.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
@@ -255,6 +257,7 @@ class EmergenceCallback(_AtSteps):
         values_mb: int = VALUES_MB,
         budget: str | float | None = None,
         measure: Literal["sync", "async"] = "sync",
+        scalars: Scalars = "plotted",
     ) -> None:
         super().__init__(steps, root, model)
         if measure not in ("sync", "async"):
@@ -268,7 +271,8 @@ class EmergenceCallback(_AtSteps):
             share_of(budget)
         self.budget, self._stride = budget, 0
         self._budget_at_start = budget
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, kept_mb=kept_mb, values_mb=values_mb)
+        sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
 
@@ -380,6 +384,10 @@ class EmergenceCallback(_AtSteps):
     def under_way(self) -> str | None:
         """A sentence of what is still being measured when training has ended; None where nothing is."""
         return None if self._aside is None else self._aside.under_way()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.measurer.finish()
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 from torch import distributed, nn
 
@@ -20,6 +20,8 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
+from lit_layers.report.logged_numbers import plotted_values, values_of
+from lit_layers.report.own_wandb_run import OwnWandbRun, run_behind
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import step_folder, write_folder
@@ -27,6 +29,7 @@ from lit_layers.training.dealing import Ranks, new_group
 from lit_layers.training.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
+Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
 UNKNOWN = 1000  # checkpoints of a run without an end
 _LONG = 10.0  # seconds of measuring from which on a log says how long the rest will take
 
@@ -64,7 +67,12 @@ class StepMeasurer:
         watchers: Sequence[Watcher] = (),
         kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
+        scalars: Scalars = "plotted",
     ) -> None:
+        if scalars not in (choices := get_args(Scalars)):
+            raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
+        self.scalars: Scalars = scalars
+        self._wandb_runs: dict[int, OwnWandbRun] = {}
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         names = [analysis.name for analysis in analyses]
@@ -172,11 +180,33 @@ class StepMeasurer:
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
         name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
-        values = {records.key(name, record): record.value for record in measurement.records}
+        values = values_of(measurement, name) if self.scalars == "all" else plotted_values(measurement, name)
         for destination in loggers:
-            destination.log_metrics(values, step=measurement.step)
+            if (own := self._own_wandb_run(destination)) is not None:
+                own.log(measurement, values)
+            else:
+                tokens = {} if measurement.tokens is None else {"tokens": measurement.tokens}
+                destination.log_metrics(values | tokens, step=measurement.step)
         for watcher in self.watchers:
             watcher.measured(measurement)
+
+    def finish(self) -> None:
+        """What loggers get at the end, from all that was measured."""
+        for own in self._wandb_runs.values():
+            try:
+                own.finish()
+            except Exception as error:  # a training that ended well has ended well
+                logger.warning("W&B: no table of the measurements: %s", error)
+
+    def _own_wandb_run(self, destination: Any) -> OwnWandbRun | None:
+        """How the W&B run behind a logger is written to; None for other loggers."""
+        run = run_behind(destination)
+        if run is None:
+            return None
+        if id(run) not in self._wandb_runs:
+            configs = {analysis.name: analysis.config() for analysis in self.analyses}
+            self._wandb_runs[id(run)] = OwnWandbRun(run, self.root, configs)
+        return self._wandb_runs[id(run)]
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -244,6 +274,7 @@ class Watch:
         """Measures the last step, if it was not, and gives the run's folder free."""
         with self._held:
             self._visit(due=True)
+            self.measurer.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -288,6 +319,7 @@ def watch(
     watchers: Sequence[Watcher] = (),
     kept_mb: int = KEPT_MB,
     values_mb: int = VALUES_MB,
+    scalars: Scalars = "plotted",
 ) -> Watch:
     """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
 
@@ -312,14 +344,16 @@ def watch(
         tokens_per_step: tokens per optimizer step, for the token axis.
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
-        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`.
-        watchers, kept_mb, values_mb: as of `EmergenceCallback`.
+        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; a run of W&B, which gets heat
+            maps and tables, too.
+        watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
             missing, options that do not fit the model, or a root that another process writes or nobody can.
     """
-    measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, kept_mb=kept_mb, values_mb=values_mb)
+    sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
+    measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
     return Watch(
         model,
         measurer,
