@@ -84,6 +84,7 @@ def test_what_fails_at_wandb_ends_no_training(tmp_path, monkeypatch, caplog):
     own = wandb.init(mode="disabled")
     monkeypatch.setattr(type(own), "log", lambda *_, **__: 1 / 0)
     trained(tmp_path / "run", [own])
+    own.finish()
     assert "W&B: " in caplog.text
     assert "is not logged at step 0" in caplog.text
     assert len(lit_layers.records.read(tmp_path / "run" / "measurements.jsonl")) == 2 * len(STEPS)
