@@ -56,6 +56,11 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     """
     network: Network = getattr(model, "_orig_mod", model)
     blocks = family_of(network).block_list(network)
+    if getattr(getattr(network, "config", None), "rescale_every", 0):
+        raise InputError(
+            f"{type(network).__name__} halves its states every few blocks, which no other order follows: set its "
+            "config.rescale_every to 0"
+        )
     steps = checked(schedule, len(blocks))
     if not steps:
         raise ValueError("schedule: expected at least one step, got none")

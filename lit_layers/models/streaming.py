@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-from lit_layers.models.block_calls import BlockCall, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, softened, split_arguments
 from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.structure import is_proven
@@ -87,7 +87,11 @@ class StreamedModel(LayeredModel):
             for in_tuples in (False, True):  # what blocks return is only seen in what their model makes of it
                 calls: list[BlockCall] = []
                 states: list[Tensor] = []
-                recorders = [self._recorder(block, states, calls, in_tuples) for block in self.blocks]
+                returned = self.family.num_returned(self.num_layers, in_tuple=in_tuples)
+                recorders = [
+                    self._recorder(block, states, calls, number)
+                    for block, number in zip(self.blocks, returned, strict=True)
+                ]
                 recording = replaced(self.blocks, recorders)
                 with recording, _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
                     self._logits(inputs)
@@ -229,7 +233,7 @@ class StreamedModel(LayeredModel):
                 _put_(part, name, room.take(tensor).copy_(source))
         return before
 
-    def _recorder(self, block: nn.Module, states: list[Tensor], calls: list[BlockCall], in_tuples: bool) -> Any:
+    def _recorder(self, block: nn.Module, states: list[Tensor], calls: list[BlockCall], num_values: int) -> Any:
         """A block's forward that hands the state on and notes the other arguments; the last block's ends the call."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +242,7 @@ class StreamedModel(LayeredModel):
             calls.append(BlockCall(block, args, kwargs))
             if block is self.blocks[-1]:
                 raise _PastTheBlocks
-            return (hidden,) if in_tuples else hidden
+            return in_place_of(hidden, num_values)
 
         return forward
 

@@ -11,6 +11,7 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.models.families import FAMILIES as ROWS
 from lit_layers.models.families import class_named, family_of, propose_blocks
+from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import (
     EVERY,
@@ -145,11 +146,13 @@ def test_hidden_states_are_those_transformers_gives_out_and_the_last_is_before_t
 def test_layer_0_of_a_state_space_is_the_embedding_that_its_own_hidden_states_leave_out(name):
     model = tiny(name, torch.float64)
     batch = tiny_batch(name)
-    hidden = LayeredModel(model).trajectory(batch).hidden
+    view = LayeredModel(model)
+    hidden, norm = view.trajectory(batch).hidden, view.family.final_norm(model)
+    assert norm is not None
     with torch.no_grad():
         given = model(**batch, output_hidden_states=True).hidden_states
         embedded = model.get_input_embeddings()(batch["input_ids"])
-        normed = model.base_model.norm_f(hidden[-1])
+        normed = norm(hidden[-1])
     assert len(given) == LAYERS + 1
     torch.testing.assert_close(hidden[0], embedded, rtol=0, atol=0)
     torch.testing.assert_close(hidden[1:], torch.stack(given[:-1]), rtol=0, atol=1e-12)
@@ -169,6 +172,24 @@ def test_padding_before_a_state_space_with_biases_does_not_reach_the_text(name):
         given = model.model(**batch).logits if hasattr(model.model, "lm_head") else model.model(**batch)[0]
         alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]}).logits
     assert (given[2, mask] - alone[0]).abs().max() > 1e-3
+
+
+def test_rwkv_is_measured_without_the_halving_of_its_states_and_is_as_before_afterwards():
+    model = tiny("rwkv_lm", torch.float64, rescale_every=2)
+    own, batch = copy.deepcopy(model), tiny_batch("rwkv_lm")
+    before = copy.deepcopy(model.state_dict())
+    trajectory = LayeredModel(model).trajectory(batch)
+    plain = LayeredModel(tiny("rwkv_lm", torch.float64)).trajectory(batch)
+    torch.testing.assert_close(trajectory.hidden, plain.hidden, rtol=0, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model.config.rescale_every, model.base_model.layers_are_rescaled) == (2, False)
+    with torch.no_grad():
+        logits = own(**batch).logits  # of halved states: the same but for what the last norm adds to a variance
+    torch.testing.assert_close(trajectory.logits, logits, rtol=0, atol=1e-3)
+    with pytest.raises(InputError, match="RwkvForCausalLM has been called in evaluation before, and its weights are"):
+        LayeredModel(own).trajectory(batch)
+    with pytest.raises(InputError, match="set its config.rescale_every to 0"), running_order(model, [1, 2, 3]):
+        pass
 
 
 def test_a_text_of_any_length_fits_a_state_space():

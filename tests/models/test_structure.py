@@ -16,7 +16,7 @@ from lit_layers.models.families.structure import by_structure
 from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
-from tests.support.tiny_configs import LAYERS, tiny_model
+from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
 
 CAUSAL = {
     "opt": "OPTForCausalLM",
@@ -167,7 +167,7 @@ class ToyLM(PreTrainedModel):
         fault, embedded = self.config.fault, self.embed(input_ids)
         hidden, earlier = embedded, {}
         for number, layer in enumerate(self.layers):
-            scale = hidden.mean() if fault == "scales" else torch.ones(())
+            scale = hidden.std() if fault == "scales" else torch.ones(())
             hidden = layer(hidden, earlier, scale)
             hidden = hidden / 2 if fault == "halves" and number == 1 else hidden
         if fault == "twice":
@@ -181,7 +181,9 @@ class ToyLM(PreTrainedModel):
 
 def toy(fault: str = "") -> ToyLM:
     torch.manual_seed(0)
-    return ToyLM(ToyConfig(fault)).eval()
+    model = ToyLM(ToyConfig(fault)).eval()
+    scale_up_(model)
+    return model
 
 
 def test_a_sound_model_of_nobody_is_admitted():

@@ -4,7 +4,7 @@ The only file that knows architectures. A class without a row is taken apart by 
 found that way. A new one is a row and a tiny model in the replay test.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -206,6 +206,22 @@ def whole_images(model: Network, inputs: Inputs, options: Options, *, trunk: boo
         config.mask_ratio = kept
 
 
+def unscaled(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
+    """RWKV divides its weights, in place, and its states every few blocks, so that half precision does not overflow, in
+    evaluation alone: here as in training, without."""
+    network = trunk_of(model)
+    if network.layers_are_rescaled and network.config.rescale_every:
+        raise InputError(
+            f"this {type(model).__name__} has been called in evaluation before, and its weights are divided since: "
+            "load it again, or call it once in training mode"
+        )
+    kept, network.config.rescale_every = network.config.rescale_every, 0
+    try:
+        return by_name(network if trunk else model, {"input_ids": inputs["input_ids"]}, options)
+    finally:
+        network.config.rescale_every, network.layers_are_rescaled = kept, False
+
+
 def from_zero(config: Any) -> int:
     return 0
 
@@ -226,6 +242,9 @@ class Family:
     head: Callable[[Network, Tensor], Tensor] = language_head
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
+    num_values: int = (
+        0  # that a block always returns in a tuple; 0: it returns the state alone, in some releases in one
+    )
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
     residual: bool = True  # a block is x + f(x); False where its norm comes after the addition
     longest: str | None = "max_position_embeddings"  # field of the config: how many tokens a text may have; None: any
@@ -281,7 +300,11 @@ class Family:
 
     def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
-        return [hand_on(int(in_tuple), last)] * num_blocks
+        return [hand_on(number, last) for number in self.num_returned(num_blocks, in_tuple=in_tuple)]
+
+    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
+        """Of each block, how many values it returns in a tuple; 0: the state alone."""
+        return [self.num_values or int(in_tuple)] * num_blocks
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Final norm and head of states (batch, tokens, dim), as the model itself ends."""
@@ -339,6 +362,9 @@ FAMILIES = (
     # State spaces: layer 0 is the embedding, which transformers' own hidden_states leave out.
     _decoder("mamba", "Mamba", **_STATE_SPACE),
     _decoder("mamba2", "Mamba2", **_STATE_SPACE),
+    # Recurrent: it takes no mask, and a mask of the batch says which tokens are real.
+    _decoder("rwkv", "Rwkv", "blocks", "ln_out", longest=None, inputs=PLAIN_TEXT[:2], num_values=3, call=unscaled,
+             features=partial(unscaled, trunk=True)),
     _encoder("bert", "Bert", "encoder.layer", bert_head),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
     _encoder("roberta", "Roberta", "encoder.layer", roberta_head, first_position=behind_padding),

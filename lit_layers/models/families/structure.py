@@ -9,7 +9,7 @@ whose blocks hand it on.
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.block_calls import hand_on, is_cache, num_values, replaced
+from lit_layers.models.block_calls import is_cache, num_values, replaced
 from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
 from lit_layers.models.families.proof import Evidence, NotShown
 from lit_layers.models.families.rows import (
@@ -82,8 +82,8 @@ class Structured(Family):
     def final_norm(self, model: Network) -> nn.Module | None:
         return None if self.norm is None else model.get_submodule(self.norm)
 
-    def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        return [hand_on(values, last) for values in self.returned]
+    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
+        return self.returned
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
@@ -164,7 +164,15 @@ def _proven(model: Network) -> Family:
     ):
         probe = probe_of(model)
         family = _found(model, probe)
-        family = _shown(model, family, probe)
+        try:
+            family = _shown(model, family, probe)
+        except torch.OutOfMemoryError:
+            raise
+        except InputError:
+            raise
+        except CANNOT_CALL as error:
+            words = " ".join(str(error).split())[:200]
+            raise NotShown(f"its blocks cannot be called again ({type(error).__name__}: {words})") from error
     if versions != {id(tensor): tensor._version for tensor in _tensors(model)}:
         raise NotShown("its own call writes to its weights or buffers")
     if modules != [id(module) for module in model.modules()]:
@@ -191,7 +199,7 @@ def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
     limits = (
         [evidence.limit, getattr(text_config(model.config), "max_position_embeddings", None)] if probe.of_texts else []
     )
-    known = [limit for limit in limits if limit]
+    known = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": family.blocks,
         "probe": " x ".join(map(str, probe.needed.shape)),
@@ -279,7 +287,8 @@ def _row(
             reasons[path] = reason
     depth = None if is_timm(model) else _depth(model, probe)
     best = max((len(row) for row in chains.values()), default=0)
-    fitting = {path: row for path, row in chains.items() if len(row) == (best if depth is None else depth)}
+    fitting = {path: row for path, row in chains.items() if len(row) == depth}
+    fitting = fitting or {path: row for path, row in chains.items() if len(row) == best > 1}
     if len(fitting) == 1:
         path, row = next(iter(fitting.items()))
         if others := [other for other, chain in chains.items() if other != path and len(chain) > 1]:
