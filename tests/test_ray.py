@@ -84,7 +84,7 @@ class Killer:
         while self.killed.total() < self.number and not self._over.wait(self.draws.uniform(*self.pause)):
             workers = workers_of(self.made)
             if self.draws.random() < 0.2:
-                self.made.remove_node(self.draws.choice(self.made.worker_nodes), allow_graceful=False)
+                self.made.remove_node(self.draws.choice([*self.made.worker_nodes]), allow_graceful=False)
                 self.made.add_node(**NODE)
                 self.killed["node"] += 1
             elif workers:

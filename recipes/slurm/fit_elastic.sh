@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Train on two nodes of eight GPUs by torchrun, which starts all ranks again when one is lost: sbatch recipes/slurm/fit_elastic.sh
+#
+# At most three times; each time `--resume last` goes on where the run was.
+#SBATCH --job-name=lit_layers_elastic
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=04:00:00
+
+head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+  torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --max-restarts 3 \
+  --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" --no-python \
+  lit-layers fit \
+  --config recipes/gpt2/124m_openwebtext.yaml \
+  --config recipes/analyses/text.yaml \
+  --trainer.num_nodes 2 --trainer.devices 8 --trainer.accumulate_grad_batches 5 \
+  --data.global_batch_size 480 --resume last "$@"

@@ -1,0 +1,121 @@
+"""Job scripts and files for clusters, as far as that can be seen without one.
+
+Scripts run with programs that note what they are asked; files have the keys they must, and their commands are ours.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.verbs.analyze import analyze
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "recipes" / "slurm").glob("*.sh"))
+JOB = {
+    "SLURM_JOB_NODELIST": "node[1-4]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_CPUS_PER_TASK": "32",
+    "SLURM_JOB_ID": "7",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_ARRAY_TASK_COUNT": "8",
+}
+
+
+@pytest.fixture
+def programs(tmp_path) -> Path:
+    """srun, ray, torchrun and lit-layers: each notes its words, a line each, and runs what it would start."""
+    starts = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "ray": 'while [ "$1" != "--" ]; do shift; done; shift; exec "$@"',
+        "torchrun": 'while [ "$1" != "--no-python" ]; do shift; done; shift; exec "$@"',
+        "lit-layers": "true",
+        "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; fi',
+    }
+    for name, rest in starts.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        note = 'printf "%s " "$@"; printf "\\n"'
+        file.write_text(f'#!/usr/bin/env bash\n{{ printf "{name} "; {note}; }} >> "$NOTES"\n{rest}\n')
+        file.chmod(0o755)
+    return tmp_path / "bin"
+
+
+def noted(script: Path, programs: Path) -> dict[str, list[str]]:
+    """By program the words that it was started with."""
+    notes = programs.parent / "notes"
+    environment = {**os.environ, **JOB, "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(notes)}
+    subprocess.run(["bash", "-eu", str(script), "--root", "out"], env=environment, cwd=ROOT, check=True)
+    return {line.split()[0]: line.split()[1:] for line in notes.read_text().splitlines()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(script, programs):
+    words = noted(script, programs)
+    if "srun" in words:
+        assert "--cpus-per-task=32" in words["srun"]
+        assert "--kill-on-bad-exit=1" in words["srun"]
+    ours = words["lit-layers"]
+    assert ours[-2:] == ["--root", "out"]
+    recipes = [ours[number + 1] for number, word in enumerate(ours) if word == "--config"]
+    assert all((ROOT / path).is_file() for path in recipes)
+    if ours[0] == "analyze":
+        Recipe(analyze, ours[1:]).read()
+
+
+def test_ray_is_started_on_every_node_with_the_first_one_as_head(programs):
+    words = noted(ROOT / "recipes" / "slurm" / "analyze_ray.sh", programs)
+    assert words["ray"][:3] == ["symmetric-run", "--address", "node1:6379"]
+    assert words["ray"][words["ray"].index("--min-nodes") + 1] == "4"
+    assert words["lit-layers"][-4:-2] == ["--engine", "ray"]
+
+
+def test_torchrun_starts_lost_ranks_again_and_the_run_goes_on(programs):
+    words = noted(ROOT / "recipes" / "slurm" / "fit_elastic.sh", programs)
+    assert words["torchrun"][words["torchrun"].index("--max-restarts") + 1] == "3"
+    assert words["torchrun"][words["torchrun"].index("--rdzv-endpoint") + 1] == "node1:29500"
+    assert words["lit-layers"][words["lit-layers"].index("--resume") + 1] == "last"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_shellcheck_finds_nothing(script):
+    subprocess.run(["shellcheck", str(script)], check=True)
+
+
+def options(command: str) -> dict:
+    """What one of our commands in a file says, the recipes being there."""
+    words = shlex.split(command)
+    assert words[:2] == ["lit-layers", "analyze"]
+    return Recipe(analyze, words[2:]).read().as_dict()
+
+
+def test_the_file_of_skypilot_hands_the_work_out_over_its_machines(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = yaml.safe_load((ROOT / "recipes" / "clouds" / "skypilot.yml").read_text())
+    assert set(job) == {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
+    before, _, command = job["run"].partition(" -- ")
+    assert before.startswith("ray symmetric-run --address ")
+    assert "--min-nodes" in before
+    read = options(command.replace("\\\n", " "))
+    assert (read["engine"], str(read["root"])) == ("ray", "/results/pythia_70m")
+    subprocess.run(["bash", "-n", "-c", job["run"]], check=True)
+
+
+def test_the_file_of_kuberay_runs_the_command_on_pods_that_see_the_results(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = yaml.safe_load((ROOT / "recipes" / "clouds" / "kuberay.yml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    read = options(job["spec"]["entrypoint"])
+    assert read["engine"] == "ray"
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"  # it hands out
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {each["mountPath"]: each["name"] for each in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {str(Path(read["root"]).parent): pod["volumes"][0]["name"]}
