@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.probe import *
     from lit_layers.functional.record_probe import *
     from lit_layers.functional.regression import *
+    from lit_layers.functional.representation_distance import *
     from lit_layers.functional.sharpness import *
     from lit_layers.functional.similarity import *
     from lit_layers.functional.state_geometry import *
@@ -41,6 +42,7 @@ _METRICS = (
     "attention_patterns",
     "ngrams",
     "sharpness",
+    "representation_distance",
     "similarity",
     "invariance",
     "jacobian.routes",

@@ -1,0 +1,58 @@
+"""Distances of representations against scipy and closed forms, their invariances and refusals."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import subspace_angles
+from scipy.spatial import procrustes
+
+from lit_layers.functional import procrustes_distance, subspace_overlap
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation(dim: int) -> torch.Tensor:
+    return torch.linalg.qr(normal(dim, dim, seed=9))[0]
+
+
+def test_procrustes_is_scipys_and_does_not_mind_rotation_scale_and_place():
+    x, y = normal(40, 6), normal(40, 6, seed=1) + 0.7 * normal(40, 6)
+    found = procrustes_distance(x, y).item()
+    assert 1 - (1 - found / 2) ** 2 == pytest.approx(procrustes(x.numpy(), y.numpy())[2], rel=1e-9)  # it also scales
+    assert procrustes_distance(x, 3 * y @ rotation(6) - 5).item() == pytest.approx(found, rel=1e-9)
+    assert procrustes_distance(x, 2 * x @ rotation(6) + 1).item() == pytest.approx(0, abs=1e-12)
+    assert procrustes_distance(torch.stack([x, y]), torch.stack([y, y]))[1].item() == pytest.approx(0, abs=1e-12)
+    independent = procrustes_distance(normal(4000, 3), normal(4000, 5, seed=2)).item()
+    assert independent == pytest.approx(2, abs=0.1)
+
+
+def test_the_overlap_is_the_mean_squared_cosine_of_the_principal_angles():
+    x, y = normal(60, 9) * torch.arange(9, 0, -1), normal(60, 9, seed=1) * torch.arange(9, 0, -1)
+    bases = [np.linalg.svd(side.numpy() - side.numpy().mean(0))[2][:3].T for side in (x, y)]
+    expected = (np.cos(subspace_angles(*bases)) ** 2).mean()
+    assert subspace_overlap(x, y, k=3).item() == pytest.approx(expected, rel=1e-9)
+    turn = rotation(9)
+    assert subspace_overlap(5 * x @ turn + 2, y @ turn - 1, k=3).item() == pytest.approx(expected, rel=1e-9)
+    assert subspace_overlap(x, x, k=3).item() == pytest.approx(1, rel=1e-12)
+    apart = torch.cat([x[:, :4], torch.zeros_like(x[:, :4])], 1)
+    assert subspace_overlap(apart, apart.flip(1), k=4).item() == pytest.approx(0, abs=1e-12)
+    drawn = [subspace_overlap(normal(60, 9, seed=n), normal(60, 9, seed=n + 500), k=3).item() for n in range(100)]
+    assert np.mean(drawn) == pytest.approx(3 / 9, abs=0.03)  # chance
+
+
+def test_what_is_constant_too_narrow_or_not_finite_is_undefined():
+    x = normal(20, 5)
+    for distance in (procrustes_distance, lambda a, b, **o: subspace_overlap(a, b, k=2, **o)):
+        with pytest.raises(ValueError, match="y does not vary"):
+            distance(x, torch.ones(20, 5))
+        assert distance(x, torch.full((20, 5), torch.nan), undefined="nan").isnan()
+        with pytest.raises(ValueError, match="expected x and y of the same rows"):
+            distance(x, x[:7])
+    with pytest.raises(ValueError, match="x has fewer than 3 directions"):
+        subspace_overlap(x[:, :1] * torch.ones(5), x, k=3)
+    with pytest.raises(ValueError, match="expected k from 1"):
+        subspace_overlap(x, x, k=6)
+    with pytest.raises(ValueError, match="of one width"):
+        subspace_overlap(x, x[:, :4], k=2)
