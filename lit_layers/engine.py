@@ -214,10 +214,11 @@ class RayWorkers:
             self.ray.kill(self._actors[worker])
         del self._actors[worker]
         self._lost_in_a_row += 1
-        if self._lost_in_a_row > 10 * ATTEMPTS or getattr(error, "actor_init_failed", False):
+        # A machine takes all of its workers with it, which says nothing of the others.
+        if self._lost_in_a_row > 10 * ATTEMPTS + 2 * len(self._actors) or getattr(error, "actor_init_failed", False):
             why = " ".join(str(error).split())[:300]
             raise InputError(f"engine: workers cannot be started: {why}") from error
-        time.sleep(min(0.1 * self._lost_in_a_row, 5))
+        time.sleep(0.1)
         return Event(worker, is_lost=True)
 
     def __enter__(self) -> "RayWorkers":

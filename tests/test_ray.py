@@ -66,7 +66,8 @@ def workers_of(made) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent in raylets and b"ray::" in (folder / "cmdline").read_bytes():
+            command = (folder / "cmdline").read_bytes()
+            if parent in raylets and b"ray::" in command and b"Agent" not in command:  # whose end is their node's
                 found.append(int(folder.name))
     return found
 
