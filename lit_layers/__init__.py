@@ -7,6 +7,7 @@ from lit_layers import moved
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
+    from lit_layers.layerwise import layers
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
     from lit_layers.training.watching import watch
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 moved.install()
 
-__all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "measure", "watch"]
+__all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "layers", "measure", "watch"]
 
 _HOMES = {
     "Analysis": "lit_layers.analyses.base",
     "LayeredModel": "lit_layers.models.view",
     "Record": "lit_layers.records",
     "Trajectory": "lit_layers.models.view",
+    "layers": "lit_layers.layerwise",
     "measure": "lit_layers.undisturbed",
     "watch": "lit_layers.training.watching",
 }

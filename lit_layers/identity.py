@@ -19,7 +19,7 @@ that were measured last, such as an analysis whose options were changed and that
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from lit_layers.errors import InputError
 from lit_layers.schema import Count, Real, Seconds, Tag
 
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
+if TYPE_CHECKING:
+    import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
+
 Settings = str | Collection[str]
 COMPUTING = ("torch", "transformers", "timm")  # the libraries that hidden states come from
 CANARY, VERSIONS = "canary", "versions"  # in provenance: sums of states by layer, and what computed them
@@ -94,6 +97,12 @@ class Measurement:
     provenance: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(_Provenance))] = field(
         default_factory=dict
     )
+
+    if TYPE_CHECKING:
+
+        def frame(self) -> "pd.DataFrame":
+            """The tidy table of `lit_layers.records.frame`, which gives the class this method."""
+            ...
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:

@@ -178,7 +178,7 @@ def is_suspect(measurement: Measurement) -> bool:
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
-def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Settings = ()) -> pd.DataFrame:
+def frame(measurements: Iterable[Measurement] | Measurement | str | Path, *, settings: Settings = ()) -> pd.DataFrame:
     """Returns the tidy table: one row a number, one column a tag.
 
     The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
@@ -193,6 +193,8 @@ def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Setting
         if not Path(measurements).is_file():
             raise InputError(f"expected a file of measurements, {measurements} is none")
         measurements = read(measurements)
+    if isinstance(measurements, Measurement):
+        measurements = [measurements]
     pairs = [(m, record) for m in shown(measurements, settings) if m.error is None for record in m.records]
     table: dict[str, Any] = {
         name: pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind) for name, kind in _OF_MEASUREMENTS.items()
@@ -205,6 +207,10 @@ def frame(measurements: Iterable[Measurement] | str | Path, *, settings: Setting
     if any(is_suspect(m) for m, _ in pairs):
         table[AUDIT] = pd.array([m.provenance.get(AUDIT) for m, _ in pairs], dtype="str")
     return pd.DataFrame(table)
+
+
+# A method of measurements, which are defined where nothing knows of tables.
+Measurement.frame = lambda self: frame(self)
 
 
 def export(frame: pd.DataFrame, path: str | Path) -> None:

@@ -49,8 +49,10 @@ def measure(
     tokens: int | None = None,
     provenance: dict[str, Any] | None = None,
     weights_hash: str | None = None,
+    raises: bool = False,
 ) -> Measurement:
-    """What one analysis finds on one checkpoint. A failing analysis gives a measurement with `error`, never raises.
+    """What one analysis finds on one checkpoint. A failing analysis gives a measurement with `error`, and raises only
+    where that is asked for.
 
     The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
     of several analyses of one checkpoint.
@@ -58,6 +60,8 @@ def measure(
     attempt = Attempt()
     attempt.make(model, analysis, lambda view: collect(analysis, analysis.run(view)), weights_hash)
     attempt.end(model, analysis)
+    if raises and attempt.failure is not None:
+        raise attempt.failure
     return _measurement(attempt, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
 
 
@@ -116,6 +120,7 @@ class Attempt:
 
     found: Any = None
     error: str | None = None
+    failure: Exception | None = None  # what `error` says, in the process where it was raised
     seconds: float = 0.0
     of_parts: dict[int, float] = field(default_factory=dict)  # the seconds of each part
     facts: dict[str, Any] = field(default_factory=dict)
@@ -140,7 +145,7 @@ class Attempt:
                 self.found = action(view)
         except Exception as failure:
             logger.debug("%s failed", analysis.name, exc_info=True)
-            self.found, self.error = None, one_line(failure)
+            self.found, self.error, self.failure = None, one_line(failure), failure
         if isinstance(model, SharedPass):
             model.renew()
         self.seconds += time.perf_counter() - started
@@ -249,9 +254,9 @@ def measure_share(
 def sendable(attempt: Attempt) -> Attempt:
     """An attempt as it is sent to another process: a value that cannot be sent is an error of its own."""
     try:
-        return replace(attempt, found=pickle.dumps(attempt.found))
+        return replace(attempt, found=pickle.dumps(attempt.found), failure=None)
     except Exception as failure:
-        return replace(attempt, found=None, error=attempt.error or one_line(failure))
+        return replace(attempt, found=None, error=attempt.error or one_line(failure), failure=None)
 
 
 def join_shares(

@@ -32,7 +32,7 @@ class GivenBatches(Batches):
         InputError: for anything else; on the first walk for batches that are none of these, none at all, or too many.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, *, tokenizer_hash: str | None = None) -> None:
         is_rows = isinstance(given, Dataset) or callable(getattr(given, "with_format", None))  # of torch, of datasets
         if not (is_rows or isinstance(given, DataLoader | Tensor | list | tuple)):
             raise InputError(f"batches: {_EXPECTED}; got {_called(given)}")
@@ -41,6 +41,7 @@ class GivenBatches(Batches):
         if is_rows and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
             raise InputError(f"batches: {_called(given)} has no known length: give a list of its first batches")
         self._given: Any = given
+        self._tokenizer_hash = tokenizer_hash
         self._is_rows = is_rows
         self._read: list[dict[str, Tensor]] | None = None
 
@@ -58,6 +59,9 @@ class GivenBatches(Batches):
                 digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
                 digest.update(np.ascontiguousarray(values.numpy()).tobytes())
         return digest.hexdigest()[:16]
+
+    def tokenizer_hash(self) -> str | None:
+        return self._tokenizer_hash
 
     def size(self) -> Size | None:
         if self._read is None:

@@ -162,7 +162,8 @@ class Chart:
         return pictures_of([self.whole()], [suffix])[0][0]
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return {"application/vnd.vegalite.v6+json": self.whole(still=False)}
+        spec = self.whole(still=False)  # where a notebook knows no Vega-Lite 6 it shows the picture
+        return {"application/vnd.vegalite.v6+json": spec, "image/svg+xml": self.picture(".svg").decode()}
 
     def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
         if self.training is None:
@@ -432,6 +433,13 @@ class Panels:
     def write(self, path: str | Path) -> None:
         """Writes it as `Chart.write`."""
         write_charts({Path(path): self})
+
+    def picture(self, suffix: str) -> bytes:
+        """Returns it as `Chart.picture`."""
+        return pictures_of([self.whole()], [suffix])[0][0]
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return {"application/vnd.vegalite.v6+json": self.whole(), "image/svg+xml": self.picture(".svg").decode()}
 
 
 def _sized(part: Any, width: int) -> Any:

@@ -1,7 +1,11 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
+import platform
+import sys
+from collections.abc import Sequence
 from typing import Any
 
+from lit_layers.analyses import catalogue
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
@@ -10,6 +14,7 @@ from lit_layers.series import OneModel, Series
 from lit_layers.targets import Target
 
 CORPUS = "python"
+USUAL = ("trajectory", "representation", "coupling")
 OWN_TOKENIZER = "<the model's own tokenizer>"
 OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
@@ -23,6 +28,7 @@ def analyze(
     corpus: str = OWN_CORPUS,
     tokenizer: str | None = OWN_TOKENIZER,
     untrained: int | None = None,
+    metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
     """Measure every layer of a model, or of each checkpoint of a series. Run again it continues.
@@ -36,6 +42,7 @@ def analyze(
         corpus: stands for ${corpus} in recipes
         tokenizer: stands for ${tokenizer} in recipes; of several models each one's own
         untrained: a seed: new weights in place of the model's own, as its library initialises them; a row of its own
+        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
         analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
     """
     command = Command(recipe)
@@ -55,6 +62,7 @@ class Command:
     def __init__(self, recipe: Recipe | list[str]) -> None:
         self._recipe = recipe if isinstance(recipe, Recipe) else Recipe(analyze, recipe)
         self.options = self._recipe.read()
+        self._is_told = False
 
     @property
     def wants_own_tokenizer(self) -> bool:
@@ -106,7 +114,10 @@ class Command:
             InputError: a target without a tokenizer, where one is needed.
         """
         options, trained = self.options, target.trained
-        is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses
+        if options.metrics is not None and options.analyses:
+            raise InputError("metrics and analyses: expected one of them, got both: leave one out")
+        names = None if options.metrics is None else [*catalogue.named(options.metrics.split(","))]
+        is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses") and not options.stream_blocks:
             return self._of_training(target.name, trained["analyses"])
         defaults = {"corpus": trained.get("corpus") or CORPUS}
@@ -117,7 +128,16 @@ class Command:
                 raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")
             defaults["tokenizer"] = named
         options = self._recipe.read(**defaults)
-        return self._recipe.made("analyses", options) or _usual(options.corpus, options.tokenizer, target.length_limit)
+        if made := self._recipe.made("analyses", options):
+            return made
+        if options.corpus == CORPUS and trained.get("corpus") != CORPUS:
+            self._say_once(f"it reads the library of Python {platform.python_version()}; --corpus names other text")
+        return _usual(names or USUAL, options.corpus, options.tokenizer, target.length_limit)
+
+    def _say_once(self, sentence: str) -> None:
+        if not self._is_told:
+            print(sentence, file=sys.stderr)
+        self._is_told = True
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
@@ -128,14 +148,13 @@ class Command:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
 
-def _usual(corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
-    """What is measured where no recipe says otherwise."""
-    from lit_layers.analyses import Coupling, Representation, Trajectory
+def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
+    """The analyses that are named, on texts of the length that the model reads."""
     from lit_layers.data import EvalText
 
     text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
-    return [Trajectory(batches=text), Representation(batches=text), Coupling(batches=few)]
+    return catalogue.made(names, text, few)
 
 
 def _tell(outcome: Outcome) -> bool:

@@ -1,0 +1,89 @@
+"""Names of what can be measured of any model: analyses that need nothing but batches, and their metrics."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_layers import metrics
+from lit_layers.analyses.attention import AttentionPatterns
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.depth_coupling import Coupling
+from lit_layers.analyses.layer_geometry import LayerSimilarity, PathsInPlane, Trajectory
+from lit_layers.analyses.linear_structure import NextTokenResidual
+from lit_layers.analyses.readout_scores import Lens
+from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.state_geometry import StateGeometry
+from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+
+# Each with the groups of `metrics.toml` that its metrics stand in.
+_ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
+    Trajectory: ("trajectory",),
+    Representation: ("representation",),
+    Coupling: ("coupling",),
+    Lens: ("lens",),
+    StateGeometry: ("geometry",),
+    AttentionPatterns: ("attention",),
+    LayerSimilarity: ("similarity",),
+    TokenCoupling: ("token_coupling",),
+    CrossTokenInfluence: ("influence",),
+    NextTokenResidual: ("residual",),
+    PathsInPlane: ("plane",),
+}
+NAMES: Mapping[str, type[Analysis]] = {analysis.name: analysis for analysis in _ANALYSES}
+COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # take derivatives: few and short texts will do
+# Of those groups what other analyses or other options give.
+_ELSEWHERE = {"rankme", "token_angle", "compression", "same_token_coupling", "excess_same_token_coupling"}
+_ELSEWHERE |= {
+    "copying_score",
+    "prefix_matching_score",
+    "in_context_score",
+    "ngram_divergence",
+    "random_ngram_divergence",
+}
+_ELSEWHERE |= {f"{kind}_{name}" for kind in ("best", "random") for name in ("copying_score", "prefix_matching_score")}
+
+
+def metric_names() -> dict[str, str]:
+    """Each metric that can be asked for by its name, with the name of the analysis that gives it."""
+    return {
+        metric: analysis.name
+        for analysis, groups in _ANALYSES.items()
+        for group in groups
+        for metric in metrics.names(group)
+        if metric not in _ELSEWHERE
+    }
+
+
+def named(names: Sequence[str]) -> dict[str, set[str] | None]:
+    """The analyses that names of analyses and of metrics mean, each with the metrics that were named; None: all of it.
+
+    Raises:
+        InputError: no name, or one that is neither, with those that are near.
+    """
+    if isinstance(names, str) or not names:
+        raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
+    of_metrics, wanted = metric_names(), dict[str, set[str] | None]()
+    for name in names:
+        if name in NAMES:
+            wanted[name] = None
+        elif name in of_metrics:
+            chosen = wanted.setdefault(of_metrics[name], set())
+            if chosen is not None:
+                chosen.add(name)
+        else:
+            near = difflib.get_close_matches(str(name), [*NAMES, *of_metrics], n=3, cutoff=0.5)
+            remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
+            raise InputError(f"metrics: unknown name {name!r}; {remedy}")
+    return wanted
+
+
+def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
+    """The analyses that names mean, with their default options; those that are costly look at `few` batches.
+
+    Raises:
+        InputError: as `named`.
+    """
+    kinds: list[Any] = [NAMES[name] for name in named(names)]
+    return [kind(batches=few if issubclass(kind, COSTLY) else batches) for kind in kinds]

@@ -1,0 +1,219 @@
+"""Every layer of a model measured in one call, for a notebook: a table, pictures, a comparison."""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from lit_layers import plots, records
+from lit_layers.analyses import catalogue
+from lit_layers.analyses.base import Analysis
+from lit_layers.data.batches import Batches, encode_texts
+from lit_layers.data.given_batches import GivenBatches, as_batches
+from lit_layers.errors import InputError
+from lit_layers.figures.chart import Chart, Panels
+from lit_layers.figures.labels import escape
+from lit_layers.metrics import METRICS, rank
+from lit_layers.models.build import weights_hash
+from lit_layers.models.saved import load
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement
+from lit_layers.undisturbed import measure
+
+logger = logging.getLogger(__name__)
+DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
+_TOKENS, _BATCH = 128, 8
+_FEW_TEXTS, _FEW_TOKENS = 8, 64  # for analyses that take derivatives, of the default texts
+_SHOWN = 6  # panels of a picture
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What was measured of every layer of one model, or of several that are compared.
+
+    In a notebook it shows itself: what it is of, and a picture of each metric over the layers.
+
+    Args:
+        measurements: one for each model and analysis; none failed.
+        wanted: of each analysis the metrics that were asked for; None: all.
+    """
+
+    measurements: tuple[Measurement, ...]
+    wanted: Mapping[str, frozenset[str] | None]
+
+    @functools.cached_property
+    def frame(self) -> pd.DataFrame:
+        """The tidy table of `records.frame`, a row a number: run, metric, layer, value, its error, tags."""
+        table: Any = records.frame(self.measurements)
+        keep = [
+            (names := self.wanted[analysis]) is None or metric in names
+            for analysis, metric in zip(table["analysis"], table["metric"], strict=True)
+        ]
+        return table[keep].reset_index(drop=True)
+
+    @property
+    def metrics(self) -> list[str]:
+        """What can be drawn: those with values at several layers, or distances of layers, in the order of pages."""
+        table: Any = self.frame
+        places = table["layer"]
+        if "distance" in table:
+            places = places.fillna(table["distance"])
+        counts = places[table["other_layer"].isna()].groupby(table["metric"]).nunique()
+        drawn = {name for name, count in counts.items() if count > 1} & catalogue.metric_names().keys()
+        asked = set().union(*(names or () for names in self.wanted.values()))
+        usual = {name for name in drawn if name in asked or not METRICS[name].secondary}
+        return sorted(usual or drawn, key=rank)
+
+    def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
+        """A metric over the layers, a line a model; without a name a panel for each of up to six.
+
+        `options` are those of `plots.model_profile`, e.g. `tags={"k": 12}`. It shows itself in a notebook, and writes
+        itself: `result.plot("lens").write("lens.pdf")`.
+
+        Raises:
+            InputError: a metric that was not measured layer by layer.
+        """
+        there = self.metrics
+        if metric is not None and metric not in there:
+            raise InputError(f"metric: expected one of {', '.join(there) or '(none)'}, got {metric!r}")
+        if not there:
+            raise InputError("plot: none of the metrics has values at several layers: read them in .frame")
+        names = [metric] if metric is not None else there[:_SHOWN]
+        charts = [plots.model_profile(self.frame, name, **options) for name in names]
+        return charts[0] if len(charts) == 1 else Panels(title="", charts=charts, columns=min(3, len(charts)))
+
+    def compare(self, other: "LayerResult") -> "LayerResult":
+        """Both together: one table, and one line for each in the pictures; models of one name are numbered.
+
+        Raises:
+            InputError: nothing was measured of both.
+        """
+        if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
+            raise InputError("compare: expected an analysis that was made of both, there is none")
+        taken = {m.run for m in self.measurements}
+        new_names: dict[str, str] = {}
+        for run in dict.fromkeys(m.run for m in other.measurements):
+            name, number = run, 2
+            while name in taken:
+                name, number = f"{run} ({number})", number + 1
+            taken.add(name)
+            new_names[run] = name
+        renamed = [replace(m, run=new_names[m.run]) for m in other.measurements]
+        wanted = {**self.wanted}
+        for name, chosen in other.wanted.items():
+            mine = wanted.get(name, frozenset())
+            wanted[name] = None if mine is None or chosen is None else mine | chosen
+        return LayerResult((*self.measurements, *renamed), wanted)
+
+    def __repr__(self) -> str:
+        runs = ", ".join(dict.fromkeys(m.run for m in self.measurements))
+        analyses = ", ".join(dict.fromkeys(m.analysis for m in self.measurements))
+        deepest = max(int(m.provenance.get("depth", 0)) for m in self.measurements)
+        return f"LayerResult({runs}: {analyses}; {deepest} blocks, {len(self.frame):,} numbers in .frame)"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        bundle = {"text/plain": repr(self)}
+        if self.metrics:
+            picture = self.plot().picture(".svg").decode()
+            bundle["text/html"] = f"<p><code>{escape(repr(self))}</code></p>{picture}"
+        return bundle
+
+
+def layers(
+    model: str | Path | nn.Module,
+    metrics: Sequence[str],
+    *,
+    texts: Sequence[str] | None = None,
+    batches: Any = None,
+    tokenizer: str | Path | None = None,
+    max_tokens: int = _TOKENS,
+    name: str | None = None,
+) -> LayerResult:
+    """What every layer of a model is like: `lit_layers.layers("gpt2", ["coupling", "prompt_entropy", "lens"])`.
+
+    Names are those of `lit-layers analyze MODEL --metrics`: analyses, whose metrics are all measured, or single
+    metrics. Nothing is written to disk, the model is left as it was, and whatever fails is raised.
+
+    Args:
+        model: a folder with config.json and weights, a GGUF file, a name on the Hub, or a model in memory.
+        metrics: names.
+        texts: what a text model reads; None: sixteen passages of English novels and speeches that come with the
+            package, which the log says. Each is cut to `max_tokens`, or to what the model takes.
+        batches: instead of texts: what it reads, as a DataLoader, a data set or a list of batches; of images always.
+        tokenizer: a folder or a name on the Hub; None: the model's own.
+        name: what the model is called in table and pictures; None: its folder, name or class.
+
+    Raises:
+        InputError: a name, model, text or tokenizer that is none, options that do not fit the model.
+        Exception: what an analysis raises.
+    """
+    wanted = catalogue.named(metrics)
+    network = model if isinstance(model, nn.Module) else load(model)
+    view = LayeredModel(network)
+    if batches is not None and texts is not None:
+        raise InputError("texts and batches: expected one of them, got both: leave one out")
+    if batches is not None:
+        given = few = as_batches(batches)
+    elif view.family.sees_images:
+        raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
+    else:
+        given, few = _of_texts(view, texts, _tokenizer(model, tokenizer), max_tokens)
+    analyses = catalogue.made([*wanted], given, few)
+    facts: dict[str, Any] = {"run": name or _called(model), "step": None, "weights_hash": weights_hash(network)}
+    measurements = [_raising(view, analysis, facts) for analysis in analyses]
+    chosen = {analysis: None if names is None else frozenset(names) for analysis, names in wanted.items()}
+    return LayerResult(tuple(measurements), chosen)
+
+
+def _raising(view: LayeredModel, analysis: Analysis, facts: dict[str, Any]) -> Measurement:
+    analysis.check(view)
+    return measure(view, analysis, raises=True, **facts)
+
+
+def _of_texts(
+    view: LayeredModel, texts: Sequence[str] | None, tokenizer: str, max_tokens: int
+) -> tuple[Batches, Batches]:
+    """The batches of texts, and those for analyses that take derivatives."""
+    longest = min(max_tokens, view.max_tokens or max_tokens)
+    if texts is not None:
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"texts: expected a list of texts, got {texts!r:.60}")
+        batches = _encoded(tokenizer, texts, longest)
+        return batches, batches
+    passages = DEFAULT_TEXTS.read_text(encoding="utf-8").strip().split("\n\n")
+    logger.warning(
+        "texts: none were given, so it reads %d passages of English novels and speeches, of up to %d tokens",
+        len(passages),
+        longest,
+    )
+    few = _encoded(tokenizer, passages[:_FEW_TEXTS], min(longest, _FEW_TOKENS))
+    return _encoded(tokenizer, passages, longest), few
+
+
+def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
+    encoded = encode_texts(tokenizer, texts, max_tokens=longest)
+    return GivenBatches([*encoded.in_order(_BATCH)], tokenizer_hash=encoded.tokenizer_hash)
+
+
+def _tokenizer(model: Any, named: str | Path | None) -> str:
+    if named is not None:
+        return str(named)
+    own = getattr(model, "name_or_path", "") if isinstance(model, nn.Module) else str(model)
+    if not own:
+        raise InputError(
+            f"tokenizer: a {type(model).__name__} in memory carries none; name a folder or a name on the Hub, or give "
+            "batches"
+        )
+    return own
+
+
+def _called(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    path = Path(model)
+    return path.resolve().name if path.exists() else str(model)

