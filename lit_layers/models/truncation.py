@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import TIMM_OPTIONS
+from lit_layers.models.build import TIMM_OPTIONS, one_line
 from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.families.structure import apart_when_built_again
 from lit_layers.models.pixels import copy_pixel_statistics_
 
 PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
@@ -49,7 +50,26 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
         copy_pixel_statistics_(model, cut)
         if not head:
             _complete_pooler(cut)
+        if family.origin == "structure":
+            _expect_the_same_again(cut)
     return cut
+
+
+def _expect_the_same_again(cut: Network) -> None:
+    """Refuses a model of which only a row could say what else in its config goes by the number of blocks."""
+    if next(cut.parameters()).device.type == "meta":
+        return
+    try:
+        difference = apart_when_built_again(cut)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{type(cut).__name__} is not cut: its config says nothing of fewer blocks ({one_line(error)})"
+        ) from error
+    if not difference < 1e-2:  # rotary tables and 16 bits round
+        raise InputError(
+            f"{type(cut).__name__} is not cut: saved and opened again its states would be others (by {difference:.1e} "
+            "of their length), as its blocks depend on how many there are"
+        )
 
 
 def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
@@ -65,7 +85,8 @@ def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int
 def _set_depth(config: Any, num_layers: int) -> None:
     """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
     for name in PER_BLOCK:  # a property is computed from the depth
-        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property):
+        stored = getattr(type(config), "attribute_map", {}).get(name, name)
+        if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
         config.attention_types = [[config.attention_layers, 1]]

@@ -21,7 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
 from lit_layers.models.block_calls import is_cache, num_values, replaced
 from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
-from lit_layers.models.families.proof import Evidence, NotShown
+from lit_layers.models.families.proof import Evidence, NotShown, apart
 from lit_layers.models.families.rows import (
     FAMILIES,
     TIMM,
@@ -220,6 +220,21 @@ def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
+
+
+def apart_when_built_again(model: Network) -> float:
+    """How far the states of a small batch are, as part of their length, from those of a model that is built from the
+    config and given the weights: far, where blocks depend on how many there are."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):
+        again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
+        again.load_state_dict(model.state_dict(), assign=True)
+        probe, states = probe_of(model), []
+        for each in (model, again):
+            with watch(by_structure(each).block_list(each)) as calls:
+                probe.call(each, probe.inputs, dict(probe.options))
+            states.append([call.after for call in calls])
+    return max(apart(one, other) for one, other in zip(*states, strict=True))
 
 
 # Which modules are the blocks.
