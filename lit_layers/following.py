@@ -89,7 +89,7 @@ def main() -> None:
         os.nice(10)  # training first
     options = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = options.pop("path")
-    analyses = pickle.load(sys.stdin.buffer)  # from the process that started this one, through a pipe
+    analyses = pickle.load(sys.stdin.buffer)  # from the process that started this one, through a file without a name
     root, tokens_per_step = Path(options.pop("root")), options.pop("tokens_per_step")
 
     def measure(series: Series) -> SeriesResult:

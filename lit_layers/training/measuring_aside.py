@@ -1,12 +1,11 @@
 """A second process that measures the steps of a training, which goes on meanwhile and hears of the numbers."""
 
-import contextlib
 import json
 import os
 import pickle
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,21 +41,15 @@ class MeasuringAside:
             ) from error
         about = {"root": str(root.resolve()), "path": sys.path, **options}
         root.mkdir(parents=True, exist_ok=True)
-        with open(root / LOG, "ab") as log:
+        # A file without a name: a pipe holds little, and the process may read it when training has ended.
+        with open(root / LOG, "ab") as log, tempfile.TemporaryFile() as message:
+            message.write(json.dumps(about).encode() + b"\n" + content)
+            message.seek(0)
             command = [sys.executable, "-P", "-m", "lit_layers.following"]
-            quiet: Any = {"stdout": log, "stderr": log, "start_new_session": True}  # Ctrl-C is for training
             places = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+            quiet: Any = {"stdout": log, "stderr": log, "start_new_session": True}  # Ctrl-C is for training
             quiet["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
-        # A pipe holds little, and the process first imports for seconds.
-        message = json.dumps(about).encode() + b"\n" + content
-        threading.Thread(target=self._send, args=(message,), name="measuring", daemon=True).start()
-
-    def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has died
-            assert self._process.stdin is not None
-            with self._process.stdin as stdin:
-                stdin.write(message)
+            self._process = subprocess.Popen(command, stdin=message, **quiet)
 
     def saved(self, step: int) -> None:
         """Notes a step that is to be measured."""
