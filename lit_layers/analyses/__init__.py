@@ -1,6 +1,7 @@
 """Analyses: from a layered model to records."""
 
 from lit_layers.analyses.attention import AttentionPatterns, InContext, Induction
+from lit_layers.analyses.attentive_probe import AttentiveProbe
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
@@ -19,6 +20,7 @@ from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupli
 __all__ = [
     "Analysis",
     "AttentionPatterns",
+    "AttentiveProbe",
     "ConceptAlignment",
     "Coupling",
     "CouplingMatrices",

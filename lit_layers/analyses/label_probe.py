@@ -419,7 +419,7 @@ class LabelProbe(SplitProbe):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self._problem(model)
+        self.problem(model)
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
         for split in ("train", "test"):
@@ -433,7 +433,7 @@ class LabelProbe(SplitProbe):
         return split, self._features(model, [batch])
 
     def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> _FitsOfLayers:
-        problem = self._problem(model)
+        problem = self.problem(model)
         of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
         for split, of_batch in results:
             of_splits[split].append(of_batch)
@@ -455,9 +455,9 @@ class LabelProbe(SplitProbe):
             features, held_out = train[pooling], test[pooling]
             if not kept.all() or not layers.all():
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
-            scores = partial(_scores, problem)
+            scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
-        return _FitsOfLayers(self, [*self._majority(problem)], fittings)
+        return _FitsOfLayers(self, [*self.majority(problem)], fittings)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
@@ -473,7 +473,7 @@ class LabelProbe(SplitProbe):
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
 
-    def _problem(self, model: LayeredModel) -> "_Problem":
+    def problem(self, model: LayeredModel) -> "LabelProblem":
         """The labels of both splits, as numbers of classes, without a model's help."""
         train, test = (self._rows(model, split) for split in ("train", "test"))
         test_keys = set(test.keys)
@@ -493,7 +493,7 @@ class LabelProbe(SplitProbe):
                 f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
             )
         everyone = torch.ones(len(places), dtype=torch.bool)
-        return _Problem(kept, train_classes, places, everyone, len(classes), num_duplicates)
+        return LabelProblem(kept, train_classes, places, everyone, len(classes), num_duplicates)
 
     def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
         all_labels: list[Tensor] = []
@@ -530,7 +530,7 @@ class LabelProbe(SplitProbe):
                 parts.append(torch.stack(pooled).to(model.dtype).cpu())
         return {pooling: torch.cat(parts, dim=1) for pooling, parts in features.items()}
 
-    def _majority(self, problem: "_Problem") -> Iterator[Record]:
+    def majority(self, problem: "LabelProblem") -> Iterator[Record]:
         share = torch.bincount(problem.train).double() / len(problem.train)
         tags: TagDict = {
             "reference": "majority",
@@ -538,7 +538,7 @@ class LabelProbe(SplitProbe):
             "num_train_rows": len(problem.train),
             "num_duplicates": problem.num_duplicates,
         }
-        yield from _scores(problem, share.log().expand(len(problem.test), -1), tags)
+        yield from label_scores(problem, share.log().expand(len(problem.test), -1), tags)
 
 
 class _Rows(NamedTuple):
@@ -546,7 +546,7 @@ class _Rows(NamedTuple):
     keys: list[bytes]  # equal for equal rows
 
 
-class _Problem(NamedTuple):
+class LabelProblem(NamedTuple):
     kept: Tensor  # (rows of train,) False for those of test
     train: Tensor  # (kept rows,) numbers of classes
     test: Tensor  # (test rows,)
@@ -568,7 +568,7 @@ def _key(row: Tensor) -> bytes:
     return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
-def _scores(problem: _Problem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
+def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
     """Of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth

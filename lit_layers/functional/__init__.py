@@ -9,6 +9,7 @@ from lit_layers.moved import MOVED
 
 if TYPE_CHECKING:
     from lit_layers.functional.attention_patterns import *
+    from lit_layers.functional.attentive_probe import *
     from lit_layers.functional.block_schedules import *
     from lit_layers.functional.correlation import *
     from lit_layers.functional.coupling import *
@@ -48,6 +49,7 @@ _METRICS = (
     "jacobian.routes",
     "jacobian.summaries",
     "jacobian.to_last_layer",
+    "attentive_probe",
     "coupling",
     "probe",
     "record_probe",

@@ -108,6 +108,11 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "Invariance": lambda data: analyses.Invariance(
         texts=GivenTexts(data.texts), tokenizer=str(data.home / "model"), num_views=3, num_halves=2, permutations=2
     ),
+    "AttentiveProbe": lambda data: analyses.AttentiveProbe(
+        train=data.batches(data.train(), labels=[n % 2 for n in range(16)]),
+        test=data.batches(labels=[n % 2 for n in range(len(data.rows))]),
+        steps=3,
+    ),
     "JacobianLens": lambda data: analyses.JacobianLens(
         batches=data.batches(), num_prompts=2, num_tuned=2, skip_first=0, tuned_steps=3
     ),

@@ -124,6 +124,7 @@ def of_text(folder: Path) -> list[Analysis]:
         lit_layers.analyses.NextTokenResidual(batches=rows["train"], num_halves=0),
         lit_layers.analyses.NextTokenProbe(**rows, num_classes=6, min_context=3, tolerance=1e-6),
         lit_layers.analyses.LabelProbe(**classes, tolerance=1e-6),
+        lit_layers.analyses.AttentiveProbe(**classes, steps=2),
         lit_layers.analyses.Probe(task=task, tokenizer=tokenizer, tolerance=1e-4),
         lit_layers.analyses.SampleSizeSweep(task=task, tokenizer=tokenizer, layers=[0, 2], num_seeds=2),
         lit_layers.analyses.ConceptAlignment(words=WordPairs(str(folder / "pairs.parquet"), tokenizer, batch_size=4)),

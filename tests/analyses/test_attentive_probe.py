@@ -1,0 +1,86 @@
+"""Attentive probes of layers: their scores are those of the probe fitted to the states of the model."""
+
+import pytest
+import torch
+
+from lit_layers.analyses import AttentiveProbe, LabelProbe
+from lit_layers.errors import InputError
+from lit_layers.functional import fit_attentive_probe
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.tiny_models import tiny
+
+
+def rows(number: int, seed: int, tokens: int = 9) -> Listed:
+    ids = torch.randint(3, 60, (number, tokens), generator=torch.Generator().manual_seed(seed))
+    labels = (ids == 5).any(-1).long()  # somewhere in the text
+    labels[:2] = torch.tensor([0, 1])
+    half = number // 2
+    return Listed(
+        {"input_ids": ids[:half], "labels": labels[:half]}, {"input_ids": ids[half:], "labels": labels[half:]}
+    )
+
+
+def probe(**options) -> AttentiveProbe:
+    fixed = {"train": rows(40, 1), "test": rows(20, 2), "steps": 20, "num_heads": 2}
+    return AttentiveProbe(**(fixed | options))
+
+
+def test_scores_of_a_layer_are_those_of_the_function_on_its_states():
+    view = LayeredModel(tiny("gpt2", torch.float64))
+    records = {(r.metric, r.layer): r for r in probe().run(view) if not r.tags.get("reference")}
+    for layer in range(view.num_layers + 1):
+        splits = {}
+        for split, data in (("train", rows(40, 1)), ("test", rows(20, 2))):
+            ids, labels = (torch.cat([b[name] for b in data]) for name in ("input_ids", "labels"))
+            splits[split] = view.trajectory({"input_ids": ids}).hidden[layer], torch.ones_like(ids).bool(), labels
+        fitted = fit_attentive_probe(*splits["train"], num_classes=2, num_heads=2, steps=20)
+        states, mask, labels = splits["test"]
+        log_proba = fitted.log_proba(states, mask)
+        assert records["accuracy", layer].value == pytest.approx(
+            (log_proba.argmax(-1) == labels).double().mean().item()
+        )
+        expected = -log_proba[torch.arange(20), labels].mean().item()
+        assert records["log_loss", layer].value == pytest.approx(expected, rel=1e-6)
+        assert records["accuracy", layer].low < records["accuracy", layer].value < records["accuracy", layer].high
+
+
+def test_what_the_class_frequencies_give_is_as_of_the_label_probe():
+    view = LayeredModel(tiny("gpt2"))
+    mine = [r for r in probe().run(view) if r.tags.get("reference")]
+    linear = LabelProbe(train=rows(40, 1), test=rows(20, 2), tolerance=1e-2)
+    theirs = [r for r in linear.run(view) if r.tags.get("reference")]
+    assert [(r.metric, r.value) for r in mine] == [(r.metric, r.value) for r in theirs]
+
+
+def test_images_are_probed_too():
+    view = LayeredModel(tiny("vit"))
+    generator = torch.Generator().manual_seed(0)
+    side = view.image_size or 16
+    pictures = [torch.randn(12, 3, side, side, generator=generator) for _ in range(2)]
+    labels = torch.arange(12) % 3
+    train, test = (Listed({"pixel_values": each, "labels": labels}) for each in pictures)
+    records = list(probe(train=train, test=test, steps=3).run(view))
+    assert {r.layer for r in records} == {None, *range(view.num_layers + 1)}
+
+
+def test_the_model_and_the_random_state_are_as_they_were():
+    view = LayeredModel(tiny("gpt2"))
+    before, state = {n: p.clone() for n, p in view.model.named_parameters()}, torch.get_rng_state()
+    list(probe(steps=2).run(view))
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in view.model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_heads": 5}, "expected num_heads that divides the model's width 32, got 5"),
+        ({"lr": 0.0}, "expected a positive lr, got 0"),
+        ({"steps": 0}, "expected steps of at least 1, got 0"),
+        ({"train": Listed({"input_ids": torch.ones(3, 4, dtype=torch.long)})}, "the batches of train have no labels"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        list(probe(**options).run(LayeredModel(tiny("gpt2"))))
