@@ -5,7 +5,8 @@ from lit_layers.analyses.attentive_probe import AttentiveProbe
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
-from lit_layers.analyses.jacobian_lens import JacobianLens, fit_jacobian_lens
+from lit_layers.analyses.jacobian_lens import JacobianLens
+from lit_layers.analyses.jacobian_lens import fit_jacobian_lens as fit_jacobian_lens
 from lit_layers.analyses.label_probe import LabelProbe
 from lit_layers.analyses.layer_geometry import LayerSimilarity, OrderStates, PathsInPlane, Trajectory
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
@@ -47,5 +48,4 @@ __all__ = [
     "StateMetric",
     "TokenCoupling",
     "Trajectory",
-    "fit_jacobian_lens",
 ]
