@@ -123,7 +123,7 @@ def test_any_number_of_workers_makes_the_record_of_one_process(run, alone, tmp_p
 
 
 def test_killed_workers_and_nodes_cost_nothing_but_time(run, alone, tmp_path):
-    with cluster(2) as made, joined(made.address), Killer(made, max(KILLS // 5, 3), (5, 15)) as killer:
+    with cluster(2) as made, joined(made.address), Killer(made, max(KILLS // 5, 3), (2, 6)) as killer:
         while (result := analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")).failures:
             assert "workers were lost" in result.failures[0]
     sys.stdout.write(f"killed: {dict(killer.killed)}\n")
