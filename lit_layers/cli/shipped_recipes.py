@@ -49,16 +49,16 @@ def with_recipes_found(command: str, argv: list[str]) -> list[str]:
     for place, word in enumerate(rest):
         option, _, value = word.partition("=")
         if place and rest[place - 1] == "--config":
-            word = _file(word)
+            word = recipe_file(word)
         elif option == "--config" and value:
-            word = f"--config={_file(value)}"
+            word = f"--config={recipe_file(value)}"
         found.append(word)
     return found
 
 
-def _file(name: str) -> str:
-    """A recipe's file; a name that is none stays, for the parser to refuse."""
-    return name if Path(name).exists() else str(shipped_recipe(name) or name)
+def recipe_file(name: str | Path) -> str:
+    """A recipe's file; a name that is none stays, to be refused where it is read."""
+    return str(name if Path(name).exists() else shipped_recipe(name) or name)
 
 
 def _name(file: str | Path) -> str:

@@ -43,10 +43,10 @@ def sweep(
     """
     refuse_outside("", {"workers": COUNT}, {"workers": workers})
     index, count = _shard(shard)
-    from lit_layers.cli.shipped_recipes import find_recipe
+    from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
-    grid = read_grid(find_recipe(file))
+    grid = read_grid(Path(recipe_file(file)))
     if not any_command:
         _refuse_another_program(grid)
     if not plan:

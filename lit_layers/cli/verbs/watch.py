@@ -37,6 +37,7 @@ def watch(
     kept_mb: int = KEPT_MB,
     values_mb: int = VALUES_MB,
     engine: Literal["process", "ray"] = "process",
+    metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
     """Measure the checkpoints in a folder, and those that come, until Ctrl-C or for as long as --patience says.
@@ -58,6 +59,7 @@ def watch(
         kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
         values_mb: at most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none
         engine: process: this one; ray: workers on the machines of a Ray cluster, or on this one (docs/clusters.md)
+        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
         analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
     """
     refuse_outside(
