@@ -1,7 +1,8 @@
 """What a linear probe of each layer can tell on a downstream task, and what it gains from more labelled texts."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -9,13 +10,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32
+from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
 from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
 from lit_layers.analyses.label_probe import (
     Estimator,
     Fitted,
     ProbeOptions,
     RowScores,
+    TagDict,
     Tags,
     curve_records,
     fit_layer,
@@ -35,11 +37,13 @@ from lit_layers.tasks.probe_task import ProbeTask
 
 
 @dataclass(kw_only=True)
-class OnTask(Analysis):
+class OnTask(StagedAnalysis):
     """Linear probes on a downstream task.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
     at another layer is left out of every part and layer, and counted in `num_undefined`.
+
+    Several processes divide the probes, a layer each; features each of them makes for itself, unless `cache` has them.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -112,6 +116,12 @@ class OnTask(Analysis):
             + self._fits(model, len(train), len(data.classes or ()))
             + Work(host=held, disk=held * (model.num_layers + 1))
         )
+
+    def parts(self, model: LayeredModel) -> Iterator[None]:
+        yield None
+
+    def of_part(self, model: LayeredModel, part: None) -> None:
+        """Nothing: features are too large to be sent."""
 
     def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
         """Of so many probes a layer; a regression is one decomposition."""
@@ -196,55 +206,75 @@ class Probe(OnTask):
     def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
         return super()._fits(model, rows, num_classes, 1 + self.random_labels + self.untrained)
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def then(self, model: LayeredModel, results: list[None]) -> "_Layers":
         self.check(model)
-        rows, model = self._rows(model), at_least_float32(model)
+        rows = self._rows(model)
         features = self._features(model, rows)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
-        labels = rows.targets["train"]
-        yield from references(rows)
-        yield from self._probes(_Kept(features, layers, kept), rows, labels, {})
+        labels, known = rows.targets["train"], _Kept(features, layers, kept)
+        fittings = [_Fitting(known, labels, {})]
         if self.random_labels:
-            control = {"control": "random_labels"}
-            yield from self._probes(_Kept(features, layers, kept), rows, permuted(labels, self.seed), control)
+            fittings.append(_Fitting(known, permuted(labels, self.seed), {"control": "random_labels"}))
         if self.untrained:
             fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
-            control = {"control": "untrained_model"}
-            yield from self._probes(_Kept(fresh, torch.ones_like(layers), kept), rows, labels, control)
+            everywhere = _Kept(fresh, torch.ones_like(layers), kept)
+            fittings.append(_Fitting(everywhere, labels, {"control": "untrained_model"}))
 
-    def _probes(self, features: "_Kept", rows: TaskRows, labels: Tensor, control: Tags) -> Iterator[Record]:
-        tags: Tags = {"task": rows.data.name, **control, **left_out("", ~torch.cat([*features.rows.values()]))}
-        curve: list[RowScores] = []
-        unconverged = 0
-        for layer in features.layers.nonzero()[:, 0].tolist():
-            probe = self._fitted(features.layer("train", layer), labels, rows, (str(control), layer))
-            failed = isinstance(probe, LogisticProbes) and not probe.converged.all()
-            flag = {"num_not_converged": 1} if failed else {}
-            unconverged += failed and layer > 0
-            for part, targets in rows.targets.items():
-                if control and part != "test":
-                    continue
-                scores = score_rows(probe, features.layer(part, layer), targets)
-                yield from score_records(
-                    scores,
-                    targets,
-                    {**tags, "split": part, **flag},
-                    layer=layer,
-                    baseline=rows.errors_of_mean(part),
-                    intervals=part != "train",
-                    rows=features.rows[part],
-                )
-                if part == "test" and layer:
-                    curve.append(scores)
-            if self.estimator != "fixed_c":
-                c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
-                yield Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags)
-        if not control:
-            flag = {"num_not_converged": unconverged} if unconverged else {}
-            for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
-                whole = {**tags, "split": "test", **flag, **left_out("layers", ~features.layers[1:])}
-                yield from curve_records(curve, whole, metric=metric)
+        def of_layer(layer: int) -> "list[_LayerScores | None]":
+            return [self._of_layer(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
+
+        def records(of_layers: "list[list[_LayerScores | None]]") -> Iterator[Record]:
+            yield from references(rows)
+            for fitting, column in zip(fittings, zip(*of_layers, strict=True), strict=True):
+                scores = [each for each in column if each is not None]
+                yield from (record for each in scores for record in each.records)
+                if not fitting.control:
+                    yield from self._curves(fitting, rows, [each for each in scores if each.layer])
+
+        present = torch.stack([each.features.layers for each in fittings]).any(0)
+        return _Layers(self, present.nonzero()[:, 0].tolist(), of_layer, records)
+
+    def _of_layer(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
+        features, labels, control = fitting
+        tags = self._tags(fitting, rows)
+        probe = self._fitted(features.layer("train", layer), labels, rows, (str(control), layer))
+        failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
+        flag = {"num_not_converged": 1} if failed else {}
+        records: list[Record] = []
+        of_test: RowScores | None = None
+        for part, targets in rows.targets.items():
+            if control and part != "test":
+                continue
+            scores = score_rows(probe, features.layer(part, layer), targets)
+            records += score_records(
+                scores,
+                targets,
+                {**tags, "split": part, **flag},
+                layer=layer,
+                baseline=rows.errors_of_mean(part),
+                intervals=part != "train",
+                rows=features.rows[part],
+            )
+            of_test = scores if part == "test" else of_test
+        if self.estimator != "fixed_c":
+            c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
+            records.append(Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags))
+        assert of_test is not None, "every task has test rows"
+        return _LayerScores(layer, records, of_test, failed)
+
+    def _curves(self, fitting: "_Fitting", rows: TaskRows, of_layers: "list[_LayerScores]") -> Iterator[Record]:
+        """How the test score of layers 1 to L rises."""
+        unconverged = sum(each.failed for each in of_layers)
+        flag = {"num_not_converged": unconverged} if unconverged else {}
+        for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
+            gaps = left_out("layers", ~fitting.features.layers[1:])
+            whole = {**self._tags(fitting, rows), "split": "test", **flag, **gaps}
+            yield from curve_records([each.of_test for each in of_layers], whole, metric=metric)
+
+    def _tags(self, fitting: "_Fitting", rows: TaskRows) -> TagDict:
+        missing = left_out("", ~torch.cat([*fitting.features.rows.values()]))
+        return {"task": rows.data.name, **fitting.control, **missing}
 
     def _fitted(self, features: Tensor, labels: Tensor, rows: TaskRows, key: tuple[str, int]) -> Fitted:
         start = self._last.get(key)
@@ -259,6 +289,31 @@ class Probe(OnTask):
         return self._read().rows(model, join_validation=self.fit_on == "train_and_validation")
 
 
+class _Layers(FollowingAnalysis):
+    """The probes of each layer, a part each."""
+
+    def __init__(
+        self,
+        analysis: OnTask,
+        layers: Sequence[int],
+        of_layer: Callable[[int], Any],
+        records: Callable[[list[Any]], Iterable[Record]],
+    ) -> None:
+        super().__init__(analysis)
+        if not layers:
+            raise nothing_defined(analysis.name)
+        self.layers, self.of_layer, self.records = layers, of_layer, records
+
+    def parts(self, model: LayeredModel) -> Iterable[int]:
+        return self.layers
+
+    def of_part(self, model: LayeredModel, part: int) -> Any:
+        return self.of_layer(part)
+
+    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
+        return self.records(results)
+
+
 class _Kept(NamedTuple):
     """Features of those layers that are no gap, of those rows of each part that have them."""
 
@@ -269,6 +324,23 @@ class _Kept(NamedTuple):
     def layer(self, part: str, layer: int) -> Tensor:
         features, kept = self.parts[part].layer(layer), self.rows[part]
         return features if kept.all() else features[kept]  # a copy is a layer's features once more
+
+
+class _Fitting(NamedTuple):
+    """What probes of all layers are fitted to."""
+
+    features: _Kept
+    labels: Tensor  # (train rows,)
+    control: Tags
+
+
+class _LayerScores(NamedTuple):
+    """Of one probe."""
+
+    layer: int
+    records: list[Record]
+    of_test: RowScores
+    failed: bool  # whether it has not converged
 
 
 def references(rows: TaskRows) -> Iterator[Record]:
@@ -331,18 +403,24 @@ class SampleSizeSweep(OnTask):
         if self.layers is not None and len(set(self.layers)) < len(self.layers):
             raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def then(self, model: LayeredModel, results: list[None]) -> _Layers:
         self.check(model)
-        rows, model = self._rows(model), at_least_float32(model)
+        rows = self._rows(model)
         parts = self._features(model, rows)
         defined, kept = self._complete(parts)
         rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
-        for layer in range(model.num_layers + 1) if self.layers is None else self.layers:
-            if not defined[layer]:
-                continue
+
+        def of_layer(layer: int) -> list[Record]:
             features, held_out = (parts[part].layer(layer)[kept[part]] for part in ("train", "test"))
-            for size in sizes(len(features)):
-                yield from self._of_size(rows, features, held_out, layer, size, counts)
+            return [
+                record
+                for size in sizes(len(features))
+                for record in self._of_size(rows, features, held_out, layer, size, counts)
+            ]
+
+        layers = range(model.num_layers + 1) if self.layers is None else self.layers
+        present = [layer for layer in layers if defined[layer]]
+        return _Layers(self, present, of_layer, itertools.chain.from_iterable)
 
     def _of_size(
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
