@@ -154,21 +154,29 @@ def _pairs(curves):
     return zip(clock.curves, clock.times, strict=True)
 
 
+def _measured(changed):
+    """The curve and its times, which are the same beside any others."""
+    clock = measure_times([changed])
+    return clock.curves, clock.times
+
+
 def test_late_values_of_a_held_out_model_change_its_truth_and_nothing_of_its_forecast():
     rng = np.random.default_rng(1)
     noisy = [rise(7.6 + 0.2 * n) + ERROR / 2 * rng.normal(size=12) for n in range(7)]
     losses = [curve(f"m{n}", 4 - 0.1 * n - 0.1 * AXIS, metric="loss", task="lm") for n in range(7)]
+    clock = measure_times([*losses, *(curve(f"m{n}", each) for n, each in enumerate(noisy))])
 
-    def forecast(values):
-        curves = [*losses, *(curve(f"m{n}", each) for n, each in enumerate(values))]
-        table = forecast_models(early_parts(curves, 0.1, loss="lm/loss"), measure_times(curves)).table
+    def forecast(clock):
+        table = forecast_models(early_parts(clock.curves, 0.1, loss="lm/loss"), clock).table
         return table.set_index(["of", "run"]).sort_index()
 
-    before = forecast(noisy)
+    before = forecast(clock)
     for model in range(7):
-        changed = [each.copy() for each in noisy]
-        changed[model][STEPS > 100] *= 0.7
-        changed[model][STEPS > 500] += 0.4
+        late = noisy[model].copy()
+        late[STEPS > 100] *= 0.7
+        late[STEPS > 500] += 0.4
+        changed = replace(clock, curves=[*clock.curves], times=[*clock.times])
+        (changed.curves[7 + model],), (changed.times[7 + model],) = _measured(curve(f"m{model}", late))
         after = forecast(changed)
         told = [name for name in COLUMNS if name.startswith((*METHODS, "num_training"))]
         for target in ("final", "halfway"):
