@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
@@ -277,3 +277,33 @@ def test_a_model_without_weights_is_counted_and_not_measured():
     assert (view.origin, view.num_layers, view.dim, view.max_tokens) == ("structure", 3, 32, 64)
     with pytest.raises(InputError, match="no layered view of OPTForCausalLM here: without weights nothing is shown"):
         view.trajectory(texts())
+
+
+def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
+    """The rotary frequencies of Phi 3.5 are written anew at each call: others for texts beyond 4,096 tokens alone."""
+    config = Phi3Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        },
+    )
+    torch.manual_seed(0)
+    view = LayeredModel(Phi3ForCausalLM(config).eval())
+    assert view.origin == "structure"
+    ids = torch.arange(9)[None] + 3
+    trajectory = view.trajectory({"input_ids": ids})
+    expected = view.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    torch.testing.assert_close(trajectory.logits, expected.logits)
+    for layer in range(view.num_layers):
+        torch.testing.assert_close(trajectory.hidden[layer], expected.hidden_states[layer])
