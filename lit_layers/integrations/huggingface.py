@@ -20,8 +20,9 @@ class EmergenceTrainerCallback(TrainerCallback):
         Trainer(model, arguments, train_dataset=data, callbacks=[
             EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
 
-    Step 0 is measured before the first update, and the last step always; a training that is resumed goes on in the same
-    file. A Trainer that reports to W&B has its run for a logger, where no others are given. Arguments are those of
+    Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
+    step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file.
+    A Trainer that reports to W&B has its run for a logger, where no others are given. Arguments are those of
     `lit_layers.watch`, and
 
     Args:
@@ -83,5 +84,6 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
-            self._watch.close()
+            # The Trainer has the best checkpoint in its model by now, which may be that of an earlier step.
+            self._watch.close(is_last=not (args.load_best_model_at_end and state.best_model_checkpoint))
             self._watch = None

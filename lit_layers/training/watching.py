@@ -251,6 +251,7 @@ class Watch:
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         ranks = Ranks(new_group()) if several else None
         self._num_planned = None if max_steps is None else len([*schedule.until(max_steps)])
+        self._final = max_steps
         self._held = contextlib.ExitStack()
         try:
             measurer.ranks = ranks
@@ -268,12 +269,16 @@ class Watch:
     def step(self, number: int | None = None) -> None:
         """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled."""
         self.now = self.now + 1 if number is None else number
-        self._visit(due=self.now in self.schedule)
+        self._visit(due=self.now in self.schedule or self.now == self._final)
 
-    def close(self) -> None:
-        """Measures the last step, if it was not, and gives the run's folder free."""
+    def close(self, *, is_last: bool = True) -> None:
+        """Measures the last step, if it was not, and gives the run's folder free.
+
+        Args:
+            is_last: whether the model has the weights of the last step still; others are not measured as that step.
+        """
         with self._held:
-            self._visit(due=True)
+            self._visit(due=is_last)
             self.measurer.finish()
 
     def __enter__(self) -> Self:

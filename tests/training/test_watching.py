@@ -8,7 +8,14 @@ import pytest
 import pytorch_lightning
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import lit_layers
 from lit_layers import records
@@ -200,3 +207,28 @@ def test_a_compiled_or_wrapped_network_is_measured_itself(tmp_path):
     compiled = torch.compile(model, backend="eager")
     with lit_layers.watch(compiled, analyses()[:1], steps=[0], root=tmp_path / "run") as watching:
         assert watching.model is model
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_best_checkpoint_that_is_loaded_at_the_end_is_not_measured_as_the_last_step(stops, tmp_path):
+    """Of the Trainer of transformers; of a training that stops early the last step is left out, as nobody knew it."""
+    hashes = {}
+
+    class Noting(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **_):
+            hashes[state.global_step] = weights_hash(model)
+            control.should_training_stop = stops and state.global_step == LAST
+
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    each = {f"{what}_strategy": "steps" for what in ("eval", "save")} | {"eval_steps": 1, "save_steps": 1}
+    arguments = TrainingArguments(
+        str(tmp_path / "hf"), max_steps=LAST + stops, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
+        disable_tqdm=True, learning_rate=1e-2, **options, **each,
+    )  # fmt: skip
+    watched = EmergenceTrainerCallback(analyses(), {"every": 100}, tmp_path / "run", save=True)
+    trainer = Trainer(network(0.0), arguments, train_dataset=DATA, eval_dataset=DATA, callbacks=[watched, Noting()])
+    trainer.train()
+    assert weights_hash(trainer.model) == hashes[1], "the worst is the first one"
+    measured = {m.step: m.provenance["weights_hash"] for m in records.read(tmp_path / "run" / "measurements.jsonl")}
+    assert measured.keys() == ({0} if stops else {0, LAST})
+    assert stops or measured[LAST] == hashes[LAST]
