@@ -40,17 +40,21 @@ def follow(
     """Measures the steps in a folder, and those that come, until nothing came for `patience` seconds and no training of
     ours goes on there; None: for ever. Returns the last result.
 
-    What cannot be measured, as it is being written, is tried again once its files have changed.
+    What cannot be measured is tried again at every look, until patience ends.
     """
-    seen: dict[str, float] = {}
+    seen: dict[str, float] = {}  # what was measured last
+    tried: dict[str, float] = {}
     result, last_change = None, time.monotonic()
     while True:
         goes_on = run_lock.is_training(root)  # before the look: what is saved last is seen
         complete, waits = _complete(root, settled)
+        is_news = bool(complete) and complete != tried
         if complete and complete != seen:
+            tried = complete
             with _told():
                 series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
                 result, seen = measure(series), complete
+        if is_news:
             last_change = time.monotonic()
         elif not (goes_on or waits) and patience is not None and time.monotonic() - last_change >= patience:
             return result
@@ -71,7 +75,11 @@ def _complete(root: Path, settled: float) -> tuple[dict[str, float], bool]:
     complete, waits, now = {}, False, time.time()
     for folder in root.iterdir() if root.is_dir() else ():
         if folder.is_dir() and (folder / "config.json").is_file():
-            changed = max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=now)
+            try:
+                changed = max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=now)
+            except FileNotFoundError:  # a trainer that keeps its last ones alone has just removed it
+                waits = True
+                continue
             if folder.match(OURS) or now - changed >= settled:
                 complete[folder.name] = changed
             else:

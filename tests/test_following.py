@@ -14,10 +14,11 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.following import follow
+from lit_layers.following import _complete, follow
 from lit_layers.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.measuring_aside import MeasuringAside
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, template
@@ -74,6 +75,43 @@ def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
     follow(run, measure, every=0.01, patience=0)
     assert calls == [3, 3]
     assert "is being written by another" in caplog.text
+
+
+def test_what_can_never_be_measured_does_not_keep_it_for_ever(run):
+    calls = []
+
+    def measure(series) -> SeriesResult:
+        calls.append(len(series))
+        assert len(calls) < 10, "endless"
+        raise InputError("it fits no analysis")
+
+    assert follow(run, measure, patience=0, wait=lambda _: None) is None
+    assert calls == [3, 3]
+
+
+def test_a_checkpoint_may_be_removed_while_its_files_are_looked_at(run, tmp_path, monkeypatch):
+    """As the HF Trainer does with `save_total_limit`."""
+    shutil.copytree(run / "step-000000000", tmp_path / "checkpoint-1")
+    listed = Path.rglob
+
+    def removed(folder: Path, pattern: str):
+        files = [*listed(folder, pattern)]
+        shutil.rmtree(folder)
+        monkeypatch.setattr(Path, "is_file", lambda path: True)  # it was there a moment ago
+        return files
+
+    monkeypatch.setattr(Path, "rglob", removed)
+    assert _complete(tmp_path, settled=0) == ({}, True)
+
+
+def test_another_file_in_place_of_the_record_does_not_end_training(run, tmp_path, caplog):
+    aside = MeasuringAside.__new__(MeasuringAside)
+    aside.file, aside._names, aside.root, aside._saved, aside._measured, aside._offset = (
+        tmp_path / "measurements.jsonl", {"lens"}, tmp_path, {1}, {}, 5,
+    )  # fmt: skip
+    aside.file.write_bytes(b'{"run": "another"}\n')
+    assert aside.arrived() == aside.arrived() == []
+    assert caplog.text.count("no numbers from here on") == 1
 
 
 def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path):

@@ -1,6 +1,7 @@
 """A second process that measures the steps of a training, which goes on meanwhile and hears of the numbers."""
 
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement
 
+logger = logging.getLogger(__name__)
 LOG = "measuring.log"  # in the run's folder: what the process says
 
 
@@ -57,7 +59,11 @@ class MeasuringAside:
 
     def arrived(self) -> list[Measurement]:
         """What was measured since the last call."""
-        found = self._read()
+        try:
+            found = self._read()
+        except (InputError, OSError) as error:  # another file in its place: training goes on
+            logger.warning("measure: async: no numbers from here on: %s", error)
+            self._offset, found = sys.maxsize, []
         self._note(found)
         return found
 
