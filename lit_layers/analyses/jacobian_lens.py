@@ -237,8 +237,8 @@ class JacobianLens(Analysis):
         results: dict[tuple[str, int], list[Tensor]] = {(n, layer): [] for n, maps in lenses.items() for layer in maps}
         held_out = 0
         for batch, trajectory in _prompts(view, self.batches, after=max(self.num_prompts, self.num_tuned)):
-            held_out += 1
             for rows in self._rows(view, batch, trajectory):
+                held_out += 1
                 full = FullModel(trajectory.logits_of(rows.index), rows)
                 for (name, layer), sums in results.items():
                     with torch.no_grad():
@@ -247,7 +247,8 @@ class JacobianLens(Analysis):
                     sums.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows), *_count(rows)]))
         if not held_out:
             raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {max(self.num_prompts, self.num_tuned)}"
+                f"{self.name}: no prompt is left to compare on: give more than {max(self.num_prompts, self.num_tuned)} "
+                f"that have a place from {self.skip_first} on (skip_first)"
             )
         return {key: torch.stack(sums, -1).double().cpu() for key, sums in results.items() if sums}
 

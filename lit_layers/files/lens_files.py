@@ -68,9 +68,16 @@ def read_lens(path: str | Path) -> tuple[dict[int, Tensor], int]:
         raise InputError(wrong)
     dim, num_prompts = content.get("d_model"), content.get("n_prompts")
     for layer, matrix in content["J"].items():
-        fits = isinstance(matrix, Tensor) and matrix.is_floating_point() and matrix.shape == (dim, dim)
+        fits = isinstance(matrix, Tensor) and _is_whole(matrix) and matrix.shape == (dim, dim)
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or not fits:
             raise InputError(f"{wrong}; its layer {layer!r} is no matrix of {dim} x {dim}")
     if not isinstance(num_prompts, int) or num_prompts < 1:
         raise InputError(f"{wrong}; n_prompts is {num_prompts!r}")
-    return {layer + 1: matrix.float() for layer, matrix in sorted(content["J"].items())}, num_prompts
+    return {layer + 1: matrix.detach().float() for layer, matrix in sorted(content["J"].items())}, num_prompts
+
+
+def _is_whole(matrix: Tensor) -> bool:
+    """Whether all entries lie in the file: a few bytes can claim any size, which would be filled as it is widened."""
+    if matrix.layout != torch.strided or matrix.device.type != "cpu" or not matrix.is_floating_point():
+        return False
+    return matrix.untyped_storage().nbytes() >= matrix.numel() * matrix.element_size()

@@ -150,6 +150,19 @@ def test_a_file_that_is_no_lens_is_refused_in_a_sentence(content, sentence, tmp_
         read_lens(tmp_path / "lens.pt")
 
 
+@pytest.mark.parametrize("matrix", [torch.empty(4, 4, device="meta"), torch.zeros(1, dtype=torch.float16).expand(4, 4)])
+def test_a_matrix_that_is_not_in_the_file_whole_is_refused(matrix, tmp_path):
+    torch.save({"J": {0: matrix}, "n_prompts": 1, "d_model": 4}, tmp_path / "lens.pt")
+    with pytest.raises(InputError, match="its layer 0 is no matrix of 4 x 4"):
+        read_lens(tmp_path / "lens.pt")
+
+
+def test_held_out_prompts_that_are_all_too_short_are_said(view):
+    ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
+    with pytest.raises(InputError, match="no prompt is left to compare on: give more than 3 that have a place from 2"):
+        list(lens(Listed({"input_ids": ids[:3]}, {"input_ids": ids[3:, :3]})).run(view))
+
+
 def test_nothing_in_a_file_runs(tmp_path, capsys):
     (tmp_path / "lens.pt").write_bytes(pickle.dumps({"J": Harm()}))
     with pytest.raises(InputError, match="it cannot be read as weights alone"):
