@@ -259,3 +259,15 @@ def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path
 def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):
     assert main(["watch", *(word.format(tmp_path) for word in words)]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_an_analysis_of_the_script_itself_is_refused_before_a_process_starts(tmp_path):
+    class Mine(type(two_groups()[0])):
+        """As one that a user's own script defines."""
+
+    Mine.__module__ = "__main__"
+    (first, *_) = two_groups()
+    mine = Mine(**{name: value for name, value in vars(first).items() if not name.startswith("_")})
+    with pytest.raises(InputError, match="cannot import Mine of this script: put it into a module of its own"):
+        MeasuringAside(tmp_path / "run", [mine])
+    assert not (tmp_path / "run" / "measuring.log").exists()

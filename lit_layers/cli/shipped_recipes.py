@@ -16,15 +16,13 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         InputError: there is neither.
     """
-    if Path(name).exists() or (shipped := shipped_recipe(name)) is None:
-        if not Path(name).exists():
-            near = difflib.get_close_matches(_name(name), shipped_recipes(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "of the package's recipes one is quickstart/gpt2"
-            raise InputError(
-                f"no recipe {str(name)[:200]!r}, neither a file nor one that comes with the package; {hint}"
-            )
+    if _is_file(name):
         return Path(name)
-    return shipped
+    if (shipped := shipped_recipe(name)) is not None:
+        return shipped
+    near = difflib.get_close_matches(_name(name)[:200], shipped_recipes(), n=1)
+    hint = f"did you mean {near[0]}?" if near else "of the package's recipes one is quickstart/gpt2"
+    raise InputError(f"no recipe {str(name)[:200]!r}, neither a file nor one that comes with the package; {hint}")
 
 
 def shipped_recipe(name: str | Path) -> Path | None:
@@ -58,8 +56,16 @@ def with_recipes_found(command: str, argv: list[str]) -> list[str]:
 
 def recipe_file(name: str | Path) -> str:
     """A recipe's file; a name that is none stays, to be refused where it is read."""
-    return str(name if Path(name).exists() else shipped_recipe(name) or name)
+    return str(name if _is_file(name) else shipped_recipe(name) or name)
+
+
+def _is_file(name: str | Path) -> bool:
+    """Whether there is such a file; a name that is too long for one is none."""
+    try:
+        return Path(name).is_file()
+    except OSError:
+        return False
 
 
 def _name(file: str | Path) -> str:
-    return Path(file).with_suffix("").as_posix().removeprefix("recipes/")
+    return Path(file).as_posix().removesuffix(".yaml").removeprefix("recipes/")

@@ -42,7 +42,7 @@ class OwnWandbRun(WandbMirror):
     table of all numbers, when each metric emerges, and layers by steps as pictures; what is measured, in its config.
 
     Rows have the run's own numbers, beside the losses; `trainer/global_step` is the axis of every curve, and the run's
-    summary keeps the best value of a score. Nothing here raises: what fails is left out, with a warning.
+    summary keeps the best value of a score. What W&B does not take is left out, with a warning.
     """
 
     def __init__(self, run: Any, root: Path, analyses: Mapping[str, Any]) -> None:

@@ -35,6 +35,11 @@ class MeasuringAside:
         self._measured: dict[int, set[str]] = {}
         self._offset = 0
         self._note(self._read())  # what was there is no news
+        if own := next((each for each in analyses if type(each).__module__ == "__main__"), None):
+            raise InputError(
+                f"measure: async sends the analyses to a second process, which cannot import {type(own).__name__} of "
+                "this script: put it into a module of its own"
+            )
         try:
             content = pickle.dumps(list(analyses))
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -72,7 +72,7 @@ class StepMeasurer:
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
-        self._wandb_runs: dict[int, OwnWandbRun] = {}
+        self._wandb_runs: dict[int, OwnWandbRun | None] = {}
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         names = [analysis.name for analysis in analyses]
@@ -182,8 +182,9 @@ class StepMeasurer:
         name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
         values = values_of(measurement, name) if self.scalars == "all" else plotted_values(measurement, name)
         for destination in loggers:
-            if (own := self._own_wandb_run(destination)) is not None:
-                own.log(measurement, values)
+            if (run := run_behind(destination)) is not None:
+                if (own := self._own_wandb_run(run)) is not None:
+                    own.log(measurement, values)
             else:
                 tokens = {} if measurement.tokens is None else {"tokens": measurement.tokens}
                 destination.log_metrics(values | tokens, step=measurement.step)
@@ -192,20 +193,21 @@ class StepMeasurer:
 
     def finish(self) -> None:
         """What loggers get at the end, from all that was measured."""
-        for own in self._wandb_runs.values():
+        for own in filter(None, self._wandb_runs.values()):
             try:
                 own.finish()
             except Exception as error:  # a training that ended well has ended well
                 logger.warning("W&B: no table of the measurements: %s", error)
 
-    def _own_wandb_run(self, destination: Any) -> OwnWandbRun | None:
-        """How the W&B run behind a logger is written to; None for other loggers."""
-        run = run_behind(destination)
-        if run is None:
-            return None
+    def _own_wandb_run(self, run: Any) -> OwnWandbRun | None:
+        """How a W&B run is written to; None of one that takes nothing."""
         if id(run) not in self._wandb_runs:
             configs = {analysis.name: analysis.config() for analysis in self.analyses}
-            self._wandb_runs[id(run)] = OwnWandbRun(run, self.root, configs)
+            try:
+                self._wandb_runs[id(run)] = OwnWandbRun(run, self.root, configs)
+            except Exception as error:  # a run that is finished, a config that may not change: no training ends for it
+                logger.warning("W&B: the run gets no measurements: %s", error)
+                self._wandb_runs[id(run)] = None
         return self._wandb_runs[id(run)]
 
 

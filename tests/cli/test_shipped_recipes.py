@@ -39,6 +39,15 @@ def test_a_file_that_is_here_comes_before_a_recipe_of_the_package(tmp_path, monk
     assert find_recipe("analyses/text") == Path(TEXT)
 
 
+def test_a_folder_of_that_name_hides_no_recipe_and_another_ending_is_no_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart" / "gpt2").mkdir(parents=True)
+    assert find_recipe("quickstart/gpt2") == Path(QUICKSTART)
+    for name in ("quickstart/gpt2.json", "", "x" * 5000):
+        with pytest.raises(InputError, match="no recipe"):
+            find_recipe(name)
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"no recipe 'quickstart/gtp2'.*did you mean quickstart/gpt2"):

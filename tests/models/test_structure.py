@@ -160,6 +160,7 @@ class ToyLM(PreTrainedModel):
     def __init__(self, config: ToyConfig) -> None:
         super().__init__(config)
         self.embed, self.head = nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size)
+        self.gate = nn.Parameter(torch.zeros(()))
         self.layers = nn.ModuleList(ToyBlock(config) for _ in range(config.num_hidden_layers))
         self.post_init()
 
@@ -174,6 +175,8 @@ class ToyLM(PreTrainedModel):
             hidden = self.layers[0](hidden, earlier, scale)
         if fault == "skips":
             hidden = hidden + embedded
+        if fault == "gated":
+            hidden = hidden + self.gate * embedded
         if fault == "pads" and attention_mask is not None:
             hidden = hidden + attention_mask.sum()
         return CausalLMOutput(logits=self.head(embedded if fault == "ignores" else hidden))
@@ -307,3 +310,25 @@ def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
     torch.testing.assert_close(trajectory.logits, expected.logits)
     for layer in range(view.num_layers):
         torch.testing.assert_close(trajectory.hidden[layer], expected.hidden_states[layer])
+
+
+def test_what_a_weight_of_zero_hides_at_first_is_found_when_it_has_another_value():
+    model = toy("gated")
+    with torch.no_grad():
+        model.gate.zero_()
+    assert LayeredModel(model).origin == "structure"
+    with torch.no_grad():
+        model.gate.fill_(1.0)
+    with pytest.raises(InputError, match="the readout of the last state gives other logits"):
+        LayeredModel(model)
+    with torch.no_grad():
+        model.gate.zero_()
+    assert LayeredModel(model).origin == "structure"
+
+
+def test_a_model_that_diverges_is_taken_apart_as_it_was_before():
+    model = toy()
+    assert LayeredModel(model).num_layers == 3
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    assert LayeredModel(model).num_layers == 3

@@ -96,3 +96,11 @@ def test_a_trainer_of_transformers_that_reports_to_wandb_has_its_run_for_a_logge
     monkeypatch.setattr(wandb, "run", run := object())
     assert own_wandb_run.current_runs() == [run]
     assert own_wandb_run.run_behind(run) is None  # which is no run of W&B
+
+
+def test_a_run_that_is_finished_gets_nothing_and_ends_no_training(tmp_path, caplog):
+    own = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    own.finish()
+    trained(tmp_path / "run", [own])
+    assert "the run gets no measurements" in caplog.text
+    assert len(lit_layers.records.read(tmp_path / "run" / "measurements.jsonl")) == 2 * len(STEPS)

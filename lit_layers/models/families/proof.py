@@ -26,6 +26,10 @@ class NotShown(Exception):
     """An identity that does not hold; the message says which and where."""
 
 
+class NotFinite(NotShown):
+    """The weights give states of which nothing can be shown."""
+
+
 def apart(one: Tensor, other: Tensor) -> float:
     """The largest distance of two rows (.., dim), as part of the second one's length."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
@@ -43,7 +47,7 @@ class Evidence:
         self.states = [self.calls[0].state, *(call.after for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
         if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):
-            raise NotShown("its states are not finite on these weights, and nothing can be shown")
+            raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
     def replayed(self) -> float:
         """(i) Every block, called again with what it was called with, gives what it gave: the last one first, so that

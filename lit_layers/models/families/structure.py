@@ -21,7 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
 from lit_layers.models.block_calls import is_cache, num_values, replaced
 from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
-from lit_layers.models.families.proof import Evidence, NotShown, apart
+from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, apart
 from lit_layers.models.families.rows import (
     FAMILIES,
     TIMM,
@@ -110,14 +110,17 @@ def family_of(model: nn.Module) -> Family:
     return row_of(model) or by_structure(model)
 
 
-# Of each class: what was found of a config, under the libraries of this process.
+# Of each class: what was found of a config, under the libraries of this process; of each model: by which weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
+_SHOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
 
 
 def by_structure(model: Network) -> Family:
-    """The family of a model without a row, found and proven once for each class and config.
+    """The family of a model without a row, found and proven on the weights that it has: again when they have changed,
+    as what a weight of 0 hides at the first step need not be hidden at the next.
 
-    The model is as before afterwards, and so are random states.
+    Weights that give states that are not finite prove nothing: a model that has diverged is taken apart as its class
+    was before. The model is as before afterwards, and so are random states.
 
     Raises:
         InputError: as `family_of`.
@@ -131,15 +134,25 @@ def by_structure(model: Network) -> Family:
             "these libraries are found by their structure; add a row to lit_layers/models/families/rows.py"
         )
     found = _FOUND.setdefault(type(model), {})
-    key = _digest(model)
-    if key not in found:
+    key, weights = _digest(model), _state_of(model)
+    if key not in found or _SHOWN.get(model) != weights:
         try:
             found[key] = _outlined(model) if next(model.parameters()).device == META else _proven(model)
         except NotShown as reason:
-            raise InputError(
-                f"no layered view of {kind}: {reason}; nor has its class a row in lit_layers/models/families/rows.py"
-            ) from reason
+            if not (isinstance(reason, NotFinite) and key in found):
+                raise InputError(
+                    f"no layered view of {kind}: {reason}; nor has its class a row in "
+                    "lit_layers/models/families/rows.py"
+                ) from reason
+        _SHOWN[model] = weights
     return found[key]
+
+
+def _state_of(model: Network) -> tuple[int, ...]:
+    """What changes when a weight does: where they lie, and how often they were written to. Buffers are left out, as
+    some calls write to theirs."""
+    tensors = [tensor for tensor in model.parameters() if not tensor.is_inference()]
+    return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
 
 def _digest(model: Network) -> str:
