@@ -165,6 +165,8 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
         "sweep": [str(home.root / "grid.yaml"), "--root", "out"],
+        # without its patience in one word it would wait for more, as it should
+        "watch": [str(home.root / "series"), "--patience=0", "--settled=0", "--root=out"],
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]
