@@ -15,6 +15,7 @@ from lit_layers.analyses import Analysis
 from lit_layers.data import ProbeTask, WordPairs
 from lit_layers.data.prompt_texts import GivenTexts
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.metrics import METRICS
 from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
@@ -50,7 +51,9 @@ RANGES = {
     (1, TEXTS - 1): "lidar_rank",
     (-0.05, math.log(TEXTS)): "dime",  # "may be slightly negative"
 }
-RANGE_OF = {metric: ends for ends, metrics in RANGES.items() for metric in metrics.split()}
+# Of others that of their rows, which docs/metrics.md has.
+RANGE_OF = {name: (row.low, row.high) for name, row in METRICS.items()}
+RANGE_OF |= {metric: ends for ends, metrics in RANGES.items() for metric in metrics.split()}
 ROUNDING = 1e-5  # of float32 states, where a bound is reached
 
 
@@ -92,7 +95,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.Representation(batches=prompts),
         analyses.Lens(batches=prompts),
         analyses.JacobianLens(
-            batches=few, num_prompts=1, num_tuned=1, skip_first=2, lenses=("logit", "tuned"), tuned_steps=2
+            batches=prompts, num_prompts=1, num_tuned=1, skip_first=2, lenses=("logit", "tuned"), tuned_steps=2
         ),
         analyses.LayerSimilarity(batches=prompts),
         analyses.StateMetric(metric=effective_rank, batches=prompts, options={"undefined": "nan"}),
@@ -120,7 +123,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
             texts=GivenTexts([text for text, _ in rows[:TEXTS]]), tokenizer=tokenizer, num_views=3, num_halves=0
         ),
     ]
-    of_labels = {analyses.LabelProbe, analyses.DividedAnalysis, Analysis}
+    of_labels = {analyses.AttentiveProbe, analyses.LabelProbe, analyses.DividedAnalysis, Analysis}
     assert {type(each) for each in every} == {getattr(analyses, name) for name in analyses.__all__} - of_labels
     return {type(each).__name__: measure(model, each, run="smollm2", step=None) for each in every}
 
