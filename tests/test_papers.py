@@ -109,6 +109,7 @@ def test_every_recipe_that_needs_a_gpu_says_what_it_takes():
 
 @pytest.mark.soak
 @pytest.mark.realdata
+@pytest.mark.timeout(2400)  # every command of every recipe counts its texts: ten minutes of one core
 def test_what_a_recipe_takes_is_what_its_commands_count(realdata):
     written = json.loads(PLANS.read_text())
     found = all_plans(realdata)

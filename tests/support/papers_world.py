@@ -81,7 +81,7 @@ def write_hub(root: Path, names: Iterable[str] = MODELS) -> Path:
         if family == "gpt_neo":
             counts |= {"num_layers": blocks, "attention_types": [[["global", "local"], blocks // 2]]}
         longest = "n_positions" if family == "gpt2" else "max_position_embeddings"
-        longer = {} if family in ("mamba_lm", "falcon") else {longest: POSITIONS}
+        longer = {} if family == "mamba_lm" else {longest: POSITIONS}
         saved(folder, family, shard="1GB", vocab_size=300, seed=number, **counts, **longer)
         save_tokenizer(tokenizer, folder)
         if name in BORROWED:
