@@ -9,11 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
@@ -33,17 +31,8 @@ from lit_layers.tasks.catalogue import Task, find
 from lit_layers.tasks.glue_rows import SPLITS, GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
 from lit_layers.training.datamodules import DATA_RANGES, LitStepData
-from lit_layers.training.finetuning import (
-    BETAS,
-    TrainedVariants,
-    TrainingRecipe,
-    accelerator_of,
-    check_texts,
-    finished,
-    name_of,
-    train,
-)
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
+from lit_layers.training.variant_training import BETAS, TrainedVariants, TrainingRecipe, check_texts, finished, name_of
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
@@ -95,58 +84,45 @@ class GlueRecipe(TrainingRecipe):
         return all_epochs if self.max_steps is None else min(all_epochs, self.max_steps)
 
 
-@dataclass(frozen=True, eq=False)
 class EncodedRows:
-    """Rows as token ids, each without padding."""
-
-    ids: tuple[np.ndarray, ...]
-    segments: tuple[np.ndarray, ...]  # which text of a pair a token is of: 0 or 1
-    targets: Tensor  # int64 classes, or float32 values
-    num_cut: int  # rows that lost tokens to the limit
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def batch(self, rows: Sequence[int], filler: int) -> dict[str, Tensor]:
-        """Some rows, filled up on the right to the longest of them."""
-
-        def filled(values: Iterable[np.ndarray], filler: int) -> Tensor:
-            return pad_sequence([torch.from_numpy(each) for each in values], batch_first=True, padding_value=filler)
-
-        ids = [self.ids[row] for row in rows]
-        return {
-            "input_ids": filled(ids, filler),
-            "attention_mask": filled(map(np.ones_like, ids), 0),
-            "token_type_ids": filled([self.segments[row] for row in rows], 0),
-            "labels": self.targets[torch.tensor(rows)],
-        }
-
-
-def encode_rows(tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> EncodedRows:
-    """Token ids with the tokenizer's special tokens; of a pair too long the longer text loses its end.
+    """Rows as token ids, with the tokenizer's special tokens; of a pair too long the longer text loses its end.
 
     Raises:
         InputError: a limit that leaves no room beside special tokens.
     """
-    words, is_pair = tokenizer.tokenizer, len(rows.task.text) == 2
-    added = words.num_special_tokens_to_add(is_pair=is_pair)
-    if max_tokens <= added + is_pair:
-        raise InputError(
-            f"max_tokens: expected more than {added + is_pair}, {added} of which are special tokens, got {max_tokens}"
-        )
-    words.enable_truncation(max_tokens, strategy="longest_first")
-    try:
-        with one_thread():
-            encodings = words.encode_batch([pair if is_pair else pair[0] for pair in rows.texts])
-    finally:
-        words.no_truncation()
-    kind = torch.float32 if rows.task.num_classes is None else torch.int64
-    return EncodedRows(
-        ids=tuple(np.array(each.ids, dtype=np.int64) for each in encodings),
-        segments=tuple(np.array(each.type_ids, dtype=np.int64) for each in encodings),
-        targets=torch.tensor(rows.targets).to(kind),
-        num_cut=sum(bool(each.overflowing) for each in encodings),
-    )
+
+    def __init__(self, tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> None:
+        self.words, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
+        self.is_pair = len(rows.task.text) == 2
+        kind = torch.float32 if rows.task.num_classes is None else torch.int64
+        self.targets = torch.tensor(rows.targets).to(kind)
+        added = self.words.num_special_tokens_to_add(is_pair=self.is_pair)
+        if max_tokens <= added + self.is_pair:
+            raise InputError(
+                f"max_tokens: expected more than {added + self.is_pair}, {added} of which are special tokens, got "
+                f"{max_tokens}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, numbers: Sequence[int], filler: int) -> dict[str, Tensor]:
+        """Some rows, filled up on the right to the longest of them."""
+        texts = [self.rows.texts[number] for number in numbers]
+        self.words.enable_truncation(self.max_tokens, strategy="longest_first")
+        self.words.enable_padding(pad_id=filler)
+        try:
+            with one_thread():
+                encodings = self.words.encode_batch([pair if self.is_pair else pair[0] for pair in texts])
+        finally:
+            self.words.no_truncation()
+            self.words.no_padding()
+        return {
+            "input_ids": torch.tensor([each.ids for each in encodings]),
+            "attention_mask": torch.tensor([each.attention_mask for each in encodings]),
+            "token_type_ids": torch.tensor([each.type_ids for each in encodings]),
+            "labels": self.targets[torch.tensor(numbers)],
+        }
 
 
 class LitGlueData(LitStepData):
@@ -198,7 +174,7 @@ class LitGlueData(LitStepData):
         for split, count in zip(SPLITS, (self.num_train, self.num_validation), strict=True):
             self.rows[split] = read_rows(self.task, split, self.folder).take(count, seed=self.seed)
         self.encoded = {
-            split: encode_rows(self.words, rows, max_tokens=self.num_tokens) for split, rows in self.rows.items()
+            split: EncodedRows(self.words, rows, max_tokens=self.num_tokens) for split, rows in self.rows.items()
         }
 
     def describe(self) -> dict[str, Any]:
@@ -428,7 +404,7 @@ class GlueScores(TrainedVariants):
                 asked = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
                 result = finished(file, asked)
                 if result is None:
-                    scores = self.score(network, variant, training, data, accelerator_of(model))
+                    scores = self.score(network, variant, training, data, model)
                     counts = {"num_train": len(data.rows["train"]), "n": len(data.rows["validation"])}
                     result = {**asked, "metrics": scores, **counts}
                     file.parent.mkdir(parents=True, exist_ok=True)
@@ -437,9 +413,9 @@ class GlueScores(TrainedVariants):
                 yield _records(result, variant, training)
 
     def score(
-        self, network: Network, variant: Variant, training: Training, data: LitGlueData, accelerator: str
+        self, network: Network, variant: Variant, training: Training, data: LitGlueData, model: LayeredModel
     ) -> dict[str, float]:
-        """The metrics of a copy of the network, trained and judged with the variant active."""
+        """The metrics of a copy of the network, trained and judged with the variant active where a model is."""
         recipe = self.recipe
         module = LitSequenceClassifier(
             self.model,
@@ -449,9 +425,9 @@ class GlueScores(TrainedVariants):
             warmup_steps=recipe.warmup_steps,
         )
         module.model = module.prepared(copy.deepcopy(network))
-        steps, options = recipe.steps(len(data.rows["train"])), {"root": self.root, "accelerator": accelerator}
         with running_order(trunk_of(module.model), variant.schedule):
-            return train(module, data, recipe, steps=steps, first=False, **options)[1]
+            self.fit(module, data, model, steps=recipe.steps(len(data.rows["train"])))
+            return self.validated(module, data, model)
 
 
 def _records(result: Mapping[str, Any], variant: Variant, training: Training) -> list[Record]:

@@ -20,13 +20,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.training import finetuning
 from lit_layers.training.datamodules import StepSampler
-from lit_layers.training.finetuning import (
-    Finetuning,
-    FinetuningRecipe,
-    LitVariant,
-    means_of_seeds,
-    name_of,
-)
+from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
+from lit_layers.training.variant_training import means_of_seeds, name_of
 from tests.support.labelled_texts import labelled, saved_gpt2
 
 TOKENS, ROWS = 12, 4
@@ -58,7 +53,7 @@ def run(model, text, root, variant=MIDDLE, *, parallel: Any = "loop", **options)
     training = recipe(text, **options)
     analysis = Finetuning(recipe=training, root=root, tokenizer=str(text / "model"), parallel=parallel)
     analysis.check(LayeredModel(model))
-    return tuple(analysis.qualities(LayeredModel(model), variant).values())
+    return tuple(analysis.before_and_after(LayeredModel(model), variant).values())
 
 
 def trained(root, variant=MIDDLE):

@@ -25,11 +25,11 @@ from lit_layers.training import sequence_tasks
 from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.sequence_tasks import (
+    EncodedRows,
     GlueRecipe,
     GlueScores,
     LitGlueData,
     LitSequenceClassifier,
-    encode_rows,
 )
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
@@ -140,19 +140,21 @@ def test_pairs_become_one_row_of_two_segments(folder):
     tokenizer = load_tokenizer(str(folder / "bert"))
     number = tokenizer.tokenizer.token_to_id
     words = [[["a", "merry", "song"], ["sang", "again"]], [["sang"], ["a", "sad", "song", "they", "heard"]]]
-    found = encode_rows(tokenizer, rows, max_tokens=30)
+    encoded = EncodedRows(tokenizer, rows, max_tokens=30)
     for place, (one, other) in enumerate(words):
-        assert found.ids[place].tolist() == [2, *map(number, one), 3, *map(number, other), 3]
-        assert found.segments[place].tolist() == [0] * (len(one) + 2) + [1] * (len(other) + 1)
-    batch = found.batch([1, 0], filler=0)
+        alone = encoded.batch([place], filler=0)
+        assert alone["input_ids"].tolist() == [[2, *map(number, one), 3, *map(number, other), 3]]
+        assert alone["token_type_ids"].tolist() == [[0] * (len(one) + 2) + [1] * (len(other) + 1)]
+    batch = encoded.batch([1, 0], filler=7)
     assert batch["attention_mask"].sum(1).tolist() == [9, 8]
-    assert batch["input_ids"][1].tolist() == [*found.ids[0].tolist(), 0]
+    assert batch["input_ids"][1].tolist() == [*encoded.batch([0], filler=0)["input_ids"][0].tolist(), 7]
+    assert batch["token_type_ids"][1].tolist() == [0] * 5 + [1] * 3 + [0]
     assert batch["labels"].tolist() == [0, 1]
-    short = encode_rows(tokenizer, rows, max_tokens=6)
-    assert short.num_cut == 2
-    assert short.ids[1].tolist() == [2, number("sang"), 3, number("a"), number("sad"), 3]
+    short = EncodedRows(tokenizer, rows, max_tokens=6).batch([1], filler=0)
+    assert short["input_ids"].tolist() == [[2, number("sang"), 3, number("a"), number("sad"), 3]]
+    assert tokenizer.tokenizer.padding is None
     with pytest.raises(InputError, match="max_tokens: expected more than 4, 3 of which are special tokens"):
-        encode_rows(tokenizer, rows, max_tokens=4)
+        EncodedRows(tokenizer, rows, max_tokens=4)
 
 
 def test_fewer_rows_are_the_beginning_of_more(folder):
@@ -263,7 +265,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
             part.dropout_prob = 0.0
     (analysis,) = analyses(folder, tmp_path, {"tasks": [name], "max_steps": 1, **options})
     data = analysis.data()
-    encoded, metrics = data.encoded, analysis.score(network, MIDDLE, training, data, "cpu")
+    encoded, metrics = data.encoded, analysis.score(network, MIDDLE, training, data, LayeredModel(trunk_of(network)))
     batch = encoded["train"].batch(StepSampler(24, global_batch_size=4, seed=3).global_batch(0), filler=0)
     outputs = composed(network, batch)
     if name == "mrpc":
@@ -342,18 +344,24 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, 
     assert not torch.equal(one, three)
 
 
+class OfSixtyWords(EncodedRows):
+    def batch(self, numbers, filler):
+        batch = super().batch(numbers, filler)
+        return batch | {"input_ids": batch["input_ids"] % 60}
+
+
 @pytest.mark.parametrize("name", ["roberta", "distilbert", "modernbert"])
 def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_path, folder, trained):
     source = tiny(name, num_labels=2, **{"n_layers" if name == "distilbert" else "num_hidden_layers": 4})
     save(source, tmp_path / name)
     model, trunk = sequence_classifier(tmp_path / name, 2)
-    rows = encode_rows(load_tokenizer(str(folder / "bert")), read_rows(GLUE["mrpc"], "train", folder), max_tokens=20)
-    rows = type(rows)(tuple(ids % 60 for ids in rows.ids), rows.segments, rows.targets, 0)
+    rows = read_rows(GLUE["mrpc"], "train", folder)
+    encoded = OfSixtyWords(load_tokenizer(str(folder / "bert")), rows, max_tokens=20)
     (analysis,) = analyses(folder, tmp_path)
     data = LitGlueData("mrpc", "none", global_batch_size=4, validation_batch_size=4)
-    data.encoded = data.rows = {"train": rows, "validation": rows}
+    data.rows, data.encoded = {"train": rows, "validation": rows}, {"train": encoded, "validation": encoded}
     order, plain = (
-        analysis.score(model, variant, "full", data, "cpu")
+        analysis.score(model, variant, "full", data, LayeredModel(trunk))
         for variant in (Variant(name="custom", schedule=(1, 4)), Variant(name="baseline", schedule=(1, 2, 3, 4)))
     )
     assert set(order) == set(plain) == {"accuracy", "f1", "task_score"}

@@ -17,8 +17,8 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.training import task_finetuning
-from lit_layers.training.task_finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
+from lit_layers.training import finetuning
+from lit_layers.training.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
 
 ROWS = [([1, 2, 3], [4, 5]), ([6], [7])]
@@ -33,7 +33,7 @@ def recipe(**options) -> TaskFinetuningRecipe:
 def test_the_loss_is_that_of_the_answers_tokens_alone():
     model = causal_lm("gpt2", seed=0, n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=20).double().eval()
     data = AnswerData(ROWS, recipe())
-    batch = task_finetuning._padded(data.rows)
+    batch = finetuning._padded(data.rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     with torch.no_grad():
         found = LitAnswers(model, recipe(), steps=1).training_step(batch, 0)
@@ -109,7 +109,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     kept = load(tmp_path / "skip_M_3" / "model").state_dict()
     assert torch.equal(kept["transformer.h.3.mlp.c_fc.weight"], before["transformer.h.3.mlp.c_fc.weight"])
     assert not torch.equal(kept["transformer.h.0.mlp.c_fc.weight"], before["transformer.h.0.mlp.c_fc.weight"])
-    monkeypatch.setattr(TaskFinetuning, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(TaskFinetuning, "train", lambda *_: pytest.fail("trained again"))
     again = {
         (r.metric, r.tags["variant"], r.tags["when"]): r for r in analysis(folder, tmp_path, num_epochs=40).run(view)
     }

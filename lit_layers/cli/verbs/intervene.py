@@ -158,9 +158,8 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
     """The recipes of training, read before a model is opened."""
     if options.finetune is None and options.glue is None:
         return {}
-    from lit_layers.training.finetuning import FinetuningRecipe
+    from lit_layers.training.finetuning import FinetuningRecipe, TaskFinetuningRecipe
     from lit_layers.training.sequence_tasks import GlueRecipe
-    from lit_layers.training.task_finetuning import TaskFinetuningRecipe
     from lit_layers.training.trainer import quieten
 
     quieten()
@@ -219,7 +218,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         executions: Any = options.execution
         yield Speed(**_timed(chosen), executions=executions, tell=target.tell, **length)
     if (recipe := recipes.get("finetune")) is not None and hasattr(recipe, "task"):
-        from lit_layers.training.task_finetuning import TaskFinetuning
+        from lit_layers.training.finetuning import TaskFinetuning
 
         yield TaskFinetuning(
             recipe=recipe,

@@ -1,0 +1,333 @@
+"""Analyses that train a model in each variant of its running order: their recipe, their results, what they leave."""
+
+import copy
+import hashlib
+import json
+import re
+import statistics
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+
+from lit_layers import schema
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.speed import variants_of
+from lit_layers.errors import InputError
+from lit_layers.files.durable import write_json
+from lit_layers.functional.block_schedules import (
+    LOOPS,
+    SEEDS,
+    VARIANTS,
+    Variant,
+    baseline,
+    block_runs,
+    format_schedule,
+)
+from lit_layers.models.build import architecture_hash, save, weights_hash
+from lit_layers.models.families import Network
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Work, bytes_of_model, trained
+from lit_layers.records import Record
+from lit_layers.schema import (
+    BATCH,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    MANY,
+    SEED,
+    SHARE,
+    WEIGHT_DECAY,
+    Range,
+    refuse_outside,
+)
+from lit_layers.training.checkpoints import writable_folder, write_folder
+from lit_layers.training.modules import LitModule
+from lit_layers.training.trainer import StepSeed, new_trainer
+from lit_layers.undisturbed import kept_random_state
+
+_AGAIN = "take it away to train that variant again"
+RESULT, MODEL = "finetuned.json", "model"
+WHEN: tuple[str, str] = ("before", "after")
+BETAS = (0.9, 0.999)
+_RANGES = {
+    **dict.fromkeys(("num_tokens", "num_epochs", "steps", "max_steps", "num_train", "num_validation", "limit"), COUNT),
+    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
+    **dict.fromkeys(("batch_size", "validation_batch_size"), BATCH),
+    "num_validation_sequences": COUNT,
+    "warmup_steps": COUNT_OR_NONE,
+    "seed": SEED,
+    "weight_decay": WEIGHT_DECAY,
+    "min_lr_ratio": SHARE,
+    "gradient_clip": Range(0, MANY, above=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """How a model is trained on, whatever on.
+
+    Args:
+        learning_rate: at its peak.
+        batch_size: sequences, or rows, a step.
+        num_tokens: predictions a sequence; of a row, a longer one is cut.
+        warmup_steps: of linear warm-up.
+        weight_decay: on matrices and embeddings.
+        gradient_clip: largest norm of the gradient; None: any.
+        precision: of Lightning's Trainer.
+        seed: of the order of the data and of dropout; of the rows that are drawn and of a new head.
+    """
+
+    learning_rate: float = 5e-5
+    batch_size: int = 64
+    num_tokens: int = 128
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    gradient_clip: float | None = 1.0
+    precision: str = "32-true"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_outside("recipe: ", _RANGES, vars(self))
+
+    def trainer(self, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
+        """As `lit-layers fit` makes it, in one process, of which nothing is written."""
+        return new_trainer(
+            accelerator=accelerator,
+            devices=1,
+            precision=self.precision,
+            callbacks=[StepSeed(self.seed)],
+            default_root_dir=root,
+            **options,
+        )
+
+
+def name_of(variant: Variant) -> str:
+    """The variant as a folder's or file's name: such as `skip_M_4`, or of a long schedule `custom_` and a hash."""
+    if variant.name == "custom":
+        return f"custom_{hashlib.sha256(format_schedule(variant.schedule).encode()).hexdigest()[:12]}"
+    return re.sub(r"\W+", "_", str(variant))
+
+
+def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result in a file that was made with these settings; None where there is none.
+
+    Raises:
+        InputError: it was made with others, or is damaged.
+    """
+    if not file.is_file():
+        return None
+    result: Any = schema.read(file, dict[str, Any], _AGAIN)
+    for name, value in json.loads(json.dumps(settings)).items():
+        if (held := result.get(name)) != value:
+            options = value if isinstance(held, dict) and isinstance(value, dict) else {}
+            part = next((key for key in options if held.get(key) != value[key]), name)
+            raise InputError(
+                f"{file} is the result of other settings ({part} differs): choose another root, or take it away"
+            )
+    return result
+
+
+def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
+    """Yields, for each metric and the other tags, the mean over the random orders of one number of middle blocks, with
+    its standard error over them."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in records:
+        if record.tags.get("variant") == "random":
+            others = {key: value for key, value in record.tags.items() if key not in ("seed", "schedule")}
+            groups.setdefault((record.metric, *sorted(others.items())), []).append(record)
+    unchanged = format_schedule(baseline(num_blocks))
+    for (metric, *others), orders in groups.items():
+        values = [record.value for record in orders]
+        counts = {
+            "num_seeds": len(orders),
+            "num_identical": sum(record.tags["schedule"] == unchanged for record in orders),
+        }
+        yield Record(
+            metric=metric,
+            value=statistics.fmean(values),
+            stderr=statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
+            n=orders[0].n,
+            tags={**dict(others), **counts},
+        )
+
+
+@dataclass(kw_only=True)
+class TrainedVariants(Analysis):
+    """A model that is trained in each variant of its running order, as an analysis. Options of the variants are those
+    of `lit_layers.functional.block_schedules.variants`.
+
+    Args:
+        root: of what each variant leaves behind, so that a finished one is not trained again.
+        tokenizer: a local path or a name of the Hub.
+        variants, middles, seeds, loops, custom: which orders; the full model is always one.
+        tell: told what is trained now.
+    """
+
+    UNMEASURED = ("root", "tell")
+
+    root: Path
+    tokenizer: str
+    variants: Sequence[str] = VARIANTS
+    middles: Sequence[int] | None = None
+    seeds: Sequence[int] = SEEDS
+    loops: Sequence[int] = LOOPS
+    custom: Sequence[str] = ()
+    tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    recipe: TrainingRecipe
+
+    def check(self, model: LayeredModel) -> None:
+        self.chosen(model)
+        try:
+            self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
+        except ValueError as error:
+            raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
+
+    def chosen(self, model: LayeredModel) -> list[Variant]:
+        """The variants of this model, the full one first.
+
+        Raises:
+            InputError: options that do not fit the model.
+        """
+        return variants_of(self, model)
+
+    def of_variants(
+        self, model: LayeredModel, *, tokens: int, samples: int, judged: int, judged_at_once: int, passes: int = 3
+    ) -> Work:
+        """Each variant trained and judged, those included that are there already, on a copy of the model."""
+        whole, options = Work(), {"tokens": tokens}
+        for variant in self.chosen(model):
+            options["block_runs"] = block_runs(variant.schedule)
+            whole += trained(model, samples=samples, micro_batch=self.recipe.batch_size, passes=passes, **options)
+            whole += trained(model, samples=judged, micro_batch=judged_at_once, passes=1, **options)
+        return replace(whole, device=whole.device + bytes_of_model(model))
+
+    def run(self, model: LayeredModel) -> Iterator[Record]:
+        """Yields the records of each variant, and at last the means over the seeds of random orders."""
+        records: list[Record] = []
+        try:
+            for of_variant in self.trained(model):
+                records += of_variant
+                yield from of_variant
+        except SystemExit as error:  # Lightning makes Ctrl-C an exit of the process
+            raise KeyboardInterrupt from error
+        yield from means_of_seeds(records, model.num_layers)
+
+    @abstractmethod
+    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+        """Yields what each variant gives, trained now where that is not done."""
+
+    def say(self, what: str) -> None:
+        if self.tell is not None:
+            self.tell(what)
+
+    def fit(self, module: LitModule, data: L.LightningDataModule, model: LayeredModel, *, steps: int) -> None:
+        """Trains a module where a model is, and writes nothing. The global random state stays as it is."""
+        options: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": self.recipe.gradient_clip}
+        with kept_random_state():
+            module.model.train()
+            trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=steps, **options)
+            trainer.fit(module, datamodule=data)
+
+    def validated(self, module: Any, data: L.LightningDataModule, model: LayeredModel) -> Any:
+        """The module's `result` on the validation data. The global random state stays as it is."""
+        with kept_random_state():
+            trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
+            trainer.validate(module, datamodule=data, verbose=False)
+        return module.result
+
+
+@dataclass(kw_only=True)
+class SavedVariants(TrainedVariants):
+    """Variants of a causal language model, measured before and after a copy of it is trained in each.
+
+    Each variant begins with the weights of the model that is measured, which is not changed. What is trained:
+    embeddings, head and the blocks that run; the others have no gradient and stay. The trained weights lie in
+    `root/NAME/model` as any saved model does (which runs in its plain order unless told otherwise: `finetuned.json`
+    beside it says the schedule). Where that folder is there already for the same weights, schedule and recipe, it is
+    not trained again. All is a function of the recipe's seed, the global random state stays as it is.
+    """
+
+    RESULT_TYPE: ClassVar[Any]
+
+    def of_variants(self, model: LayeredModel, **counts: int) -> Work:
+        work = super().of_variants(model, **counts)
+        return replace(work, disk=float(len(self.chosen(model)) * bytes_of_model(model)))
+
+    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+        compared = self.chosen(model)
+        for number, variant in enumerate(compared, 1):
+            self.say(f"training {variant}{self.on()} ({number} of {len(compared)})")
+            yield [
+                record
+                for when, result in self.before_and_after(model, variant).items()
+                for record in self.records(variant, when, result)
+            ]
+
+    def on(self) -> str:
+        """What a variant is trained on, as a sentence ends."""
+        return ""
+
+    def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
+        """All that decides the result of a variant."""
+        return {
+            "schedule": format_schedule(variant.schedule),
+            "variant": variant.tags,
+            "recipe": asdict(self.recipe),
+            "weights": weights_hash(model.model),
+            "architecture": architecture_hash(model.model),
+        }
+
+    @abstractmethod
+    def train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Any, Any]:
+        """Trains the copy of a model with the variant active; the results, of `RESULT_TYPE`, before and after."""
+
+    @abstractmethod
+    def records(self, variant: Variant, when: str, result: Any) -> Iterator[Record]:
+        """The records of a result before or after."""
+
+    def before_and_after(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
+        """The results "before" and "after" of a variant; read where its folder has them already.
+
+        Raises:
+            InputError: a folder with the result of other settings.
+        """
+        folder, settings = Path(self.root) / name_of(variant), self.settings(model, variant)
+        file = folder / RESULT
+        if (result := finished(file, settings)) is not None:
+            kind = self.RESULT_TYPE
+            return {when: schema.check(result.get(when), kind, f"{file}: {when}", _AGAIN) for when in WHEN}
+        writable_folder(folder.parent, "root")
+        network: Any = copy.deepcopy(getattr(model.model, "_orig_mod", model.model)).requires_grad_(True)
+        results = dict(zip(WHEN, self.train(network, model, variant), strict=True))
+
+        def fill(part: Path) -> None:
+            save(network, part / MODEL)
+            plain = {when: each if isinstance(each, dict) else asdict(each) for when, each in results.items()}
+            write_json(part / RESULT, {**settings, **plain})
+
+        write_folder(folder, fill)
+        return results
+
+
+def accelerator_of(model: LayeredModel) -> str:
+    """Lightning's word for where a model is."""
+    return "gpu" if model.device.type == "cuda" else "cpu"
+
+
+def check_texts(
+    model: LayeredModel, num_tokens: int, size: int, *, known: int, tokenizer: str, place: str = "recipe: "
+) -> None:
+    """Refuses rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
+
+    Raises:
+        InputError: naming the option.
+    """
+    kind = type(model.model).__name__
+    if model.max_tokens is not None and num_tokens > model.max_tokens:
+        raise InputError(f"{place}num_tokens: {kind} takes at most {model.max_tokens} tokens, got {num_tokens}")
+    if size > known:
+        raise InputError(f"tokenizer: {kind} knows {known} tokens, {tokenizer} has {size}: name the model's own")
