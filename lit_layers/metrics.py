@@ -35,6 +35,7 @@ class Metric:
         headline: its place among the few that stand for all scores of a variant of the model; 0: none.
         of_full: what is left of the full model's value is a share of it.
         also: a second group.
+        function: whose docstring defines it: of `lit_layers.functional`, as `entropy.matrix_entropy`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Metric:
     headline: int = 0
     of_full: bool = False
     also: str = ""
+    function: str = ""
     group: str = ""
 
     def __post_init__(self) -> None:
@@ -80,6 +82,14 @@ class Metric:
             return self.meaning
         direction = f"{self.better} is better."
         return f"{self.meaning.removesuffix('.')}; {direction}" if self.meaning else sentence(direction)
+
+    @property
+    def range(self) -> str:
+        """The range of its values in words; empty where there is no end to it."""
+        low, high = (str(end).replace("3.141592653589793", "π") for end in (self.low, self.high))
+        if math.isinf(self.low):
+            return "" if math.isinf(self.high) else f"at most {high}"
+        return f"at least {low}" if math.isinf(self.high) else f"{low} to {high}"
 
     @property
     def higher_is_better(self) -> bool:

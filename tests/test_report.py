@@ -1,5 +1,7 @@
 import hashlib
 import html
+import importlib
+import inspect
 import json
 import math
 import os
@@ -22,9 +24,10 @@ from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.vega import script
-from lit_layers.metrics import look_up
+from lit_layers.metrics import METRICS, look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
+from lit_layers.report.reading import reading
 from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
@@ -111,6 +114,38 @@ def test_every_metric_of_every_analysis_has_its_figures(page: Path) -> None:
     assert all(len(figure.z[0][0]) == len(STEPS) for figure in surfaces)
     others = [figure for figure in maps if figure not in surfaces]
     assert [len(figure.frames) for figure in others] == [len(STEPS) - 1] * 2  # the failed step has none
+
+
+def drawer(page: Path, title: str) -> str:
+    """The text below a metric's figures that says how to read them."""
+    block = page.read_text().split(f"<h3>{title}")[1].split("</article>")[0]
+    (text,) = re.findall(r'<details class="reading">(.*?)</details>', block, re.S)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
+
+
+def test_each_metric_says_how_it_is_read_and_where_it_was_published(page: Path) -> None:
+    text = drawer(page, "Coupling of pairs")
+    assert "m = |U2' J1 V2 - diag(s1)|_F / |s1|_p" in text.replace("`", "")
+    assert "Range at most 1 " in text
+    assert text.count("eq. 6, signed as printed there") == 1
+    assert "lit_layers.functional.coupling.miscoupling" in text
+    assert "Compare with Random bases: 0" in drawer(page, "Excess coupling")
+    assert "Better higher" in drawer(page, "Probe accuracy")
+    assert "Raises" not in text
+    assert reading("a_metric_of_my_own") is None
+
+
+@pytest.mark.parametrize("metric", [name for name, row in METRICS.items() if row.function])
+def test_what_defines_a_metric_is_the_docstring_of_the_function_that_it_names(metric: str) -> None:
+    module, _, name = METRICS[metric].function.rpartition(".")
+    function = getattr(importlib.import_module(f"lit_layers.functional.{module}"), name)
+    said = " ".join((inspect.getdoc(function) or "").split())
+    known = reading(metric)
+    assert known is not None
+    assert known.definition.paragraphs
+    assert all(paragraph in said for paragraph in known.definition.paragraphs)
+    assert bool(known.definition.source) == ("Source: " in said)
+    assert f"Source: {known.definition.source}" in said or not known.definition.source
 
 
 def test_variants_are_options_with_the_plainest_first(page: Path) -> None:

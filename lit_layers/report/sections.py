@@ -29,6 +29,7 @@ from lit_layers.figures.tables import (
 )
 from lit_layers.figures.task_means import BASES
 from lit_layers.metrics import is_in, look_up, names, rank, sentence
+from lit_layers.report.reading import reading
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
 
@@ -69,24 +70,29 @@ def training(run: RunData) -> list[Block]:
         note = "Dashed: what a model knows that only counts tokens." if references else ""
         blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])], wide=True))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
-        blocks.append(block(look_up(name).with_unit, look_up(name).note, [("", [("", partial(draw, names=[name]))])]))
+        figures = [("", partial(draw, names=[name]))]
+        blocks.append(block(look_up(name).with_unit, look_up(name).note, [("", figures)], of=[name]))
     return balanced(blocks)
 
 
 _NO_FIGURE = figure(None, problem="No figure shows these numbers; `--export` writes them.")
 
 
-def block(title: str, note: str, choices: Iterable[_Choice], *, wide: bool | None = None) -> Block:
+def block(
+    title: str, note: str, choices: Iterable[_Choice], *, wide: bool | None = None, of: Sequence[str] = ()
+) -> Block:
     """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide.
 
-    All choices have as many: a sentence stands where one has no figure.
+    `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
+    figures: a sentence stands where one has none.
     """
     shown = [{"text": text, "figures": [_drawn(*each) for each in figures]} for text, figures in choices]
     places = max(1, *(len(choice["figures"]) for choice in shown))
     for choice in shown:
         choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
-    return {"title": title, "note": note, "wide": wide, "choices": shown}
+    readings = [known for metric in of if (known := reading(metric)) is not None]
+    return {"title": title, "note": note, "wide": wide, "choices": shown, "readings": readings}
 
 
 def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
         yield from _lists(part, metric, points, options)
 
     choices = [(text, figures({"analysis": analysis, **options})) for options, text in choices_of(points)]
-    return block(look_up(metric).with_unit, look_up(metric).note, choices)
+    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric])
 
 
 def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
@@ -167,7 +173,7 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
             for run, of_run in points.items()
             for options, text in choices_of(of_run)
         ]
-    return block(look_up(metric).with_unit, look_up(metric).note, choices)
+    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric])
 
 
 def _maps(
@@ -309,7 +315,8 @@ def _probe(rows: Rows, metric: str) -> Block:
 
     notes = {"accuracy": "Of a linear probe. A row of a class that no training row has counts as an error."}
     choices = [(tag_text({"split": split}), figures(split)) for split in rows.values(metric, "split", _SPLITS)]
-    return block(look_up(metric).with_unit, notes.get(metric, look_up(metric).note), choices, wide=True)
+    note = notes.get(metric, look_up(metric).note)
+    return block(look_up(metric).with_unit, note, choices, wide=True, of=[metric])
 
 
 _SUMMARIES = {
@@ -326,7 +333,7 @@ def _summaries(rows: Rows, group: str) -> Iterator[Block]:
         for metric in rows.having(group)
     ]
     if choices:
-        yield block(_SUMMARIES[group], BLOCKS[_SUMMARIES[group]], choices)
+        yield block(_SUMMARIES[group], BLOCKS[_SUMMARIES[group]], choices, of=rows.having(group))
 
 
 def _by_size(rows: Rows) -> Block:
@@ -335,7 +342,7 @@ def _by_size(rows: Rows) -> Block:
         for metric in rows.having("score")
     ]
     note = "On the test rows, with Student's 95% intervals over the draws of training rows."
-    return block("Score by number of training rows", note, choices, wide=True)
+    return block("Score by number of training rows", note, choices, wide=True, of=rows.having("score"))
 
 
 def _concepts(rows: Rows) -> Block:
@@ -351,7 +358,8 @@ def _concepts(rows: Rows) -> Block:
     means = Rows(rows.table[rows.table[CATEGORY].isna()], rows.analysis)
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
     note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
-    return {**block("Categories of word pairs (cosine)", note, choices, wide=True), "tall": True}
+    drawn = block("Categories of word pairs (cosine)", note, choices, wide=True, of=rows.having("concept"))
+    return {**drawn, "tall": True}
 
 
 def _residuals(rows: Rows) -> Block:
@@ -363,7 +371,8 @@ def _residuals(rows: Rows) -> Block:
         yield "Over layers", rows.draw(make, metric, tags={"control": None}, controls=controls)
 
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("residual")]
-    return block("Prediction residual (share of variance)", look_up("prediction_residual").note, choices, wide=True)
+    title, note = "Prediction residual (share of variance)", look_up("prediction_residual").note
+    return block(title, note, choices, wide=True, of=rows.having("residual"))
 
 
 # ------------------------------------------------------------------------------------------------ layers over steps

@@ -5,7 +5,6 @@
 writes them anew between the marks `<!-- metrics: GROUP GROUP -->` (or `all`) and `<!-- end of metrics -->`.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -33,14 +32,7 @@ def _table(groups: list[str]) -> str:
 
 
 def _cells(row: Metric) -> tuple[str, ...]:
-    return f"`{row.name}`", row.title, row.unit, _range(row), row.note
-
-
-def _range(row: Metric) -> str:
-    low, high = (str(end).replace("3.141592653589793", "π") for end in (row.low, row.high))
-    if math.isinf(row.low):
-        return "" if math.isinf(row.high) else f"at most {high}"
-    return f"at least {low}" if math.isinf(row.high) else f"{low} to {high}"
+    return f"`{row.name}`", row.title, row.unit, row.range, row.note
 
 
 if __name__ == "__main__":
