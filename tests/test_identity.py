@@ -261,6 +261,7 @@ def test_a_browser_shows_the_sentence_and_the_figures_of_the_other_choices(
       const until = async (ok) => {
         for (let i = 0; i < 600 && !ok(); i++) await new Promise((r) => setTimeout(r, 100));
       };
+      document.querySelectorAll("details").forEach((part) => (part.open = true));
       const plots = [...document.querySelectorAll(".plot")], told = [];
       await until(() => plots.every((plot) => plot.dataset.state));
       const bad = plots.find((plot) => plot.classList.contains("failed"));

@@ -148,6 +148,29 @@ def test_what_defines_a_metric_is_the_docstring_of_the_function_that_it_names(me
     assert f"Source: {known.definition.source}" in said or not known.definition.source
 
 
+def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path) -> None:
+    parts = page.read_text().split("<section id=")
+    sections = {part.split("<h2>")[1].split("</h2>")[0]: part for part in parts if "<h2>" in part}
+    shown, folded = sections["Coupling"].split('<details class="diagnostics">')
+    assert "<h3>Smallest singular gap" in folded
+    assert "<h3>Smallest singular gap" not in shown
+    assert "<h3>Coupling of pairs" in shown
+    secondary = {row.with_unit for row in METRICS.values() if row.secondary}
+    for name, section in sections.items():
+        _, *rest = section.split('<details class="diagnostics">')
+        titles = re.findall(r"<h3>(.*?)(?:<span|</h3>)", rest[0] if rest else "")
+        assert bool(titles) == bool(rest), name
+        assert {*map(html.unescape, titles)} <= secondary, name
+
+
+def test_a_section_of_diagnostics_alone_folds_nothing(tmp_path: Path) -> None:
+    found = [Record(metric="growth_rate", value=0.5, layer=layer) for layer in (1, 2)]
+    records.append(tmp_path / "measurements.jsonl", replace(measurement("run", 0, "trajectory"), records=found))
+    text = write_report(tmp_path).read_text()
+    assert "<h3>Growth rate of the norm" in text
+    assert '<details class="diagnostics">' not in text
+
+
 def test_variants_are_options_with_the_plainest_first(page: Path) -> None:
     text = page.read_text()
     block = text[text.index("<h3>Prompt entropy") :]
@@ -835,7 +858,14 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
           await new Promise((later) => setTimeout(later, 100));
         }
       };
+      const folded = [...document.querySelectorAll(".diagnostics .plot")];
+      while (plots.some((plot) => !folded.includes(plot) && plot.dataset.state !== "drawn")) {
+        await new Promise((later) => setTimeout(later, 100));
+      }
+      if (!folded.length || folded.some((plot) => plot.dataset.state)) throw Error("what is folded has no width yet");
+      document.querySelectorAll("details").forEach((part) => (part.open = true));
       await drawn();
+      if (folded.some((plot) => plot.querySelector("canvas").clientWidth < 200)) throw Error("drawn too narrow");
       const having = async (text) => {
         const pictures = await Promise.all(plots.map((plot) => plot.view.toSVG()));
         if (pictures.some((picture) => picture.includes("NaN"))) throw Error("NaN");
@@ -881,12 +911,12 @@ def test_a_browser_draws_every_figure_of_a_comparison_for_every_model(compared: 
           await new Promise((later) => setTimeout(later, 100));
         }
       };
+      document.querySelectorAll("details").forEach((part) => (part.open = true));
       await drawn();
       for (const select of document.querySelectorAll(".metric select")) {
         select.selectedIndex = select.options.length - 1; select.dispatchEvent(new Event("change"));
       }
       await drawn();
-      document.querySelector("details").open = true;
       const table = document.querySelector(".checkpoints");
       if (table.scrollWidth <= table.clientWidth) throw Error("the table should scroll on a narrow screen");
       if (document.documentElement.scrollWidth > window.innerWidth) throw Error("the page is wider than the screen");
@@ -920,6 +950,7 @@ def test_a_browser_draws_probes_sample_sizes_categories_and_residuals(
           await new Promise((later) => setTimeout(later, 100));
         }
       };
+      document.querySelectorAll("details").forEach((part) => (part.open = true));
       await drawn();
       for (const select of document.querySelectorAll(".metric select")) {
         for (let index = select.options.length - 1; index >= 0; index--) {

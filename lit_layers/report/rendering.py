@@ -40,7 +40,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     emergence = None if comparing else _emergence(run, drawn, figures)
     training = placed(sections.training(run), figures)
-    shown = [{**section, "metrics": placed(section["metrics"], figures)} for section in shown]
+    shown = [{**section, **_unfolded(placed(section["metrics"], figures))} for section in shown]
     suspects = run_data.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
@@ -102,6 +102,14 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     if not comparing and (surfaces := sections.surface_section(frame)) is not None:
         shown.append(surfaces)
     return frame, shown
+
+
+def _unfolded(blocks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What a section shows at once, and what a reader opens."""
+    return {
+        "metrics": [block for block in blocks if not block.get("folded")],
+        "diagnostics": [block for block in blocks if block.get("folded")],
+    }
 
 
 def _results(table: Any) -> list[dict[str, Any]]:

@@ -43,7 +43,10 @@ _Choice = tuple[str, Iterable[Captioned]]
 
 
 def sections(frame: pd.DataFrame, *, comparing: bool = False) -> list[dict[str, Any]]:
-    """Returns a section for each analysis of a run, or of models side by side, that has anything to draw."""
+    """Returns a section for each analysis of a run, or of models side by side, that has anything to draw.
+
+    Its secondary metrics, the diagnostics, come last and are `folded`.
+    """
     shown = []
     table: Any = frame
     for analysis, part in table.groupby("analysis", sort=False):
@@ -51,10 +54,15 @@ def sections(frame: pd.DataFrame, *, comparing: bool = False) -> list[dict[str, 
         blocks, elsewhere = ([], []) if comparing else _together(Rows(part, analysis))
         elsewhere = {*elsewhere, *(look_up(metric).baseline for metric in metrics)}
         of_metric = _of_models if comparing else _of_run
-        blocks += [of_metric(part, metric, analysis) for metric in metrics if metric not in elsewhere]
-        if blocks := [drawn for drawn in blocks if drawn is not None]:
+        drawn = {metric: of_metric(part, metric, analysis) for metric in metrics if metric not in elsewhere}
+        aside = [each for metric, each in drawn.items() if each is not None and look_up(metric).secondary]
+        blocks += [each for metric, each in drawn.items() if each is not None and not look_up(metric).secondary]
+        if not blocks:  # then they are all that there is
+            blocks, aside = aside, []
+        if blocks:
             title, note = sentence(analysis), analysis_note(analysis)
-            shown.append({"name": analysis, "title": title, "note": note, "metrics": balanced(blocks)})
+            metrics_of = [*balanced(blocks), *({**each, "folded": True} for each in balanced(aside))]
+            shown.append({"name": analysis, "title": title, "note": note, "metrics": metrics_of})
     return shown
 
 

@@ -151,7 +151,8 @@
     }
   }
 
-  // What is in sight first, the rest while the browser is idle.
+  // What is in sight first, the rest while the browser is idle; what is folded has no width until it is opened.
+  const isFolded = (node) => node.closest("details:not([open])") !== null;
   const waiting = new Set(plots);
   const take = (node) => {
     if (waiting.delete(node)) draw(node);
@@ -164,15 +165,23 @@
   const later = (work) => // a busy or hidden page is never idle: not later than after a while
     window.requestIdleCallback ? requestIdleCallback(work, { timeout: 300 }) : setTimeout(work, 30);
   const next = () => {
-    const [node] = waiting;
+    const node = [...waiting].find((each) => !isFolded(each));
     if (!node) return;
     take(node);
     later(next);
   };
   later(next);
+  document.querySelectorAll(".diagnostics").forEach((part) =>
+    part.addEventListener("toggle", () => {
+      window.dispatchEvent(new Event("resize")); // the window may have changed while it was folded
+      later(next);
+    }),
+  );
 
   const again = (kept) =>
-    plots.filter((node) => !waiting.has(node) && kept(figures[numberOf(node)])).forEach(draw);
+    plots
+      .filter((node) => !waiting.has(node) && kept(figures[numberOf(node)]))
+      .forEach((node) => (isFolded(node) ? waiting.add(node) : draw(node)));
   document.querySelectorAll(".metric select").forEach((choice) =>
     choice.addEventListener("change", () => {
       choice.closest(".metric").querySelectorAll(".plot").forEach((node) => {
