@@ -1,6 +1,7 @@
 import math
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -398,6 +399,31 @@ def test_decades_apart_are_on_a_log_axis_with_labels_at_plain_numbers() -> None:
         assert labels.keys() <= {*encoding["axis"]["values"]}
         assert all(f'"{text}"' in encoding["axis"]["labelExpr"] for text in labels.values())
     assert "type" not in plots.training_curves([{"step": 1, "train/loss": 1.0}]).spec()["encoding"]["y"]["scale"]
+
+
+@pytest.mark.parametrize(
+    ("low", "largest", "is_log"),
+    [(0.5, 5000.0, True), (0.5, 400.0, False), (0.0, 5000.0, False), (-1.0, 5000.0, False)],
+)
+def test_lines_that_span_three_decades_above_0_are_on_a_log_axis(low: float, largest: float, is_log: bool) -> None:
+    def of_layers(factor: float) -> list[Record]:
+        first = Record(metric="state_norm", value=1.0 * factor, low=low, high=2.0 * factor, layer=1)
+        return [first, Record(metric="state_norm", value=largest, layer=2)]
+
+    frame = table((0, of_layers(1.0)), (8, of_layers(1.5)))
+    figures = [plots.emergence_curves(frame, "state_norm"), plots.layer_profile(frame, "state_norm")]
+    model = replace(measurement("m", 0, "trajectory"), step=None, records=of_layers(1.0))
+    figures.append(plots.model_profile(records.frame([model]), "state_norm"))
+    for figure in figures:
+        assert figure.y.log == is_log
+        assert (figure.spec()["encoding"]["y"]["scale"].get("type") == "log") == is_log
+
+
+def test_touching_a_line_of_a_layer_tells_its_interval() -> None:
+    found = [Record(metric="state_norm", value=2.0, low=1.5, high=2.5, layer=layer) for layer in (1, 2)]
+    fig = plots.emergence_curves(table((0, found), (8, found)), "state_norm")
+    assert (line(fig, "layer 2").low[-1], line(fig, "layer 2").high[-1]) == (1.5, 2.5)
+    assert "95% interval" in str(fig.spec(still=False))
 
 
 def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_headline() -> None:

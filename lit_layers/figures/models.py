@@ -19,6 +19,7 @@ from lit_layers.figures.profiles import (
     plain,
     references,
     series_of,
+    spread_out,
     unbroken,
     value_axis,
 )
@@ -95,7 +96,7 @@ def model_profile(
     if len(series) < 2:
         series = [replace(one, legend=False) for one in series]
     axis = _DEPTHS if is_share else layer_axis(number)
-    return Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place="")
+    return spread_out(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:

@@ -72,6 +72,15 @@ def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
     return Axis(title=look_up(metric).unit, log=is_log, whole=look_up(metric).whole, **options)
 
 
+def spread_out(chart: Chart) -> Chart:
+    """Returns lines on a log axis where values and ends of intervals span more than three decades, all above 0."""
+    values = [end for series in chart.series for part in (series.y, series.low, series.high) for end in part]
+    numbers = [value for value in values if value is not None]
+    if not numbers or chart.y.whole or min(numbers) <= 0 or max(numbers) <= 1e3 * min(numbers):
+        return chart
+    return replace(chart, y=replace(chart.y, log=True))
+
+
 # ------------------------------------------------------------------------------------------------ over layers
 
 
@@ -122,7 +131,7 @@ def layer_profile(
         if layered:
             look = {"color": MUTED, "width": 1.6, "legend": True, "interval": ""}
             series.append(series_of(*unbroken(layered, "layer"), name=text, dash=dash, **look))
-    return Chart(
+    chart = Chart(
         title=title_of(metric, tags),
         x=layer_axis(number),
         y=value_axis(metric),
@@ -131,6 +140,7 @@ def layer_profile(
         place=f"{number} {{x}}",
         height=340 if len(series) == len(steps) else 380,
     )
+    return spread_out(chart)
 
 
 def residual_profile(

@@ -11,7 +11,16 @@ import pandas as pd
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.profiles import color_bar, level, levels_of, plain, references, series_of, value_axis
+from lit_layers.figures.profiles import (
+    color_bar,
+    level,
+    levels_of,
+    plain,
+    references,
+    series_of,
+    spread_out,
+    value_axis,
+)
 from lit_layers.figures.tables import (
     ORDINALS,
     Chosen,
@@ -89,7 +98,7 @@ def emergence_curves(
             curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
     curves.series += levels_of(metric, curves.training.steps, dash="dot", **curves.dashed_marks)
     height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
-    return curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height)
+    return spread_out(curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
 
 
 class Curves:
