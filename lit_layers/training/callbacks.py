@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from lit_layers import undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.models.build import save
 from lit_layers.models.view import LayeredModel
 from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.series.local_series import run_in
-from lit_layers.training.checkpoints import axis_step, origin_of, step_folder, write_folder
-from lit_layers.training.dealing import Ranks, new_group
+from lit_layers.training.checkpoints import axis_step, origin_of, save_step
+from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
 from lit_layers.training.measuring_aside import MeasuringAside
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
@@ -78,23 +77,19 @@ class _AtSteps(L.Callback):
         self.schedule, self.root, self.model = Schedule(steps), Path(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
         self._last_step = -1
-        self._ranks: Ranks | None = None  # where there are several
+        self._ranks: OneProcess | Ranks = OneProcess()
         self._held, self._is_async = contextlib.ExitStack(), False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._is_async = any(getattr(each, "measure", "") == "async" for each in _callbacks(trainer))
-        self._ranks = Ranks(new_group()) if trainer.world_size > 1 else None
-        self._from_first(self._hold)
+        self._ranks = ranks_of(trainer.world_size)
+        self._ranks.from_first(self._hold)
 
     def _hold(self) -> None:
         if not run_lock.is_held(self.root):
             self._held.enter_context(run_lock.writing(self.root, part="training" if self._is_async else "all"))
-
-    def _from_first(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives on rank 0, on all ranks, each of which calls; where it fails, all of them fail."""
-        return compute() if self._ranks is None else self._ranks.from_first(compute)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._held.close()
@@ -159,6 +154,11 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _data(trainer: L.Trainer) -> Any:
+    """The run's data module; None where it has plain loaders."""
+    return getattr(trainer, "datamodule", None)
+
+
 class SeriesCheckpoint(_AtSteps):
     """Writes each step of a schedule as a standard Hugging Face folder, complete or not at all.
 
@@ -189,16 +189,9 @@ class SeriesCheckpoint(_AtSteps):
         super().on_train_start(trainer, pl_module)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        folder = step_folder(self.root, step)
-
-        # The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
-        def write() -> None:
-            if not (step == self._resumed_at and folder.exists()):
-                shards = getattr(getattr(trainer, "datamodule", None), "shards", None)
-                tokenizer = self.tokenizer or getattr(shards, "tokenizer_path", None)
-                write_folder(folder, lambda folder: save(model, folder, tokenizer))
-
-        self._from_first(write)
+        tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)
+        write = functools.partial(save_step, model, self.root, step, tokenizer, resumed_at=self._resumed_at)
+        self._ranks.from_first(write)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         strategy: Any = trainer.strategy
@@ -303,7 +296,7 @@ class EmergenceCallback(_AtSteps):
 
         A run that is resumed keeps its steps, whatever its budget is now.
         """
-        self._stride = self._from_first(functools.partial(self._stride_on_first, trainer, view))
+        self._stride = self._ranks.from_first(functools.partial(self._stride_on_first, trainer, view))
         if self._stride > 1:
             self.schedule = self.schedule.thinned(self._stride, trainer.max_steps)
 
@@ -324,7 +317,7 @@ class EmergenceCallback(_AtSteps):
         plan, row = plan_run(
             view,
             self.measurer.analyses,
-            trainer.datamodule,  # pyright: ignore[reportAttributeAccessIssue]
+            _data(trainer),
             num_checkpoints=len([*self.schedule.until(trainer.max_steps)]),
             steps=trainer.max_steps,
             accumulate=trainer.accumulate_grad_batches,
@@ -347,10 +340,11 @@ class EmergenceCallback(_AtSteps):
         return stride
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._source = self._from_first(lambda: origin_of(trainer).source)
+        self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else UNKNOWN
-        self.measurer.begin(planned, self._ranks)
+        self.measurer.ranks = self._ranks
+        self.measurer.begin(planned)
         if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
             self._aside = self._measure_aside(trainer)
         super().on_train_start(trainer, pl_module)
@@ -360,8 +354,8 @@ class EmergenceCallback(_AtSteps):
             raise InputError(
                 f"run: with measure async it is {there}, as the folder says, and {self.measurer.run} was given"
             )
-        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
-        options = {"kept_mb": self.measurer.kept_mb, "values_mb": self.measurer.values_mb, "tokens_per_step": per_step}
+        options: dict[str, Any] = {"kept_mb": self.measurer.kept_mb, "values_mb": self.measurer.values_mb}
+        options["tokens_per_step"] = self._tokens_per_step(trainer)
         return MeasuringAside(self.root, self.measurer.analyses, **options)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -406,5 +400,7 @@ class EmergenceCallback(_AtSteps):
         return {"init_from": self._source, **suspect}
 
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
-        per_step = self.tokens_per_step or getattr(getattr(trainer, "datamodule", None), "tokens_per_step", None)
-        return origin_of(trainer).tokens_at(step, per_step)
+        return origin_of(trainer).tokens_at(step, self._tokens_per_step(trainer))
+
+    def _tokens_per_step(self, trainer: L.Trainer) -> int | None:
+        return self.tokens_per_step or getattr(_data(trainer), "tokens_per_step", None)

@@ -12,11 +12,13 @@ from typing import Any
 
 import lightning as L
 from safetensors import SafetensorError
+from torch import nn
 
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.files.durable import sync
+from lit_layers.models.build import save
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.opening import find_checkpoint
@@ -60,6 +62,18 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
             raise
         sync(folder.parent)
     run_lock.wrote(folder)
+
+
+def save_step(
+    model: nn.Module, root: Path, step: int, tokenizer: str | Path | None, *, resumed_at: int | None = None
+) -> None:
+    """Writes the model of a step as a Hugging Face folder, complete or not at all.
+
+    The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
+    """
+    folder = step_folder(root, step)
+    if not (step == resumed_at and folder.exists()):
+        write_folder(folder, lambda folder: save(model, folder, tokenizer))
 
 
 def draft_of(folder: Path) -> Path:

@@ -24,11 +24,6 @@ _NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where 
 _FLOP_A_SECOND = 3e10  # of what was not measured yet; only what parts take in proportion to each other matters
 
 
-def new_group() -> Any:
-    """A group of its own on the CPU: results are objects, and training's collectives stay undisturbed."""
-    return distributed.new_group(backend="gloo", timeout=_PATIENCE)
-
-
 class Part(NamedTuple):
     """A part of an analysis; an analysis that is not divided is one part."""
 
@@ -88,6 +83,24 @@ def _with_common_texts(texts: Mapping[Part, Sequence[Any]]) -> list[list[Part]]:
     for part in texts:
         units.setdefault(root(part), []).append(part)
     return [*units.values()]
+
+
+class OneProcess:
+    """A run in one process, where `Ranks` is a run in several."""
+
+    measure = staticmethod(undisturbed.in_one_pass)
+
+    def from_first(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives."""
+        return compute()
+
+
+def ranks_of(world_size: int) -> "OneProcess | Ranks":
+    """The processes of a run, each of which calls. They have a group of their own on the CPU: results are objects, and
+    training's collectives stay undisturbed."""
+    if world_size == 1:
+        return OneProcess()
+    return Ranks(distributed.new_group(backend="gloo", timeout=_PATIENCE))
 
 
 class Ranks:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -15,7 +15,6 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import logged_name, plain_settings
-from lit_layers.models.build import save as save_model
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
@@ -24,14 +23,13 @@ from lit_layers.report.logged_numbers import plotted_values, values_of
 from lit_layers.report.own_wandb_run import OwnWandbRun, run_behind
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
-from lit_layers.training.checkpoints import step_folder, write_folder
-from lit_layers.training.dealing import Ranks, new_group
+from lit_layers.training.checkpoints import save_step
+from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
 Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
 UNKNOWN = 1000  # checkpoints of a run without an end
-_LONG = 10.0  # seconds of measuring from which on a log says how long the rest will take
 
 
 class Watcher(Protocol):
@@ -83,7 +81,7 @@ class StepMeasurer:
         self.root = Path(root)
         self.analyses, self.run = list(analyses), run or self.root.name
         self.watchers, self.kept_mb, self.values_mb = list(watchers), kept_mb, values_mb
-        self.ranks: Ranks | None = None  # where there are several
+        self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
         self._is_told = False  # how its versions compare with those that the run was measured under
@@ -104,14 +102,9 @@ class StepMeasurer:
                 analysis.check(view)
         return view
 
-    def from_first(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives on rank 0, on all ranks, each of which calls; where it fails, all of them fail."""
-        return compute() if self.ranks is None else self.ranks.from_first(compute)
-
-    def begin(self, num_checkpoints: int, ranks: Ranks | None = None) -> None:
+    def begin(self, num_checkpoints: int) -> None:
         """Reads what has been measured before."""
-        self.ranks = ranks
-        measurements = self.from_first(lambda: records.read(self.file) if self.file.exists() else [])
+        measurements = self.ranks.from_first(lambda: records.read(self.file) if self.file.exists() else [])
         values = ValueFiles(self.root, self.values_mb, checkpoints=num_checkpoints)
         self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
 
@@ -130,9 +123,8 @@ class StepMeasurer:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
-        way = undisturbed.in_one_pass if self.ranks is None else self.ranks.measure
         # of the same weights on every rank
-        fingerprint, seen = self.from_first(functools.partial(self._seen, model))
+        fingerprint, seen = self.ranks.from_first(functools.partial(self._seen, model))
         for measurement in undisturbed.measure_missing(
             model,
             self.analyses,
@@ -142,7 +134,7 @@ class StepMeasurer:
             tokens=tokens,
             provenance=(provenance or {}) | seen,
             weights_hash=fingerprint,
-            way=functools.partial(way, kept_mb=self.kept_mb, folder=self.root),
+            way=functools.partial(self.ranks.measure, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
         ):
             self.tell(measurement, loggers)
@@ -222,44 +214,77 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 
 
 class Watch:
-    """A training loop that is watched: made by `watch`, told of every optimizer step, closed at the end.
+    """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
 
-    In a `with` block it closes itself; an exception leaves the step at which it came unmeasured.
+        with lit_layers.watch(model, [Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine") as watched:
+            for batch in loader:
+                ...
+                optimizer.step()
+                watched.step()
+
+    Training ends in the same bits as without it: weights, gradients and random generators are left as they are. In a
+    `with` block it closes itself; an exception leaves the step at which it came unmeasured.
+
+    Args:
+        model: the network itself, of a known family; what torch.compile or DistributedDataParallel puts around it is
+            taken off. Under torch.distributed every process makes the same calls, and the work is divided.
+        analyses: what to measure; names are unique. Their `batches` may be a DataLoader, a data set
+            or a list of batches.
+        steps: the schedule, e.g. `pythia` or `{"every": 500}`; step 0 and the last step always belong to it.
+        root: the run's folder: `measurements.jsonl` is there, and what `lit-layers report` writes.
+        save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
+        tokenizer: a local tokenizer folder whose files are copied into each of those.
+        run: the run's name in the records; None: the folder's name.
+        tokens_per_step: tokens per optimizer step, for the token axis.
+        first_step: the optimizer steps that the model has seen, of a training that goes on.
+        max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
+        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; a run of W&B, which gets heat
+            maps and tables, too.
+        watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
+
+    Raises:
+        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
+            missing, options that do not fit the model, or a root that another process writes or nobody can.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        measurer: StepMeasurer,
-        schedule: Schedule,
+        analyses: Sequence[Analysis],
         *,
+        steps: Steps,
+        root: str | Path,
         save: bool = False,
         tokenizer: str | Path | None = None,
+        run: str | None = None,
         tokens_per_step: int | None = None,
         first_step: int = 0,
         max_steps: int | None = None,
         loggers: Sequence[MetricsLogger] = (),
+        watchers: Sequence[Watcher] = (),
+        kept_mb: int = KEPT_MB,
+        values_mb: int = VALUES_MB,
+        scalars: Scalars = "plotted",
     ) -> None:
-        self.model, self.measurer, self.schedule = plain_model(model), measurer, schedule
+        sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
+        self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
-        self._first, self._last, self._num_done = first_step, -1, 0
+        self._first, self._last, self._final = first_step, -1, max_steps
         if is_sharded(self.model):
             raise InputError(
                 "model: expected every process to hold all weights, got sharded ones: train with Lightning's "
                 "ModelParallelStrategy and EmergenceCallback, or measure saved checkpoints by `lit-layers analyze`"
             )
-        measurer.check(self.model)
-        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        ranks = Ranks(new_group()) if several else None
-        self._num_planned = None if max_steps is None else len([*schedule.until(max_steps)])
-        self._final = max_steps
+        self.measurer.check(self.model)
+        several = distributed.is_available() and distributed.is_initialized()
+        self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1)
         self._held = contextlib.ExitStack()
         try:
-            measurer.ranks = ranks
-            measurer.from_first(self._hold)
-            measurer.begin(UNKNOWN if self._num_planned is None else self._num_planned, ranks)
-            self._visit(due=first_step in schedule)
+            self.measurer.ranks.from_first(self._hold)
+            self.measurer.begin(UNKNOWN if max_steps is None else len([*self.schedule.until(max_steps)]))
+            self._visit(due=first_step in self.schedule)
         except BaseException:
             self._held.close()
             raise
@@ -297,78 +322,12 @@ class Watch:
             return
         self._last, started = self.now, time.perf_counter()
         if self.save:
-            self.measurer.from_first(self._write)
+            resumed_at = self._first or None
+            write = functools.partial(save_step, self.model, self.measurer.root, self.now, self.tokenizer)
+            self.measurer.ranks.from_first(functools.partial(write, resumed_at=resumed_at))
         tokens = None if self.tokens_per_step is None else self.now * self.tokens_per_step
         self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers)
         self.paused_seconds += time.perf_counter() - started
-        self._num_done += 1
-
-    def _write(self) -> None:
-        folder = step_folder(self.measurer.root, self.now)
-        # The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
-        if not (self.now == self._first > 0 and folder.exists()):
-            write_folder(folder, lambda folder: save_model(self.model, folder, self.tokenizer))
 
 
-def watch(
-    model: nn.Module,
-    analyses: Sequence[Analysis],
-    *,
-    steps: Steps,
-    root: str | Path,
-    save: bool = False,
-    tokenizer: str | Path | None = None,
-    run: str | None = None,
-    tokens_per_step: int | None = None,
-    first_step: int = 0,
-    max_steps: int | None = None,
-    loggers: Sequence[MetricsLogger] = (),
-    watchers: Sequence[Watcher] = (),
-    kept_mb: int = KEPT_MB,
-    values_mb: int = VALUES_MB,
-    scalars: Scalars = "plotted",
-) -> Watch:
-    """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
-
-        with lit_layers.watch(model, [Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine") as watched:
-            for batch in loader:
-                ...
-                optimizer.step()
-                watched.step()
-
-    Training ends in the same bits as without it: weights, gradients and random generators are left as they are.
-
-    Args:
-        model: the network itself, of a known family; what torch.compile or DistributedDataParallel puts around it is
-            taken off. Under torch.distributed every process makes the same calls, and the work is divided.
-        analyses: what to measure; names are unique. Their `batches` may be a DataLoader, a data set
-            or a list of batches.
-        steps: the schedule, e.g. `pythia` or `{"every": 500}`; step 0 and the last step always belong to it.
-        root: the run's folder: `measurements.jsonl` is there, and what `lit-layers report` writes.
-        save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
-        tokenizer: a local tokenizer folder whose files are copied into each of those.
-        run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, for the token axis.
-        first_step: the optimizer steps that the model has seen, of a training that goes on.
-        max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
-        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; a run of W&B, which gets heat
-            maps and tables, too.
-        watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
-
-    Raises:
-        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, options that do not fit the model, or a root that another process writes or nobody can.
-    """
-    sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
-    measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
-    return Watch(
-        model,
-        measurer,
-        Schedule(steps),
-        save=save,
-        tokenizer=tokenizer,
-        tokens_per_step=tokens_per_step,
-        first_step=first_step,
-        max_steps=max_steps,
-        loggers=loggers,
-    )
+watch = Watch  # as a user calls it
