@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, predicts_next_token
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.readout_scores import MAX_LOGITS
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
@@ -26,7 +26,7 @@ from lit_layers.functional.jacobian.attention_maps import Heads, read_heads
 from lit_layers.functional.jacobian.block_call import Unsupported
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work, passes, passes_of
+from lit_layers.models.workload import Part, Work, passes
 from lit_layers.records import Record
 
 SCORES = {
@@ -113,9 +113,8 @@ class AttentionPatterns(HeadAnalysis):
     name: str = "attention"
     heads: bool = True
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        return None if work is None else work + _reading(model, work)
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        return _reading(model, passes)
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         trajectory = model.trajectory(part)
@@ -168,6 +167,7 @@ class Induction(HeadAnalysis):
     """
 
     SEES: ClassVar = "text"
+    NEXT_TOKEN = True
     LEAST: ClassVar = {"num_prompts": 1, "num_copied": 1, "num_tokens": 2, "repeats": 2}
 
     name: str = "induction"
@@ -180,8 +180,6 @@ class Induction(HeadAnalysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if not predicts_next_token(model):
-            raise InputError(f"{self.name}: {type(model.model).__name__} does not predict the next token")
         self._period(model)
 
     def work(self, model: LayeredModel) -> Work:
@@ -285,6 +283,7 @@ class InContext(DividedAnalysis):
     """
 
     SEES: ClassVar = "text"
+    NEXT_TOKEN = True
     LEAST: ClassVar = {"early": 2, "late": 3}
 
     batches: Batches
@@ -296,13 +295,10 @@ class InContext(DividedAnalysis):
         super().check_options(model)
         if self.early >= self.late:
             raise InputError(f"{self.name}: expected late above early {self.early}, got {self.late}")
-        if not predicts_next_token(model):
-            raise InputError(f"{self.name}: {type(model.model).__name__} does not predict the next token")
         self.places(model)
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        return None if work is None else work + Work(parts=(Part("head", 2 * work.texts),))
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        return Work(parts=(Part("head", 2 * passes.texts),))
 
     def places(self, model: LayeredModel) -> tuple[int, int]:
         """The tokens early and late that this model and these texts have."""

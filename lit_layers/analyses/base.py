@@ -24,7 +24,7 @@ from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Work
+from lit_layers.models.workload import Work, passes_of
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
@@ -47,11 +47,13 @@ class Analysis(ABC):
 
     name: str
     SEES: ClassVar[Literal["text", "images"] | None] = None  # models of these alone
+    NEXT_TOKEN: ClassVar[bool] = False  # models that predict the next token alone
     LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers or lists of them
     POSITIVE: ClassVar[Sequence[str]] = ()  # options that are above 0
     LISTS: ClassVar[Sequence[str]] = ()  # options that are different values, at least one
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
+    ADDED: ClassVar[Mapping[str, Any]] = {}  # options younger than measurements: at this value no part of the config
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -66,11 +68,20 @@ class Analysis(ABC):
     def work(self, model: LayeredModel) -> Work | None:
         """What one checkpoint takes, from shapes alone: the model may hold no weights, and no data is made for it.
 
-        None, the default, says that nobody knows before it has run.
+        The default is that of the passes of `batches`, or of its first `num_prompts`, and of what `extra_work` adds.
+        None says that nobody knows before it has run.
 
         Raises:
             InputError: data of which there cannot be enough.
         """
+        options: Any = self.resolved(model)
+        batches, count = getattr(options, "batches", None), getattr(options, "num_prompts", None)
+        passes = passes_of(model, batches, texts=count) if isinstance(batches, Batches) else None
+        extra = None if passes is None else options.extra_work(model, passes)
+        return None if passes is None or extra is None else passes + extra
+
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work | None:
+        """What it takes beside those passes; None, the default: nobody knows."""
         return None
 
     def adopt_batches_(self) -> None:
@@ -108,12 +119,17 @@ class Analysis(ABC):
         """Refuses options that do not fit, whatever the data; a subclass adds what depends on the model.
 
         Raises:
-            InputError: one sentence naming the option. The default is `check_fields`, `SEES` and `resolved`.
+            InputError: one sentence naming the option. The default is `check_fields`, `SEES`, `NEXT_TOKEN` and
+                `resolved`.
         """
         self.check_fields()
         kind = "images" if model.family.sees_images else "text"
         if self.SEES not in (None, kind):
             raise InputError(f"{self.name}: expected a model of {self.SEES}, got {type(model.model).__name__}")
+        if self.NEXT_TOKEN and not model.predicts_next_token:
+            raise InputError(
+                f"{self.name}: expected a model that predicts the next token, got {type(model.model).__name__}"
+            )
         self.resolved(model)
 
     def resolved(self, model: LayeredModel) -> Self:
@@ -198,9 +214,9 @@ class Analysis(ABC):
     def config(self) -> dict[str, Any]:
         """The class and its options, ready for JSON: equal configs measure the same thing."""
         config = describe(self)
-        for option in self.UNMEASURED:
-            del config["init_args"][option]
-        return config
+        options = config["init_args"]
+        left_out = {*self.UNMEASURED, *(name for name, value in self.ADDED.items() if options.get(name) == value)}
+        return {**config, "init_args": {name: value for name, value in options.items() if name not in left_out}}
 
     def config_hash(self) -> str:
         """Sixteen hex digits of the config: a change of any option, also of the data's, changes it."""
@@ -382,13 +398,9 @@ class RoundedAnalysis(Analysis):
         dtype: bfloat16: products of matrices within blocks are (`BFloat16View`), of a copy of the weights.
     """
 
-    dtype: Dtype = "float32"
+    ADDED: ClassVar = {"dtype": "float32"}
 
-    def config(self) -> dict[str, Any]:
-        config = super().config()
-        if self.dtype == "float32":  # measurements are older than the choice
-            del config["init_args"]["dtype"]
-        return config
+    dtype: Dtype = "float32"
 
     def precision_of(self, model: LayeredModel) -> str:
         """What the blocks of a model compute in."""
@@ -517,10 +529,6 @@ def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -
 
 def _digits(values: tuple[float, ...]) -> str:
     return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
-
-
-def predicts_next_token(model: LayeredModel) -> bool:
-    return model.predicts_next_token
 
 
 def evenly_spread(first: int, last: int, count: int) -> list[int]:

@@ -31,7 +31,7 @@ from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
+from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
@@ -105,27 +105,24 @@ class Coupling(LayerwiseAnalysis):
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
-    def work(self, model: LayeredModel) -> Work | None:
-        options, dim, layers = self.resolved(model), model.dim, model.num_layers
-        work = passes_of(model, self.batches, texts=options.num_prompts)
-        if work is None:
-            return None
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        dim, layers = model.dim, model.num_layers
         places = (
-            len(self.tokens(model)) if options.token != "mean_patch" else min(options.num_patches or 10**9, work.tokens)
+            len(self.tokens(model)) if self.token != "mean_patch" else min(self.num_patches or 10**9, passes.tokens)
         )
-        counts = [functional.num_directions(k, dim) for k in options.k]
-        kept = min(max(max(counts) + 1, options.num_singular_values), dim)
-        number = work.texts * places * layers
+        counts = [functional.num_directions(k, dim) for k in self.k]
+        kept = min(max(max(counts) + 1, self.num_singular_values), dim)
+        number = passes.texts * places * layers
         # each Jacobian in the bases of every block
         pairs = number * layers * (2.0 * dim**2 * max(counts) + 2.0 * dim * max(counts) ** 2)
-        together = min(work.texts, _at_once(model, places)) * places
+        together = min(passes.texts, _at_once(model, places)) * places
         parts = (
             Part("jacobians", number),
             Part("directions", number, (kept,)),
             Part("products", pairs, (max(counts),)),
         )
         held = layers * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
-        return work + Work(parts=parts, device=4.0 * together * held)
+        return Work(parts=parts, device=4.0 * together * held)
 
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _Run(model, self.resolved(model), store)
@@ -355,14 +352,11 @@ class CouplingMatrices(PromptAnalysis):
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches, texts=self.num_prompts)
-        if work is None:
-            return None
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         count = functional.num_directions(self.k, model.dim)
-        number = work.texts * len({block for pair in self.pairs for block in pair})
+        number = passes.texts * len({block for pair in self.pairs for block in pair})
         parts = (Part("jacobians", number), Part("directions", number, (count,)))
-        return work + Work(parts=parts, device=8.0 * number / work.texts * model.dim**2)
+        return Work(parts=parts, device=8.0 * number / passes.texts * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int], Tensor]:
         return self._matrices(trajectory, functional.num_directions(self.k, model.dim))

@@ -113,6 +113,7 @@ class JacobianLens(Analysis):
     """
 
     SEES = "text"
+    NEXT_TOKEN = True
     LEAST: ClassVar = {"num_prompts": 1, "num_tuned": 1, "skip_first": 0, "tuned_steps": 1}
     LISTS = ("lenses",)
 
@@ -129,10 +130,6 @@ class JacobianLens(Analysis):
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         check_head(self.name, model)
-        if not model.predicts_next_token:
-            raise InputError(
-                f"{self.name}: expected a model that predicts the next token, got {type(model.model).__name__}"
-            )
         if self.num_tuned < self.num_prompts:
             raise InputError(
                 f"{self.name}: expected num_tuned of at least num_prompts, {self.num_prompts}, got {self.num_tuned}"

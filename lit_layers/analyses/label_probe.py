@@ -220,13 +220,6 @@ def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals:
     return Record(metric=metric, value=float(values.mean()), stderr=stderr, **about)
 
 
-def without_default_estimator(config: dict[str, Any]) -> dict[str, Any]:
-    """As before there was a choice: what was measured then is measured now."""
-    options = config["init_args"]
-    kept = {name: value for name, value in options.items() if (name, value) != ("estimator", "fixed_c")}
-    return {**config, "init_args": kept}
-
-
 Pooling = Literal["cls", "mean", "last"]
 
 
@@ -243,6 +236,7 @@ class SplitProbe(StagedAnalysis):
 
     LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
     POSITIVE = ("c", "tolerance")
+    ADDED: ClassVar = {"estimator": "fixed_c", "warm_start": False}
 
     train: Batches
     test: Batches
@@ -254,12 +248,6 @@ class SplitProbe(StagedAnalysis):
     estimator: Estimator = "fixed_c"
     warm_start: bool = False
     _last: dict[str, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def config(self) -> dict[str, Any]:
-        config = without_default_estimator(super().config())
-        if not self.warm_start:
-            del config["init_args"]["warm_start"]
-        return config
 
     def fits(self, model: LayeredModel, *, rows: int, num_classes: int) -> Work:
         """What the probes of all layers and labellings take."""

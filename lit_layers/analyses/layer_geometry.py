@@ -39,7 +39,7 @@ from lit_layers.metrics import is_in, look_up
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 
@@ -70,8 +70,8 @@ class Trajectory(LayerwiseAnalysis):
     states: States = "resid"
     preset: Literal["paper"] | None = None
 
-    def work(self, model: LayeredModel) -> Work | None:
-        return passes_of(model, self.batches)
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        return Work()
 
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _TrajectoryRun(model, self.resolved(model))
@@ -187,11 +187,8 @@ class PathsInPlane(PromptAnalysis):
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches, texts=self.num_prompts)
-        if work is None:
-            return None
-        return work + Work(parts=(Part("spectra", work.texts, (work.tokens // work.texts,)),))
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        return Work(parts=(Part("spectra", passes.texts, (passes.tokens // passes.texts,)),))
 
     def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
         tokens = list(range(self.drop_first, int(trajectory.mask.sum())))
@@ -283,19 +280,16 @@ class LayerSimilarity(DividedAnalysis):
     drop_first: int = 0
     states: States = "resid"
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         # the cosines of each pair of layers, token by token, and the kernels (CKA) between them
-        rows = work.texts * (
-            1 if self.rows != "tokens" else min(self.num_tokens or work.tokens, work.tokens // work.texts)
+        rows = passes.texts * (
+            1 if self.rows != "tokens" else min(self.num_tokens or passes.tokens, passes.tokens // passes.texts)
         )
         pairs = (model.num_layers + 1) ** 2
         kernels = Part("wide products", pairs * rows * min(rows, model.dim) * model.dim, (min(rows, model.dim),))
-        cosines = Part("products", pairs * work.tokens * model.dim * 2.0, (model.num_layers + 1,))
+        cosines = Part("products", pairs * passes.tokens * model.dim * 2.0, (model.num_layers + 1,))
         host = (model.num_layers + 1) * rows * model.dim * 4
-        return work + Work(parts=(cosines, kernels), host=host)
+        return Work(parts=(cosines, kernels), host=host)
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         states: list[Tensor] = []
@@ -444,13 +438,10 @@ class OrderStates(DividedAnalysis):
             raise InputError(f"{self.name}: variants: expected some of {', '.join(OF_MIDDLES)}, got {other!r}")
         self._orders(model)
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        (whole,) = work.parts
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        (whole,) = passes.parts
         runs = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers).num_block_runs
-        return work + Work(parts=(Part("blocks", whole.count / model.num_layers * runs, whole.size),))
+        return Work(parts=(Part("blocks", whole.count / model.num_layers * runs, whole.size),))
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""

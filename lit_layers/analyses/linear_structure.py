@@ -16,7 +16,6 @@ from lit_layers.analyses.base import (
     at_least_float32,
     final_norm,
     in_convention,
-    predicts_next_token,
 )
 from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize, with_halves
 from lit_layers.data.batches import Batches
@@ -27,7 +26,7 @@ from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, of_texts, passes_of
+from lit_layers.models.workload import Part, Work, of_texts
 from lit_layers.records import Record
 
 Tags = dict[str, str | int | float]
@@ -61,6 +60,8 @@ class NextTokenResidual(Analysis):
     device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
     """
 
+    SEES = "text"
+    NEXT_TOKEN = True  # states of others have seen the token that is to be predicted
     LEAST: ClassVar = {"seed": 0}
 
     batches: Batches
@@ -76,17 +77,14 @@ class NextTokenResidual(Analysis):
         super().check(model)
         self._check_rows(model, self._rows())
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        rows, layers = work.tokens - work.texts, model.num_layers + 1
-        num_halves = self.num_halves if work.texts >= 4 and rows // 2 > model.dim + 1 else 0
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        rows, layers = passes.tokens - passes.texts, model.num_layers + 1
+        num_halves = self.num_halves if passes.texts >= 4 and rows // 2 > model.dim + 1 else 0
         parts = (
             Part("calls", layers, (rows,), partial(_least_squares, split=self.split)),
             Part("calls", layers * num_halves, (max(1, rows // 2),), _least_squares),
         )
-        return work + Work(parts=parts, host=4.0 * layers * rows * model.dim)
+        return Work(parts=parts, host=4.0 * layers * rows * model.dim)
 
     def announced(self) -> Iterable[Batch]:
         return self.batches
@@ -248,11 +246,6 @@ class NextTokenResidual(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if model.family.sees_images or not predicts_next_token(model):
-            raise InputError(
-                f"{self.name}: expected a model of text with a head for the next token, whose states have not seen "
-                f"that token, got {type(model.model).__name__}"
-            )
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import predicts_next_token
 from lit_layers.analyses.label_probe import Fitting, SplitProbe, _FitsOfLayers
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
@@ -158,6 +157,7 @@ class NextTokenProbe(SplitProbe):
     analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished: these are ours.
     """
 
+    SEES = "text"
     LEAST: ClassVar = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, **SplitProbe.LEAST}
 
     name: str = "next_token_probe"
@@ -166,11 +166,6 @@ class NextTokenProbe(SplitProbe):
     positions_per_sequence: int = 1
     _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _gaps: "_Gaps | None" = field(default=None, init=False, repr=False, compare=False)
-
-    def check_options(self, model: LayeredModel) -> None:
-        if model.family.sees_images:
-            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-        super().check_options(model)
 
     def work(self, model: LayeredModel) -> Work | None:
         train, test = self.train.size(), self.test.size()
@@ -201,7 +196,7 @@ class NextTokenProbe(SplitProbe):
         max_tokens = min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))
         for split in _SPLITS:
             rows = problem.test if split == "test" else problem.train
-            for each in passes(rows, max_tokens=max_tokens, together=predicts_next_token(model)):
+            for each in passes(rows, max_tokens=max_tokens, together=model.predicts_next_token):
                 yield split, each
 
     def of_part(self, model: LayeredModel, part: tuple["_Split", Pass]) -> tuple["_Split", "_Seen"]:
@@ -410,7 +405,7 @@ def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _
     """
     trajectory = model.trajectory({"input_ids": part.input_ids})
     states, head = trajectory.hidden[:, part.context, part.position].cpu(), None
-    if problem is not None and predicts_next_token(model):
+    if problem is not None and model.predicts_next_token:
         logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
         log_loss = -logits.log_softmax(-1).gather(1, problem.test.where(part.row).targets[:, None])[:, 0]
         head = _Head(logits.argmax(-1), log_loss, logits[:, problem.classes])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, evenly_spread, predicts_next_token
+from lit_layers.analyses.base import DividedAnalysis, evenly_spread
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.readout_scores import MAX_LOGITS
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers
@@ -17,7 +17,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.ngrams import Distribution, NgramTable, count_ngrams, ngram_divergence
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 
@@ -40,6 +40,7 @@ class NgramAgreement(DividedAnalysis):
     """
 
     SEES: ClassVar = "text"
+    NEXT_TOKEN = True
     LEAST: ClassVar = {"orders": 1, "num_tokens": 2}
     LISTS: ClassVar = ("orders",)
 
@@ -53,15 +54,10 @@ class NgramAgreement(DividedAnalysis):
         super().check_options(model)
         if max(self.orders) > 3:
             raise InputError(f"{self.name}: expected orders from 1 to 3, got {list(self.orders)}")
-        if not predicts_next_token(model):
-            raise InputError(f"{self.name}: {type(model.model).__name__} does not predict the next token")
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        rows = work.texts * min(self.num_tokens, work.tokens // work.texts)
-        return work + Work(parts=(Part("head", rows * (model.num_layers + 1)),))
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        rows = passes.texts * min(self.num_tokens, passes.tokens // passes.texts)
+        return Work(parts=(Part("head", rows * (model.num_layers + 1)),))
 
     @functools.cached_property
     def _counted(self) -> dict[int, dict[int, NgramTable]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows, predicts_next_token
+from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows
 from lit_layers.analyses.statistics import Tags, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -28,7 +28,7 @@ from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
@@ -97,7 +97,7 @@ def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch
         InputError: labels that do not fit, of the analysis `name`.
     """
     mask = trajectory.mask
-    if predicts_next_token(model):
+    if model.predicts_next_token:
         prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
         return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)
     per_token = trajectory.logits.ndim == 3
@@ -259,8 +259,8 @@ class Lens(ReadoutAnalysis):
     batches: Batches
     name: str = "lens"
 
-    def work(self, model: LayeredModel) -> Work | None:
-        return _read_out(model, passes_of(model, self.batches), model.num_layers + 1)
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        return _readouts(model, passes, model.num_layers + 1)
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -276,7 +276,7 @@ class Lens(ReadoutAnalysis):
                 loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **place)
                 yield from loss
                 yield from summarize_ratio("logit_lens_accuracy", sums.hits[layer], sums.num_labels, **place)
-                if predicts_next_token(model):
+                if model.predicts_next_token:
                     yield from map(_perplexity, loss)
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
 
@@ -288,13 +288,13 @@ class Lens(ReadoutAnalysis):
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
 
 
-def _read_out(model: LayeredModel, work: Work | None, number: int) -> Work | None:
-    """With so many readouts of every token, or of every text where a text has one prediction."""
-    if work is None:
-        return None
-    rows, num_classes = (work.tokens, model.vocab_size or 1) if model.vocab_size else (work.texts, model.num_classes)
+def _readouts(model: LayeredModel, passes: Work, number: int) -> Work:
+    """So many readouts of every token, or of every text where a text has one prediction."""
+    rows, num_classes = (
+        (passes.tokens, model.vocab_size or 1) if model.vocab_size else (passes.texts, model.num_classes)
+    )
     held = 4.0 * min(rows * num_classes, MAX_LOGITS) * 3  # logits, log-probabilities, their differences
-    return work + Work(parts=(Part("head", rows * number),), device=work.device + held)
+    return Work(parts=(Part("head", rows * number),), device=passes.device + held)
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
@@ -376,15 +376,12 @@ class Interventions(ReadoutAnalysis):
         check_head(self.name, model)
         self.chosen(model)
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         schedules = [variant.schedule for variant in self.chosen(model)]
         orders = SharedPrefixes(schedules, model.num_layers)
-        (whole,) = work.parts
+        (whole,) = passes.parts
         runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
-        return _read_out(model, work + Work(parts=(runs,)), len({str(each) for each in schedules}))
+        return Work(parts=(runs,)) + _readouts(model, passes, len({str(each) for each in schedules}))
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
         return [(variant.block, variant.tags) for variant in self.chosen(model)]

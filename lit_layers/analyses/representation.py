@@ -19,7 +19,7 @@ from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
@@ -95,17 +95,12 @@ class Representation(StatesAnalysis):
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        layers, texts = model.num_layers + 1, work.texts
-        of_prompts = Part("spectra", texts * layers * len(self.drop_first), (work.tokens // texts,))
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        layers, texts = model.num_layers + 1, passes.texts
+        of_prompts = Part("spectra", texts * layers * len(self.drop_first), (passes.tokens // texts,))
         of_halves = Part("spectra", layers * self.num_halves, (max(1, texts // 2),))
-        pooled = Work(
-            parts=(of_prompts, Part("spectra", layers, (texts,)), of_halves), host=layers * texts * model.dim * 4
-        )
-        return work + pooled
+        parts = (of_prompts, Part("spectra", layers, (texts,)), of_halves)
+        return Work(parts=parts, host=layers * texts * model.dim * 4)
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
@@ -290,17 +285,14 @@ class StateMetric(StatesAnalysis):
             whole["init_args"]["source"] = hashlib.sha256(_source(self.metric).encode()).hexdigest()[:16]
         return whole
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         self._several = self._takes_layers(model.dim)
-        layers, texts = model.num_layers + 1, work.texts
-        calls = [(layers * texts, max(1, work.tokens // texts - self.drop_first))]
+        layers, texts = model.num_layers + 1, passes.texts
+        calls = [(layers * texts, max(1, passes.tokens // texts - self.drop_first))]
         if self.points == "prompts":
             calls = [(layers, texts), (layers * self.num_halves, max(1, texts // 2))]
         parts = tuple(Part("calls", count, (points,), self._value_of_layer) for count, points in calls)
-        return work + Work(parts=parts, host=4.0 * layers * texts * (model.dim if self.points == "prompts" else 1))
+        return Work(parts=parts, host=4.0 * layers * texts * (model.dim if self.points == "prompts" else 1))
 
     def check_options(self, model: LayeredModel) -> None:
         if not self.metric_name.isidentifier():

@@ -31,7 +31,7 @@ from lit_layers.functional.state_geometry import (
     two_nn_of_distances,
 )
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
@@ -75,17 +75,14 @@ class StateGeometry(LayerwiseAnalysis):
     num_halves: int = 10
     states: States = "resid"
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        layers, rows = model.num_layers + 1, work.texts * min(self.num_tokens, work.tokens // work.texts)
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        layers, rows = model.num_layers + 1, passes.texts * min(self.num_tokens, passes.tokens // passes.texts)
         parts = (
             Part("spectra", 2 * layers, (rows,)),
             Part("spectra", layers * self.num_halves, (max(1, rows // 2),)),
             Part("wide products", layers * 4.0 * rows**2 * model.dim, (rows,)),
         )
-        return work + Work(parts=parts, host=4 * layers * rows * model.dim)
+        return Work(parts=parts, host=4 * layers * rows * model.dim)
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)

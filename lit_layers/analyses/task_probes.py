@@ -24,7 +24,6 @@ from lit_layers.analyses.label_probe import (
     of_log_proba,
     score_records,
     score_rows,
-    without_default_estimator,
 )
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined
 from lit_layers.errors import InputError
@@ -66,6 +65,8 @@ class OnTask(StagedAnalysis):
     kind: ClassVar[str]  # first part of the name
     LEAST: ClassVar = {"penalty": 0, "seed": 0, "max_iterations": 1}
     POSITIVE = ("c", "tolerance")
+    UNMEASURED = ("cache",)
+    ADDED: ClassVar = {"estimator": "fixed_c"}
 
     task: str | ProbeTask
     tokenizer: str
@@ -92,12 +93,6 @@ class OnTask(StagedAnalysis):
         if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
             raise InputError(f"{self.name}: expected cache to be a folder, {self.cache} is a file")
         self._rows(model)
-
-    def config(self) -> dict[str, Any]:
-        """Without `cache`: where features are kept decides no number."""
-        whole = super().config()
-        options = {name: each for name, each in whole["init_args"].items() if name != "cache"}
-        return without_default_estimator({**whole, "init_args": options})
 
     def data_hash(self) -> str | None:
         return self._read().content_hash()

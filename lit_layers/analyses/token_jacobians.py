@@ -30,7 +30,7 @@ from lit_layers.functional.coupling import (
 )
 from lit_layers.functional.jacobian import Influence, block_jacobian, cross_token_influence, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work, passes_of
+from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
 
@@ -163,18 +163,15 @@ class TokenCoupling(PromptAnalysis):
         if not isinstance(self.pairs, str):
             check_pairs(self.name, self.pairs, model.num_layers)
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches, texts=self.num_prompts)
-        if work is None:
-            return None
-        tokens, dim = min(self.num_tokens, work.tokens // work.texts), model.dim
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        tokens, dim = min(self.num_tokens, passes.tokens // passes.texts), model.dim
         of_block = tokens if set(self.tables) == {"token"} else tokens * (tokens + 1) // 2
         blocks = {block for pair in self._pairs(model) for block in pair}
-        number, kept = work.texts * len(blocks) * of_block, min(self._counts(model)[-1] + 1, dim)
+        number, kept = passes.texts * len(blocks) * of_block, min(self._counts(model)[-1] + 1, dim)
         at_once = len(blocks) if self.pairs == "all" else 1
         parts = (Part("jacobians", number), Part("directions", number, (kept,)))
         held = at_once * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
-        return work + Work(parts=parts, device=4.0 * of_block * held)
+        return Work(parts=parts, device=4.0 * of_block * held)
 
     def _counts(self, model: LayeredModel) -> list[int]:
         """The numbers of directions that `k` stands for."""
@@ -383,14 +380,11 @@ class CrossTokenInfluence(PromptAnalysis):
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
 
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches, texts=self.num_prompts)
-        if work is None:
-            return None
-        tokens = work.tokens // work.texts
-        number = work.texts * model.num_layers * min(self.num_inputs or tokens, tokens)
+    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
+        tokens = passes.tokens // passes.texts
+        number = passes.texts * model.num_layers * min(self.num_inputs or tokens, tokens)
         parts = (Part("jacobians", number), Part("spectra", number, (model.dim,)))
-        return work + Work(parts=parts, device=8.0 * min(number, _ENTRIES // model.dim**2 + 1) * model.dim**2)
+        return Work(parts=parts, device=8.0 * min(number, _ENTRIES // model.dim**2 + 1) * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""

@@ -108,7 +108,7 @@ def test_models_without_attention_or_next_token_are_refused_by_name():
     with pytest.raises(InputError, match="MambaForCausalLM has no attention weights to read"):
         list(AttentionPatterns(batches=Listed(*BATCHES)).run(LayeredModel(tiny("mamba_lm"))))
     for analysis in (Induction(), InContext(batches=Listed(*BATCHES))):
-        with pytest.raises(InputError, match="BertForMaskedLM does not predict the next token"):
+        with pytest.raises(InputError, match="expected a model that predicts the next token, got BertForMaskedLM"):
             list(analysis.run(LayeredModel(tiny("bert"))))
     with pytest.raises(InputError, match="too few to repeat two of them 40 times"):
         list(Induction(repeats=40).run(LayeredModel(tiny("gpt2"))))
