@@ -14,6 +14,7 @@ from lit_layers.correlate.layer_page import write_layers
 from lit_layers.correlate.run_models import MetricQuery, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
+from tests.support.charts import page_figures
 from tests.support.layer_scores import TASKS, add, tables
 from tests.support.undrawn import leave_undrawn
 
@@ -338,8 +339,9 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     assert "of_task_means" in told
     assert "random walks" in told
     assert "leave one model out" in told
-    names = {"layers.html", "layers.json", "correlations.csv", "selection.csv", "curves.csv", "depth.png"}
-    names |= {"correlations.png", "selection.png", "scatter_m0.png", "scatter_m1.png", "scatter_m2.png"}
+    pictures = ("depth", "correlations", "selection", "scatter_m0", "scatter_m1", "scatter_m2")
+    names = {"layers.html", "layers.json", "correlations.csv", "selection.csv", "curves.csv"}
+    names |= {f"{picture}{suffix}" for picture in pictures for suffix in (".png", ".svg", ".pdf")}
     assert {path.name for path in out.iterdir()} == names
     table = pd.read_csv(out / "correlations.csv")
     assert len(table) == 3 * 6
@@ -350,6 +352,13 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     page = (out / "layers.html").read_text()
     for text in ("per_task_mean", "of_task_means", "random walks", "Best per task", "no method has them"):
         assert text in page
+    rows = [figure.title for figure in page_figures(out / "layers.html") if "m0, 5 layers" in str(figure.spec)]
+    assert rows == [
+        "Distance correlation",
+        "Spearman rho",
+        "Kendall tau",
+        "Main score, mean of the tokens above that of the last layer",
+    ]
     assert len(pd.read_csv(out / "curves.csv")) == sum((5 + n + 1) * len(TASKS) for n in range(3))
 
 

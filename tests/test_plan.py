@@ -144,9 +144,7 @@ def test_the_block_runs_of_a_plan_are_those_that_a_run_makes(name, analysis):
 def test_every_analysis_of_the_package_says_its_work():
     others = {Speed, BenchmarkScores, Finetuning, GlueScores, TaskFinetuning}
     methods = ("work", "extra_work")
-    silent = [
-        kind for kind in {*kinds(), *others} if all(getattr(kind, n) is getattr(Analysis, n) for n in methods)
-    ]
+    silent = [kind for kind in {*kinds(), *others} if all(getattr(kind, n) is getattr(Analysis, n) for n in methods)]
     assert not silent
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +38,11 @@ def write_files(
     content: Mapping[str, Any],
     frames: Mapping[str, pd.DataFrame],
     charts: Mapping[str, Chart | Panels],
-    page: Callable[[Mapping[str, Path]], str],
+    page: Callable[[], str],
 ) -> list[Path]:
-    """Writes NAME.json, a .csv a table, a .png a chart, and the page NAME.html; returns their paths, the page first.
+    """Writes NAME.json, a .csv a table, a .png, .svg and .pdf a chart, and the page NAME.html; returns their paths.
+
+    The page comes first.
 
     Raises:
         InputError: where the folder cannot be written.
@@ -47,9 +50,8 @@ def write_files(
     numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables = {f"{each}.csv": frame for each, frame in frames.items()}
     files = records.write_files(folder, {f"{name}.json": numbers, **tables})
-    pictures = write_charts({folder / f"{each}.png": chart for each, chart in charts.items()})  # may fail: last
-    text = page({path.stem: path for path in pictures})
-    return [*records.write_files(folder, {f"{name}.html": text}), *pictures, *files]
+    pictures = write_charts({folder / each: chart for each, chart in charts.items()})  # may fail: after the numbers
+    return [*records.write_files(folder, {f"{name}.html": page()}), *pictures, *files]
 
 
 # ------------------------------------------------------------------------------------------------ over models
@@ -83,7 +85,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
     charts = {plot.name: scatter_plot(plot.content, width=720, height=500) for plot in plots}
     if over is not None:
         frames["over"], charts["over"] = over.frame, over.chart()
-    page = lambda _: render_models(table, findings, plots, over)  # noqa: E731
+    page = partial(render_models, table, findings, plots, over)
     return write_files(folder, "correlation", content, frames, charts, page)
 
 

@@ -1,8 +1,9 @@
 """What a correlation over layers leaves: its page, its figures as pictures, and the numbers."""
 
-import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from lit_layers.figures.labels import value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.report.template import Cells, Figures, Group, Table, block_of, fill, placed
+from lit_layers.report.template import Block, Cells, Figures, Group, Table, block_of, fill, placed
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -53,20 +54,14 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, result, model).values()]
         name = re.sub(r"[^\w.-]+", "_", model.name)
         panels[f"scatter_{name}"] = Panels(title=f"{heading(result)}: means over tasks, a point a layer", charts=charts)
-    return write_files(
-        folder,
-        "layers",
-        content,
-        _frames(tables, findings),
-        panels,
-        lambda files: render_layers(tables, findings, files),
-    )
+    page = partial(render_layers, tables, findings)
+    return write_files(folder, "layers", content, _frames(tables, findings), panels, page)
 
 
-def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mapping[str, Path]) -> str:
+def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
     figures: Figures = []
-    charts = depth_charts(tables)
+    charts, chosen = depth_charts(tables), choice_charts(tables, findings)
     wide = lambda chart: chart is charts[0] and len(charts) % 2 == 1  # noqa: E731
     depth = [block_of(chart.title, [("", chart)], wide=wide(chart)) for chart in charts]
     blocks = []
@@ -78,7 +73,6 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
             note, texts = f"{note} {texts[0]}.", [""]
         drawn = [scatter_plot(content, width=560, height=420) for content in plots.values()]
         blocks.append(block_of(heading(result), zip(texts, drawn, strict=True), note))
-    shown = {name: pictures[name] for name in ("correlations", "selection") if name in pictures}
     return fill(
         "layers.html.jinja",
         figures,
@@ -90,9 +84,16 @@ def render_layers(tables: LayerTables, findings: LayerFindings, pictures: Mappin
         depth=placed(depth, figures),
         scatters=placed(blocks, figures),
         coefficients=correlation_table(tables, findings),
+        correlations=placed([_coefficients(correlation_charts(tables, findings))], figures),
         choices=choice_table(tables, findings),
-        pictures={name: base64.b64encode(path.read_bytes()).decode() for name, path in shown.items()},
+        selection=placed([block_of(chart.y.title, [("", chart)], kind="scrolled") for chart in chosen], figures),
     )
+
+
+def _coefficients(panels: Sequence[Chart]) -> Block:
+    """The panels of `interval_rows`, of which the reader chooses one; each has the texts of its rows."""
+    charts = [(panel.y.title, replace(panel, x=panels[0].x)) for panel in panels]
+    return block_of("Coefficients with their intervals", charts, kind="scrolled")
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:

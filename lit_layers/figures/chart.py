@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_layers.errors import refused
 from lit_layers.figures.axes import Axis, AxisName, Training, log_axis
 from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED
 from lit_layers.figures.vega import (
@@ -21,7 +22,6 @@ from lit_layers.figures.vega import (
     pictures_of,
     rule,
     touched,
-    write_charts,
 )
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -90,8 +90,35 @@ class Bar:
     labels: Mapping[int, str]
 
 
+class Picture:
+    """What is shown in a notebook, and written as a picture."""
+
+    def whole(self, *, still: bool = True) -> dict[str, Any]:
+        """Returns it as Vega-Lite that stands on its own; `still` without what answers to a mouse."""
+        raise NotImplementedError
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as a picture; the suffix decides: .png, .svg or .pdf.
+
+        Raises:
+            InputError: where it cannot be drawn or written.
+            ValueError: for another suffix.
+        """
+        picture = self.picture(Path(path).suffix)
+        with refused(f"cannot write {path}"):
+            Path(path).write_bytes(picture)
+
+    def picture(self, suffix: str) -> bytes:
+        """Returns it as a picture: .png, .svg or .pdf."""
+        return pictures_of([self.whole()], [suffix])[0][0]
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        spec = self.whole(still=False)  # where a notebook knows no Vega-Lite 6 it shows the picture
+        return {"application/vnd.vegalite.v6+json": spec, "image/svg+xml": self.picture(".svg").decode()}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(Picture):
     """A figure; `frames` are the steps of its slider, the last of them shown to begin with."""
 
     title: str
@@ -147,23 +174,6 @@ class Chart:
         anchor = "end" if self.bar is not None or self.cells is not None else "start"
         layout = {"top": {"anchor": anchor, "direction": "horizontal"}, "bottom": {"anchor": "start"}}
         return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
-
-    def write(self, path: str | Path) -> None:
-        """Writes it as a picture; the suffix decides: .png, .svg or .pdf.
-
-        Raises:
-            InputError: where it cannot be written.
-            ValueError: for another suffix.
-        """
-        write_charts({Path(path): self})
-
-    def picture(self, suffix: str) -> bytes:
-        """Returns it as a picture: .png, .svg or .pdf."""
-        return pictures_of([self.whole()], [suffix])[0][0]
-
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        spec = self.whole(still=False)  # where a notebook knows no Vega-Lite 6 it shows the picture
-        return {"application/vnd.vegalite.v6+json": spec, "image/svg+xml": self.picture(".svg").decode()}
 
     def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
         if self.training is None:
@@ -413,15 +423,15 @@ def _bar(bar: Bar) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panels:
-    """Charts in one picture, so many beside each other."""
+class Panels(Picture):
+    """Charts in one picture, so many beside each other; always still."""
 
     title: str
     charts: Sequence[Chart]
     columns: int = 3
     width: int = 300
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, *, still: bool = True) -> dict[str, Any]:
         parts = [
             {**_sized(chart.spec(width=self.width), self.width), "title": {"text": chart.title, "fontSize": 11}}
             for chart in self.charts
@@ -429,17 +439,6 @@ class Panels:
         apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
         content = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
         return {"$schema": _SCHEMA, "title": self.title, **content, "config": self.charts[0].config}
-
-    def write(self, path: str | Path) -> None:
-        """Writes it as `Chart.write`."""
-        write_charts({Path(path): self})
-
-    def picture(self, suffix: str) -> bytes:
-        """Returns it as `Chart.picture`."""
-        return pictures_of([self.whole()], [suffix])[0][0]
-
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return {"application/vnd.vegalite.v6+json": self.whole(), "image/svg+xml": self.picture(".svg").decode()}
 
 
 def _sized(part: Any, width: int) -> Any:

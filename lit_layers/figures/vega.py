@@ -93,23 +93,19 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
     return {"data": {"values": [{"at": at}]}, "mark": mark, "encoding": {side: place, **other}}
 
 
-def write_charts(charts: Mapping[Path, Any], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Writes charts, or panels of them, as pictures: no browser, no display, no network. Equal numbers, equal files.
+def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
+    """Writes charts, or panels of them, as PNG, SVG and PDF: no browser, no display, no network.
 
-    `suffixes` are put to each path; without them, a path has its own. Returns the paths of all pictures.
+    Equal numbers give equal files. Returns their paths: each chart's with the suffixes put to it.
 
     Raises:
-        InputError: where one cannot be written.
-        ValueError: for another suffix than .png, .svg and .pdf.
+        InputError: where one cannot be drawn or written.
     """
-    formats = suffixes or sorted({path.suffix for path in charts})
-    drawings = pictures_of([chart.whole() for chart in charts.values()], formats)
     paths = []
+    drawings = pictures_of([chart.whole() for chart in charts.values()], SUFFIXES)
     for path, pictures in zip(charts, drawings, strict=True):
-        for suffix, picture in zip(formats, pictures, strict=True):
-            if not suffixes and suffix != path.suffix:
-                continue
-            paths.append(path.with_name(path.name + suffix) if suffixes else path)
+        for suffix, picture in zip(SUFFIXES, pictures, strict=True):
+            paths.append(path.with_name(path.name + suffix))
             with refused(f"cannot write {paths[-1]}"):
                 paths[-1].write_bytes(picture)
     return paths
@@ -127,7 +123,7 @@ def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path
     named = {folder / file_name(text, names): chart for text, chart in charts}
     with refused(f"cannot make the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    return write_charts(named, SUFFIXES) if named else []
+    return write_charts(named) if named else []
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:

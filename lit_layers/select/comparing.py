@@ -95,9 +95,9 @@ def table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFr
 
 
 def write(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
-    """Writes models.png, models.svg and models.csv, and returns their paths, in that order."""
+    """Writes models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
     numbers = write_files(folder, {"models.csv": table(models, left_out)})  # before the pictures, which may fail
-    return [*write_charts({folder / "models": _figure(models, task)}, (".png", ".svg")), *numbers]
+    return [*write_charts({folder / "models": _figure(models, task)}), *numbers]
 
 
 def _figure(models: Sequence[Candidate], task: str) -> Chart:

@@ -35,7 +35,7 @@ class Selection:
     seconds: Mapping[int, float]  # from the beginning to each layer
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes layers.png, layers.svg and select.json, and returns their paths, in that order.
+        """Writes layers.png, .svg, .pdf and select.json, and returns their paths, in that order.
 
         Raises:
             InputError: a folder that cannot be made.
@@ -60,7 +60,7 @@ class Selection:
             "notes": list(task.notes),
         }
         numbers = write_files(folder, {"select.json": content})  # before the pictures, which may fail
-        return [*write_charts({folder / "layers": layer_choice(self._scores())}, (".png", ".svg")), *numbers]
+        return [*write_charts({folder / "layers": layer_choice(self._scores())}), *numbers]
 
     def _scores(self) -> LayerScores:
         choice, ids = self.choice, self.task.batch.get("input_ids")

@@ -73,5 +73,5 @@ def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_li
 @pytest.mark.soak
 def test_the_pictures_are_written_beside_the_table(tmp_path):
     paths = write([candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path)
-    assert [path.name for path in paths] == ["models.png", "models.svg", "models.csv"]
+    assert [path.name for path in paths] == ["models.png", "models.svg", "models.pdf", "models.csv"]
     assert all(path.stat().st_size for path in paths)
