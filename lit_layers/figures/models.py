@@ -175,37 +175,6 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
     return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)
 
 
-class ChosenLayer(NamedTuple):
-    """What is drawn of a model whose layer was chosen: scores with their ends, and the time to get there."""
-
-    name: str
-    layer: int
-    num_layers: int
-    score: tuple[float, float, float]  # value, low, high
-    score_last: tuple[float, float, float]
-    milliseconds: float
-    milliseconds_last: float
-
-
-def chosen_layers(title: str, models: Sequence[ChosenLayer], *, score: str, timed: str) -> Chart:
-    """Returns scores over milliseconds: of each model the chosen layer, filled, and its last layer, hollow."""
-    series = []
-    for index, model in enumerate(models):
-        look: dict[str, Any] = {"name": model.name, "color": color_of(index)}
-        at, values = [model.milliseconds, model.milliseconds_last], [model.score[0], model.score_last[0]]
-        series.append(Series(x=at, y=rounded(values), width=1.2, dash="dot", legend=True, **look))
-        ends = (("-open", at[1], model.num_layers, model.score_last), ("", at[0], model.layer, model.score))
-        for kind, place, layer, score_there in ends:
-            text = f"{layer} of {model.num_layers}"
-            mark: dict[str, Any] = {"mark": f"{symbol_of(index)}{kind}", "size": 8, "texts": [f"layer {text}"]}
-            mark |= {"labels": ["" if kind else text], "sides": [(-1, 1)], "label_color": MUTED, "interval": "bars"}
-            value, low, high = (rounded([side]) for side in score_there)
-            series.append(Series(x=[place], y=value, low=low, high=high, **mark, **look))
-    furthest = max(max(model.milliseconds, model.milliseconds_last) for model in models)
-    x = Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest))
-    return Chart(title=title, x=x, y=Axis(title=score), series=series, place="", height=420)
-
-
 # ------------------------------------------------------------------------------------------------ rows of intervals
 
 

@@ -1,4 +1,4 @@
-"""Points in a plane: coupled blocks on a circle, paths of tokens, models against each other, layers that are enough."""
+"""Points in a plane: coupled blocks on a circle, paths of tokens, models against each other."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures.axes import Axis
-from lit_layers.figures.chart import Bar, Chart, Panels, Series
+from lit_layers.figures.chart import Bar, Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
 from lit_layers.figures.tables import (
     Chosen,
@@ -191,8 +191,6 @@ _PAD = 0.07  # of the range, around the points
 _LINE_POINTS = 60
 # Where a label may stand, in steps of its half width and its height; the first that is free is taken.
 _SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1))
-_PICK = "#c2410c"
-_NUMBERED = 13  # layers at most of which each has its number beside it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,59 +357,3 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 def _is_number(group: Any) -> bool:
     return isinstance(group, int | float) and not isinstance(group, bool)
-
-
-# ------------------------------------------------------------------------------------------------ which layer is enough
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerScores:
-    """What is drawn: per layer a score with its interval, and seconds where they were measured."""
-
-    title: str
-    score: str  # name and part, such as "validation accuracy"
-    values: Mapping[int, tuple[float, float, float]]  # layer -> value, low, high
-    chosen: int
-    baseline: float
-    baseline_name: str
-    shares: Mapping[int, float]  # of resamples that choose a layer
-    seconds: Mapping[int, float] | None = None
-    timed: str = "one input"  # what takes so long
-
-
-def layer_choice(content: LayerScores) -> Panels:
-    """Returns the score of each layer, over depth and, where it was measured, over the time it takes to get there."""
-    share = content.shares.get(content.chosen)
-    text = f"\u25cb layer {content.chosen}" + ("" if share is None else f", chosen in {share:.0%} of resamples")
-    depth = _scores(content, {layer: float(layer) for layer in content.values}, text, Axis(title="layer", whole=True))
-    charts = [depth]
-    if content.seconds is not None:
-        places = {layer: 1e3 * seconds for layer, seconds in content.seconds.items()}
-        title = f"milliseconds to the layer, {content.timed}"
-        axis = Axis(title=title, ends=(0, 1.06 * max(places.values())))
-        charts.append(_scores(content, places, "shaded: 95% interval over the rows", axis, numbered=True))
-    return Panels(title=content.title, charts=charts, columns=2, width=400)
-
-
-def _scores(content: LayerScores, places: Mapping[int, float], title: str, x: Axis, *, numbered: bool = False) -> Chart:
-    layers = sorted(content.values)
-    value, low, high = (rounded(side) for side in zip(*(content.values[layer] for layer in layers), strict=True))
-    shown = layers if len(layers) <= _NUMBERED else [layers[0], content.chosen, layers[-1]]
-    labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
-    look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
-    at = [places[layer] for layer in layers]
-    chosen = {"mark": "ring", "size": 14, "color": _PICK}
-    name = content.baseline_name
-    line = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "sides": [(1, -1)] * 2}
-    line["label_color"] = MUTED
-    return Chart(
-        title=title,
-        x=x,
-        y=Axis(title=content.score),
-        series=[
-            Series(x=at, y=value, low=low, high=high, name=content.score, sides=[(-1, 1)] * len(at), **look),
-            Series(x=[min(at), max(at)], y=rounded([content.baseline] * 2), **line),
-            Series(x=[places[content.chosen]], y=rounded([content.values[content.chosen][0]]), name="chosen", **chosen),
-        ],
-        height=380,
-    )

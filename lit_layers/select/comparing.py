@@ -9,59 +9,44 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from lit_layers.figures.chart import Chart
-from lit_layers.figures.models import ChosenLayer, chosen_layers
+from lit_layers.figures.axes import Axis
+from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.models import color_of, symbol_of
+from lit_layers.figures.theme import MUTED, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.records import write_files
-from lit_layers.select.choosing import Score
+from lit_layers.select.choosing import Choice, Score
 from lit_layers.select.selection import Selection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A model at the layer chosen for it, with the scores of the test rows there; without the model itself."""
+    """A model with the layer chosen for it; without the model itself."""
 
     name: str
-    metric: str
-    layer: int
-    num_layers: int
-    validation: float
-    test: Score
-    test_last: Score
-    difference_to_last: Score
-    seconds: float  # to the chosen layer
-    seconds_last: float
+    choice: Choice
+    seconds: Mapping[int, float]  # to each layer
     tokens: int | None  # of the text that was timed; None for an image
-    test_rows: Tensor  # (rows): scores at the chosen layer
     test_targets: Tensor  # (rows)
 
     @classmethod
     def of(cls, selection: Selection) -> "Candidate":
-        choice, ids = selection.choice, selection.task.batch.get("input_ids")
-        layer, last = choice.layer, choice.num_layers
-        return cls(
-            name=selection.name,
-            metric=choice.metric,
-            layer=layer,
-            num_layers=last,
-            validation=choice.validation[layer].value,
-            test=choice.test[layer],
-            test_last=choice.test[last],
-            difference_to_last=choice.difference,
-            seconds=selection.seconds[layer],
-            seconds_last=selection.seconds[last],
-            tokens=None if ids is None else ids.shape[1],
-            test_rows=choice.test_rows,
-            test_targets=selection.task.targets["test"],
-        )
+        ids, targets = selection.task.batch.get("input_ids"), selection.task.targets["test"]
+        tokens = None if ids is None else ids.shape[1]
+        facts = {"choice": selection.choice, "seconds": selection.seconds, "tokens": tokens, "test_targets": targets}
+        return cls(name=selection.name, **facts)
+
+    def milliseconds(self, layer: int) -> float:
+        """To get to a layer."""
+        return 1e3 * self.seconds[layer]
 
 
 def reference(models: Sequence[Candidate]) -> Candidate:
     """The model with the best validation score at its layer, the first of several: test rows choose nothing."""
-    sign = 1 if look_up(models[0].metric).higher_is_better else -1
-    return max(models, key=lambda model: sign * model.validation)
+    sign = 1 if models[0].choice.higher_is_better else -1
+    return max(models, key=lambda model: sign * model.choice.validation[model.choice.layer].value)
 
 
 def difference(model: Candidate, other: Candidate) -> Score | None:
@@ -70,7 +55,7 @@ def difference(model: Candidate, other: Candidate) -> Score | None:
         (model.test_targets == other.test_targets).all()
     ):
         return None
-    gaps = model.test_rows - other.test_rows
+    gaps = model.choice.test_rows - other.choice.test_rows
     low, high = bootstrap_interval(gaps)
     return Score(float(gaps.mean()), float(low), float(high))
 
@@ -79,16 +64,18 @@ def table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFr
     """A row a model: its layer, scores with their 95% intervals, milliseconds; and why another has none."""
     best, rows = reference(models), list[dict[str, Any]]()
     for model in models:
-        row: dict[str, Any] = {"model": model.name, "metric": model.metric, "layer": model.layer}
-        row |= {"num_layers": model.num_layers, "validation": model.validation}
-        scores: dict[str, Score | None] = {"test": model.test, "test_last": model.test_last}
-        scores["difference_to_last"] = model.difference_to_last
+        choice = model.choice
+        layer, last = choice.layer, choice.num_layers
+        row: dict[str, Any] = {"model": model.name, "metric": choice.metric, "layer": layer}
+        row |= {"num_layers": last, "validation": choice.validation[layer].value}
+        scores: dict[str, Score | None] = {"test": choice.test[layer], "test_last": choice.test[last]}
+        scores["difference_to_last"] = choice.difference
         scores["difference_to_reference"] = None if model is best else difference(model, best)
         for name, score in scores.items():
             ends = (math.nan,) * 3 if score is None else (score.value, score.low, score.high)
             row |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
-        row |= {"reference": best.name, "milliseconds": 1e3 * model.seconds}
-        row |= {"milliseconds_last": 1e3 * model.seconds_last, "tokens": model.tokens}
+        row |= {"reference": best.name, "milliseconds": model.milliseconds(layer)}
+        row |= {"milliseconds_last": model.milliseconds(last), "tokens": model.tokens}
         rows.append(row)
     rows += [{"model": name, "left_out": why} for name, why in left_out.items()]
     return pd.DataFrame(rows).astype(dict.fromkeys(("layer", "num_layers", "tokens"), "Int64"))
@@ -97,23 +84,31 @@ def table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFr
 def write(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
     """Writes models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
     numbers = write_files(folder, {"models.csv": table(models, left_out)})  # before the pictures, which may fail
-    return [*write_charts({folder / "models": _figure(models, task)}), *numbers]
+    return [*write_charts({folder / "models": chosen_layers(models, task)}), *numbers]
 
 
-def _figure(models: Sequence[Candidate], task: str) -> Chart:
-    points = [
-        ChosenLayer(
-            name=model.name,
-            layer=model.layer,
-            num_layers=model.num_layers,
-            score=(model.test.value, model.test.low, model.test.high),
-            score_last=(model.test_last.value, model.test_last.low, model.test_last.high),
-            milliseconds=1e3 * model.seconds,
-            milliseconds_last=1e3 * model.seconds_last,
-        )
-        for model in models
-    ]
+def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
+    """Returns test scores over milliseconds: of each model the chosen layer, filled, and its last layer, hollow."""
+    series = []
+    for index, model in enumerate(models):
+        choice, last = model.choice, model.choice.num_layers
+        look: dict[str, Any] = {"name": model.name, "color": color_of(index)}
+        ends = (choice.layer, last)
+        values = rounded(choice.test[layer].value for layer in ends)
+        series.append(Series(x=[*map(model.milliseconds, ends)], y=values, width=1.2, dash="dot", legend=True, **look))
+        for kind, layer in (("-open", last), ("", choice.layer)):
+            text, score = f"{layer} of {last}", choice.test[layer]
+            mark: dict[str, Any] = {"mark": f"{symbol_of(index)}{kind}", "size": 8, "texts": [f"layer {text}"]}
+            mark |= {"labels": ["" if kind else text], "sides": [(-1, 1)], "label_color": MUTED, "interval": "bars"}
+            mark |= {"low": rounded([score.low]), "high": rounded([score.high])}
+            series.append(Series(x=[model.milliseconds(layer)], y=rounded([score.value]), **mark, **look))
+    furthest = max(model.milliseconds(layer) for model in models for layer in model.choice.test)
     timed = "an image" if models[0].tokens is None else "the longest of a few texts"
-    score = f"test {look_up(models[0].metric).title.lower()}"
-    title = f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows"
-    return chosen_layers(title, points, score=score, timed=timed)
+    return Chart(
+        title=f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows",
+        x=Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest)),
+        y=Axis(title=f"test {look_up(models[0].choice.metric).title.lower()}"),
+        series=series,
+        place="",
+        height=420,
+    )

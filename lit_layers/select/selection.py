@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_layers.figures.plane import LayerScores, layer_choice
+from lit_layers.figures.axes import Axis
+from lit_layers.figures.chart import Chart, Panels, Series
+from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.metrics import look_up
@@ -18,6 +20,9 @@ from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, TaskFeatures
 from lit_layers.select.classifier import ProbeHead
 from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on
+
+_PICK = "#c2410c"
+_NUMBERED = 13  # layers at most of which each has its number beside it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,26 +65,48 @@ class Selection:
             "notes": list(task.notes),
         }
         numbers = write_files(folder, {"select.json": content})  # before the pictures, which may fail
-        return [*write_charts({folder / "layers": layer_choice(self._scores())}), *numbers]
+        return [*write_charts({folder / "layers": self.picture()}), *numbers]
 
-    def _scores(self) -> LayerScores:
+    def picture(self) -> Panels:
+        """Returns the validation score of each layer, over depth and over the time that it takes to get there."""
         choice, ids = self.choice, self.task.batch.get("input_ids")
+        share = choice.shares.get(choice.layer)
+        text = f"\u25cb layer {choice.layer}" + ("" if share is None else f", chosen in {share:.0%} of resamples")
+        by_depth = {layer: float(layer) for layer in choice.validation}
+        by_time = {layer: 1e3 * seconds for layer, seconds in self.seconds.items()}
+        timed = "an image" if ids is None else f"a text of {ids.shape[1]} tokens"
+        axis = Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.06 * max(by_time.values())))
+        charts = [
+            self._scores(by_depth, text, Axis(title="layer", whole=True)),
+            self._scores(by_time, "shaded: 95% interval over the rows", axis, numbered=True),
+        ]
         last = f"layer of {choice.num_layers}"
         where = (
             f"the last {last}" if choice.layer == choice.num_layers else f"layer {choice.layer} of {choice.num_layers}"
         )
         rule = choice.rule if self.tolerance is None else f"{choice.rule} {choice.tolerance:g}"
-        return LayerScores(
-            title=f"{self.name} on {self.task.name}: {where} is chosen ({rule.replace('_', ' ')})",
-            score=f"validation {look_up(choice.metric).title.lower()}",
-            values={layer: (each.value, each.low, each.high) for layer, each in choice.validation.items()},
-            chosen=choice.layer,
-            baseline=choice.baseline,
-            baseline_name=choice.baseline_name,
-            shares=choice.shares,
-            seconds=self.seconds,
-            timed="an image" if ids is None else f"a text of {ids.shape[1]} tokens",
-        )
+        title = f"{self.name} on {self.task.name}: {where} is chosen ({rule.replace('_', ' ')})"
+        return Panels(title=title, charts=charts, columns=2, width=400)
+
+    def _scores(self, places: Mapping[int, float], title: str, x: Axis, *, numbered: bool = False) -> Chart:
+        choice = self.choice
+        layers = sorted(choice.validation)
+        scores = [choice.validation[layer] for layer in layers]
+        value, low, high = (rounded(getattr(score, part) for score in scores) for part in ("value", "low", "high"))
+        shown = layers if len(layers) <= _NUMBERED else [layers[0], choice.layer, layers[-1]]
+        labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
+        look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
+        at, what = [places[layer] for layer in layers], f"validation {look_up(choice.metric).title.lower()}"
+        name = choice.baseline_name
+        line = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "sides": [(1, -1)] * 2}
+        line["label_color"] = MUTED
+        picked = {"mark": "ring", "size": 14, "color": _PICK, "name": "chosen"}
+        series = [
+            Series(x=at, y=value, low=low, high=high, name=what, sides=[(-1, 1)] * len(at), **look),
+            Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line),
+            Series(x=[places[choice.layer]], y=rounded([choice.validation[choice.layer].value]), **picked),
+        ]
+        return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, *, rounds: int, show: Callable[[str], None], **options: bool) -> None:
         """Writes the model cut at the layer, with its probe and its page; `options` are those of `export`.

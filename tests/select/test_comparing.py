@@ -6,19 +6,31 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.figures.models import ChosenLayer, chosen_layers
-from lit_layers.select.choosing import Score
-from lit_layers.select.comparing import Candidate, difference, reference, table, write
+from lit_layers.select.choosing import Choice, Score
+from lit_layers.select.comparing import Candidate, chosen_layers, difference, reference, table, write
 
 TARGETS = torch.arange(40) % 2
 
 
-def candidate(name: str, validation: float, hits: torch.Tensor, **changes) -> Candidate:
-    score, none = Score(float(hits.double().mean()), 0.1, 0.9), Score(-0.05, -0.1, 0.0)
-    facts = {"metric": "accuracy", "layer": 2, "num_layers": 4, "test": score, "test_last": Score(0.7, 0.6, 0.8)}
-    facts |= {"difference_to_last": none, "seconds": 0.002, "seconds_last": 0.004, "tokens": 9}
-    facts |= {"test_rows": hits.double(), "test_targets": TARGETS}
-    return Candidate(name=name, validation=validation, **{**facts, **changes})
+def candidate(
+    name: str, validation: float, hits: torch.Tensor, *, metric="accuracy", targets=TARGETS, milliseconds=2.0
+) -> Candidate:
+    choice = Choice(
+        layer=2,
+        num_layers=4,
+        metric=metric,
+        rule="best",
+        tolerance=0.0,
+        validation={2: Score(validation, 0.1, 0.9), 4: Score(0.75, 0.1, 0.9)},
+        baseline=0.5,
+        shares={},
+        test={2: Score(float(hits.double().mean()), 0.1, 0.9), 4: Score(0.7, 0.6, 0.8)},
+        difference=Score(-0.05, -0.1, 0.0),
+        probe=None,
+        test_rows=hits.double(),
+    )
+    seconds = {2: milliseconds / 1e3, 4: 0.004}
+    return Candidate(name=name, choice=choice, seconds=seconds, tokens=9, test_targets=targets)
 
 
 def hits(seed: int, share: float) -> torch.Tensor:
@@ -45,7 +57,7 @@ def test_a_difference_is_that_of_the_same_rows_with_the_interval_of_resampled_ro
 
 @pytest.mark.parametrize("targets", [TARGETS[:30], 1 - TARGETS])
 def test_models_with_other_test_rows_are_not_paired(targets):
-    other = candidate("b", 0.8, torch.ones(len(targets)), test_targets=targets)
+    other = candidate("b", 0.8, torch.ones(len(targets)), targets=targets)
     assert difference(candidate("a", 0.6, hits(0, 0.8)), other) is None
 
 
@@ -61,12 +73,12 @@ def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
 
 
 def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_line_between():
-    point = ChosenLayer("a", 2, 4, (0.8, 0.7, 0.9), (0.9, 0.8, 1.0), 2.0, 4.0)
-    chart = chosen_layers("t", [point, point._replace(name="b", milliseconds=3.0)], score="s", timed="an image")
+    right = torch.arange(40) < 32
+    chart = chosen_layers([candidate("a", 0.6, right), candidate("b", 0.8, right, milliseconds=3.0)], "t")
     line, last, chosen = chart.series[:3]
-    assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.9], [2], [4])
+    assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.7], [2], [4])
     assert (chosen.mark, last.mark, chosen.labels) == ("circle", "circle-open", ["2 of 4"])
-    assert ([*chosen.low], [*chosen.high]) == ([0.7], [0.9])
+    assert ([*chosen.low], [*chosen.high], [*last.low]) == ([0.1], [0.9], [0.6])
     assert chart.series[3].color != line.color
 
 
