@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_layers.analyses.base import Analysis, at_least_float32
 from lit_layers.analyses.label_probe import LabelProbe, TagDict, label_scores
@@ -134,17 +135,10 @@ class AttentiveProbe(Analysis):
 
     def _states(self, view: LayeredModel, split: Literal["train", "test"], layer: int) -> tuple[Tensor, Tensor]:
         """States (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts with padding behind them."""
-        parts = []
+        states: list[Tensor] = []
+        masks: list[Tensor] = []
         for batch in getattr(self, split):
             trajectory = view.trajectory(batch)
-            parts.append((trajectory.hidden[layer].clone(), trajectory.mask))
-        longest = max(mask.shape[1] for _, mask in parts)
-        rows = [
-            (torch.nn.functional.pad(states, (0, 0, 0, longest - mask.shape[1])), _padded(mask, longest))
-            for states, mask in parts
-        ]
-        return torch.cat([states for states, _ in rows]), torch.cat([mask for _, mask in rows])
-
-
-def _padded(mask: Tensor, longest: int) -> Tensor:
-    return torch.nn.functional.pad(mask, (0, longest - mask.shape[1]))
+            states += trajectory.hidden[layer].clone()
+            masks += trajectory.mask
+        return pad_sequence(states, batch_first=True), pad_sequence(masks, batch_first=True)

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
@@ -20,6 +20,7 @@ from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.shared_pass import SharedPass, pieces
@@ -349,13 +350,29 @@ class StagedAnalysis(DividedAnalysis):
 
 
 class FollowingAnalysis(DividedAnalysis):
-    """What follows on the parts of an analysis, whose options have been checked and whose records its own are."""
+    """What follows on the parts of an analysis: further parts, such as its layers; their records are the analysis's."""
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        parts: Sequence[Any],
+        of_part: Callable[[Any], Any],
+        records: Callable[[list[Any]], Iterable[Record]],
+    ) -> None:
         self.analysis, self.name = analysis, analysis.name
+        self._parts, self._of_part, self._records = parts, of_part, records
+
+    def parts(self, model: LayeredModel) -> Sequence[Any]:
+        return self._parts
+
+    def of_part(self, model: LayeredModel, part: Any) -> Any:
+        return self._of_part(part)
+
+    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
+        return self._records(results)
 
     def check_options(self, model: LayeredModel) -> None:
-        """Done."""
+        """The analysis has been checked."""
 
     def config_hash(self) -> str:
         return self.analysis.config_hash()
@@ -529,6 +546,34 @@ def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -
 
 def _digits(values: tuple[float, ...]) -> str:
     return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
+
+
+def real_tokens(batch: Batch) -> list[Tensor]:
+    """The token ids of each text, (tokens,), without its padding, so that it cannot matter on which side it was."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    return [row[real] for row, real in zip(ids, mask, strict=True)]
+
+
+def without_first(mask: Tensor, count: int) -> Tensor:
+    """A mask (batch, tokens) without the first real tokens of each text."""
+    return mask & (mask.cumsum(-1) > count)
+
+
+def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:
+    """The orders of blocks that an analysis's options of those names ask for, the full model first.
+
+    Raises:
+        InputError: options that do not fit the model; the sentence begins with the `place`.
+    """
+    names = ("middles", "seeds", "loops", "custom")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if model.num_layers < 2:
+        raise InputError(f"{place}an order needs at least two blocks, the model has {model.num_layers}")
+    try:
+        return variants(model.num_layers, options.variants, **given)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{place}{error}") from error
 
 
 def evenly_spread(first: int, last: int, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
+from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis, real_tokens
 from lit_layers.analyses.features import permuted
 from lit_layers.analyses.statistics import by_prompt, complete, gap, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
@@ -40,6 +40,7 @@ from lit_layers.records import Record
 TagDict = dict[str, str | int | float]
 
 Tags = Mapping[str, str | int | float]
+Key = tuple[Any, ...]  # of a labelling at a layer
 RULES: dict[str, Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
 PLATEAU = 0.01  # gain of a single step that still counts as one: a point of accuracy, 0.01 nats
 
@@ -63,34 +64,92 @@ class ProbeOptions:
 Fitted = LogisticProbes | RidgeProbes
 
 
-def fit_layer(
+def fit_labellings(
     features: Tensor,
-    targets: Tensor,
+    labellings: Sequence[Tensor],
     options: ProbeOptions,
     *,
     num_classes: int | None,
-    start: LogisticProbes | None = None,
-) -> Fitted:
-    """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
+    groups: Tensor | None = None,
+    starts: Sequence[LogisticProbes | None] | None = None,
+    device: torch.device | None = None,
+) -> Sequence[Fitted]:
+    """The probe of one layer for each labelling of its features (rows, dim): ridge where `num_classes` is None.
+
+    Rows of one number in `groups` (rows,) are held out together; `starts` are probes of similar problems.
+    """
+    layer, starts = features[None], starts or [None] * len(labellings)
     if num_classes is None:
         penalty = options.penalty if options.estimator == "fixed_c" else None
-        return fit_ridge_probes(features[None], targets, penalty=penalty)
-    if options.estimator == "watch":
-        return fit_watching_probes(features[None], [targets], num_classes=num_classes)[0]
+        return [fit_ridge_probes(layer, targets, penalty=penalty) for targets in labellings]
+    how: dict[str, Any] = {"num_classes": num_classes, "device": device}
+    if options.estimator == "watch":  # decomposes the features once for all labellings
+        return fit_watching_probes(layer, labellings, groups=groups, **how)
+    how["max_iterations"] = options.max_iterations
     if options.estimator == "record":
-        start = start if isinstance(start, RecordProbes) else None
-        return fit_record_probes(
-            features[None], targets, num_classes=num_classes, max_iterations=options.max_iterations, start=start
+        earlier = [start if isinstance(start, RecordProbes) else None for start in starts]
+        return [
+            fit_record_probes(layer, targets, groups=groups, start=start, **how)
+            for targets, start in zip(labellings, earlier, strict=True)
+        ]
+    how |= {"c": options.c, "tolerance": options.tolerance}
+    return [
+        fit_logistic_probes(layer, targets, start=start, **how)
+        for targets, start in zip(labellings, starts, strict=True)
+    ]
+
+
+def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_classes: int | None) -> Fitted:
+    """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
+    return fit_labellings(features, [targets], options, num_classes=num_classes)[0]
+
+
+@dataclass(kw_only=True)
+class ProbeAnalysis(StagedAnalysis):
+    """Linear probes of every layer: how they are fitted, and what those of the next checkpoint can begin with.
+
+    `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
+    work; "record" those at the c that rows held out choose, whose fits have up to `max_iterations` each.
+    """
+
+    LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
+    POSITIVE = ("c", "tolerance")
+    ADDED: ClassVar = {"estimator": "fixed_c"}
+
+    c: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    seed: int = 0
+    estimator: Estimator = "fixed_c"
+    _earlier: dict[Key, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def probe_options(self) -> ProbeOptions:
+        return ProbeOptions(
+            self.c, tolerance=self.tolerance, max_iterations=self.max_iterations, estimator=self.estimator
         )
-    return fit_logistic_probes(
-        features[None],
-        targets,
-        c=options.c,
-        num_classes=num_classes,
-        tolerance=options.tolerance,
-        max_iterations=options.max_iterations,
-        start=start,
-    )
+
+    def fits_a_layer(self, model: LayeredModel, number: float, rows: int, num_classes: int) -> Work:
+        """What so many probes of each layer take; without classes regressions."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
+        return fits(model, number=number * (model.num_layers + 1), rows=rows, num_classes=num_classes, **options)
+
+    def fitted(
+        self, features: Tensor, labellings: Mapping[Key, Tensor], num_classes: int | None, *, warm: bool, **how: Any
+    ) -> Sequence[Fitted]:
+        """As `fit_labellings`; if `warm`, each from the last checkpoint's probes of its key, width and classes."""
+        starts = {
+            key: earlier
+            for key, targets in labellings.items()
+            if (earlier := self._earlier.get(key)) is not None
+            and earlier.weight.shape[1] == features.shape[1]
+            and torch.equal(earlier.classes, targets.unique())
+        }
+        how |= {"num_classes": num_classes, "starts": [starts.get(key) for key in labellings]}
+        probes = fit_labellings(features, [*labellings.values()], self.probe_options(), **how)
+        if warm and self.estimator != "watch":
+            pairs = zip(labellings, probes, strict=True)
+            self._earlier |= {key: probe for key, probe in pairs if isinstance(probe, LogisticProbes)}
+        return probes
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,97 +282,6 @@ def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals:
 Pooling = Literal["cls", "mean", "last"]
 
 
-@dataclass(kw_only=True)
-class SplitProbe(StagedAnalysis):
-    """Logistic probes of all layers at once, fitted on rows of `train` and scored on rows of `test`.
-
-    `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
-    work and of both labellings in one go; "record" those at the c that rows held out choose, whose fits have up to
-    `max_iterations` each. The record `probe_c` says which c, and `n` of how many rows. `warm_start`: "record" and
-    "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the rule by
-    which its fits end.
-    """
-
-    LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
-    POSITIVE = ("c", "tolerance")
-    ADDED: ClassVar = {"estimator": "fixed_c", "warm_start": False}
-
-    train: Batches
-    test: Batches
-    seed: int = 0
-    c: float = 1.0
-    tolerance: float = 1e-6
-    max_iterations: int = 1000
-    random_labels: bool = True
-    estimator: Estimator = "fixed_c"
-    warm_start: bool = False
-    _last: dict[str, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def fits(self, model: LayeredModel, *, rows: int, num_classes: int) -> Work:
-        """What the probes of all layers and labellings take."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
-        number = (model.num_layers + 1) * (2 if self.random_labels else 1)
-        return fits(model, number=number, rows=rows, num_classes=num_classes, **options)
-
-    def predictions(
-        self,
-        model: LayeredModel,
-        features: Tensor,
-        labels: Tensor,
-        test: Tensor,
-        layers: Tensor,
-        num_classes: int,
-        tags: Tags,
-        groups: Tensor | None = None,
-    ) -> Iterator[tuple[int, Tensor, TagDict] | Record]:
-        """Layer, log-probabilities (test rows, classes) and tags of each probe: of the labels (rows,), of the control.
-
-        `features` and `test` (layers, rows, dim) are of those layers that the mask `layers` (layers + 1,) holds. Rows
-        of one number in `groups` (rows,) are held out together. What is said of a probe without its predictions comes
-        as a record.
-        """
-        labellings, controls = [labels], [dict(tags)]
-        if self.random_labels:
-            labellings.append(permuted(labels, self.seed))
-            controls.append({**tags, "control": "random_labels"})
-        numbers = layers.nonzero()[:, 0].tolist()
-        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
-        if self.estimator == "watch":
-            options = {"num_classes": num_classes, "groups": groups, "device": device}
-            fits = iter(fit_watching_probes(features, labellings, **options))
-        else:
-            keys = [f"{each.get('pooling')} {each.get('control')} {numbers}" for each in controls]
-            fits = (
-                self._fitted(key, features, each, num_classes, groups, device)
-                for key, each in zip(keys, labellings, strict=True)
-            )
-        for probes, control in zip(fits, controls, strict=True):
-            log_probas = probes.log_proba(test)
-            for layer, log_proba, converged in zip(numbers, log_probas, probes.converged, strict=True):
-                yield layer, log_proba, control if converged else {**control, "num_not_converged": 1}
-            if self.estimator != "fixed_c":
-                for layer, c in zip(numbers, probes.c.tolist(), strict=True):
-                    yield Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=control)
-
-    def _fitted(
-        self, key: str, features: Tensor, labels: Tensor, num_classes: int, groups: Tensor | None, device: torch.device
-    ) -> LogisticProbes:
-        start = self._last.get(key)
-        if start is not None and (
-            start.weight.shape[:2] != (len(features), features.shape[2])
-            or not torch.equal(start.classes, labels.unique())
-        ):
-            start = None  # of another model, or of rows without classes that these have
-        options = {"num_classes": num_classes, "max_iterations": self.max_iterations, "start": start, "device": device}
-        if self.estimator == "record":
-            probes = fit_record_probes(features, labels, groups=groups, **options)
-        else:
-            probes = fit_logistic_probes(features, labels, c=self.c, tolerance=self.tolerance, **options)
-        if self.warm_start:
-            self._last[key] = probes
-        return probes
-
-
 class Fitting(NamedTuple):
     """Features that probes are fitted to, of those layers that the mask `layers` (layers + 1,) holds."""
 
@@ -324,48 +292,63 @@ class Fitting(NamedTuple):
     num_classes: int
     tags: TagDict
     scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # of log-probabilities, tags and layer
-    groups: Tensor | None = None
+    groups: Tensor | None = None  # (rows,): rows of one number are held out together
 
 
-class _FitsOfLayers(FollowingAnalysis):
-    """The probes of all layers, a part each: every process holds the features of all."""
+@dataclass(kw_only=True)
+class SplitProbe(ProbeAnalysis):
+    """Logistic probes of all layers, fitted on rows of `train` and scored on rows of `test`.
 
-    def __init__(self, probe: SplitProbe, references: list[Record], fittings: Sequence[Fitting]) -> None:
-        super().__init__(probe)
-        self.probe, self.references, self.fittings = probe, references, fittings
+    Of the estimators but "fixed_c" the record `probe_c` says which c, and `n` of how many rows. `warm_start`: "record"
+    and "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the
+    rule by which its fits end.
+    """
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[int, int, int]]:
-        for number, fitting in enumerate(self.fittings):
-            for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist()):
-                yield number, place, layer
+    ADDED: ClassVar = {**ProbeAnalysis.ADDED, "warm_start": False}
 
-    def of_part(self, model: LayeredModel, part: tuple[int, int, int]) -> list[tuple[int, Record]]:
-        number, place, layer = part
-        fitting, one = self.fittings[number], slice(place, place + 1)
-        records: list[Record] = []
-        for result in self.probe.predictions(
-            model,
-            fitting.features[one],
-            fitting.labels,
-            fitting.test[one],
-            torch.arange(len(fitting.layers)) == layer,
-            fitting.num_classes,
-            fitting.tags,
-            fitting.groups,
-        ):
-            if isinstance(result, Record):
-                records.append(result)
-            else:
-                _, log_proba, tags = result
-                records += fitting.scores(log_proba, tags, layer)
-        return [(number, record) for record in records]
+    train: Batches
+    test: Batches
+    random_labels: bool = True
+    warm_start: bool = False
 
-    def combine(self, model: LayeredModel, results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
-        """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
-        yield from self.references
-        of_layers = [each for result in results for each in result]
-        of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
-        yield from (record for _, record in of_layers)
+    def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> FollowingAnalysis:
+        """The probes of all layers, a part each: every process holds the features of all."""
+        parts = [
+            (number, place, layer)
+            for number, fitting in enumerate(fittings)
+            for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
+        ]
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+
+        def of_part(part: tuple[int, int, int]) -> list[tuple[int, Record]]:
+            number, place, layer = part
+            return [(number, record) for record in self._of_layer(fittings[number], place, layer, device)]
+
+        def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
+            """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
+            yield from references
+            of_layers = [each for result in results for each in result]
+            of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
+            yield from (record for _, record in of_layers)
+
+        return FollowingAnalysis(self, parts, of_part, records)
+
+    def _of_layer(self, fitting: Fitting, place: int, layer: int, device: torch.device) -> Iterator[Record]:
+        """Of one layer's probes of the labels and of the control; its features stand at a place of all layers'."""
+        controls, labellings = [dict(fitting.tags)], [fitting.labels]
+        if self.random_labels:
+            controls.append({**fitting.tags, "control": "random_labels"})
+            labellings.append(permuted(fitting.labels, self.seed))
+        keys = [(tags.get("pooling"), tags.get("control"), layer) for tags in controls]
+        how: dict[str, Any] = {"warm": self.warm_start, "groups": fitting.groups, "device": device}
+        by_key = dict(zip(keys, labellings, strict=True))
+        probes = self.fitted(fitting.features[place], by_key, fitting.num_classes, **how)
+        for probe, tags in zip(probes, controls, strict=True):
+            assert isinstance(probe, LogisticProbes), "labels are classes"
+            flag = {} if probe.converged.all() else {"num_not_converged": 1}
+            yield from fitting.scores(probe.log_proba(fitting.test[[place]])[0], {**tags, **flag}, layer)
+            if self.estimator != "fixed_c":
+                yield Record(metric="probe_c", value=probe.c.item(), layer=layer, n=len(fitting.labels), tags=tags)
 
 
 @dataclass(kw_only=True)
@@ -399,11 +382,10 @@ class LabelProbe(SplitProbe):
         if train is None or test is None:
             return None
         # of as many classes as the model has; labels of texts are only known when they are read
-        probes, whole = self.fits(model, rows=train.texts, num_classes=model.num_classes or 2), train + test
-        for _ in self._poolings():
-            whole += probes
+        number = (1 + self.random_labels) * len(self._poolings())
+        probes = self.fits_a_layer(model, number, train.texts, model.num_classes or 2)
         held = 4.0 * (model.num_layers + 1) * (train.texts + test.texts) * model.dim * len(self._poolings())
-        return whole + Work(host=held)
+        return train + test + probes + Work(host=held)
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -418,9 +400,9 @@ class LabelProbe(SplitProbe):
 
     def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, dict[Pooling, Tensor]]:
         split, batch = part
-        return split, self._features(model, [batch])
+        return split, self._features(model, batch)
 
-    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> _FitsOfLayers:
+    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> FollowingAnalysis:
         problem = self.problem(model)
         of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
         for split, of_batch in results:
@@ -445,7 +427,7 @@ class LabelProbe(SplitProbe):
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
             scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
-        return _FitsOfLayers(self, [*self.majority(problem)], fittings)
+        return self.probes(model, [*self.majority(problem)], fittings)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
@@ -503,20 +485,15 @@ class LabelProbe(SplitProbe):
             raise InputError(f"{self.name}: {split} holds no rows")
         return _Rows(torch.cat(all_labels), keys)
 
-    def _features(self, model: LayeredModel, batches: Iterable[Batch]) -> dict[Pooling, Tensor]:
-        """Per pooling the vectors (layers + 1, rows, dim), on the CPU; of each batch only these are kept."""
-        prefix = model.num_prefix_tokens
-        features: dict[Pooling, list[Tensor]] = {pooling: [] for pooling in self._poolings()}
-        for batch in batches:
-            trajectory = model.trajectory(batch)
-            for pooling, parts in features.items():
-                first = prefix if pooling == "mean" else 0
-                mask = trajectory.mask[:, first:]
-                pooled = [
-                    pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden
-                ]
-                parts.append(torch.stack(pooled).to(model.dtype).cpu())
-        return {pooling: torch.cat(parts, dim=1) for pooling, parts in features.items()}
+    def _features(self, model: LayeredModel, batch: Batch) -> dict[Pooling, Tensor]:
+        """Per pooling the vectors (layers + 1, rows, dim) of a batch, on the CPU: only these are kept of it."""
+        trajectory, features = model.trajectory(batch), {}
+        for pooling in self._poolings():
+            first = model.num_prefix_tokens if pooling == "mean" else 0
+            mask = trajectory.mask[:, first:]
+            pooled = [pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden]
+            features[pooling] = torch.stack(pooled).to(model.dtype).cpu()
+        return features
 
     def majority(self, problem: "LabelProblem") -> Iterator[Record]:
         share = torch.bincount(problem.train).double() / len(problem.train)
@@ -547,9 +524,7 @@ def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
     """What tells rows apart: images, or texts without their padding."""
     if model.family.sees_images:
         return list(batch["pixel_values"])
-    ids = batch["input_ids"]
-    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    return [row[real] for row, real in zip(ids, mask, strict=True)]
+    return real_tokens(batch)
 
 
 def _key(row: Tensor) -> bytes:

@@ -16,6 +16,8 @@ from lit_layers.analyses.base import (
     States,
     evenly_spread,
     in_convention,
+    variants_of,
+    without_first,
 )
 from lit_layers.analyses.layerwise import Key, LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
 from lit_layers.analyses.statistics import (
@@ -31,7 +33,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
-from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of, variants
+from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
@@ -301,7 +303,7 @@ class LayerSimilarity(DividedAnalysis):
 
         model.pass_states(part, keep)
         hidden, mask = torch.stack(states), masks[0]  # (layers + 1, batch, tokens, dim)
-        mask = mask & (mask.cumsum(-1) > self.drop_first)
+        mask = without_first(mask, self.drop_first)
         left = mask.any(-1)
         hidden, mask = hidden[:, left], mask[left]
         values: dict[Key, Tensor] = {(mode,): _cosines(hidden, mask, mode) for mode in MODES}
@@ -445,13 +447,7 @@ class OrderStates(DividedAnalysis):
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""
-        if model.num_layers < 2:
-            raise InputError(f"{self.name}: an order needs at least two blocks, the model has {model.num_layers}")
-        options = {name: getattr(self, name) for name in ("middles", "seeds", "loops")}
-        try:
-            chosen = variants(model.num_layers, self.variants, **options)
-        except ValueError as error:
-            raise InputError(f"{self.name}: {error}") from error
+        chosen = variants_of(self, model, f"{self.name}: ")
         behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in chosen]
         return [
             (each, each.schedule[: len(each.schedule) - number], model.num_layers - number)
@@ -461,7 +457,7 @@ class OrderStates(DividedAnalysis):
     @torch.no_grad()
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         trajectory = model.trajectory(part)
-        mask = trajectory.mask & (trajectory.mask.cumsum(-1) > self.drop_first)
+        mask = without_first(trajectory.mask, self.drop_first)
         orders = self._orders(model)
         values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
         shared = SharedPrefixes([order for _, order, _ in orders], model.num_layers)

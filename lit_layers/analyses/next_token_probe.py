@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.label_probe import Fitting, SplitProbe, _FitsOfLayers
+from lit_layers.analyses.base import FollowingAnalysis, real_tokens
+from lit_layers.analyses.label_probe import Fitting, SplitProbe
 from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -52,16 +53,6 @@ class Pass(NamedTuple):
     row: Tensor  # (k,) indices into the rows
     context: Tensor  # (k,) which context holds the row
     position: Tensor  # (k,)
-
-
-def real_tokens(batches: Batches) -> list[Tensor]:
-    """The texts without their padding, so that it cannot matter on which side it was."""
-    texts = []
-    for batch in batches:
-        ids = batch["input_ids"]
-        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        texts += [row[real] for row, real in zip(ids, mask, strict=True)]
-    return texts
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
@@ -183,7 +174,8 @@ class NextTokenProbe(SplitProbe):
         rows, layers = train.texts * drawn, model.num_layers + 1
         held = 4.0 * layers * (rows + test.texts * drawn) * model.dim
         head = Work(parts=(Part("head", test.texts * drawn),), host=held)
-        return whole + head + self.fits(model, rows=rows, num_classes=min(self.num_classes, rows))
+        probes = self.fits_a_layer(model, 1 + self.random_labels, rows, min(self.num_classes, rows))
+        return whole + head + probes
 
     def check_data(self) -> None:
         self.check_fields()
@@ -203,7 +195,9 @@ class NextTokenProbe(SplitProbe):
         split, each = part
         return split, _look(model, each, self._problem() if split == "test" else None)
 
-    def then(self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]) -> "NextTokenProbe | _FitsOfLayers":
+    def then(
+        self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]
+    ) -> "NextTokenProbe | FollowingAnalysis":
         problem = self._problem()
         test, head = _together(model, [seen for split, seen in results if split == "test"], problem.test)
         train, _ = _together(model, [seen for split, seen in results if split == "train"], problem.train)
@@ -233,9 +227,8 @@ class NextTokenProbe(SplitProbe):
             return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
         labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
-        return _FitsOfLayers(
-            self, references, [Fitting(train, labels, test, layers, num_classes, tags, scores, groups)]
-        )
+        fitting = Fitting(train, labels, test, layers, num_classes, tags, scores, groups)
+        return self.probes(model, references, [fitting])
 
     def _alike(self, text: Tensor) -> Tensor:
         """Numbers (n,) equal for rows to be held out together: of one document where none has more rows than a fold
@@ -254,7 +247,9 @@ class NextTokenProbe(SplitProbe):
 
     def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
         """Without the broken texts, by their numbers."""
-        train_texts, test_texts = real_tokens(self.train), real_tokens(self.test)
+        train_texts, test_texts = (
+            [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
+        )
         doubles = duplicates(train_texts, test_texts)
         drawn, test = (
             draw_rows(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, evenly_spread
+from lit_layers.analyses.base import DividedAnalysis, evenly_spread, real_tokens
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.readout_scores import MAX_LOGITS
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers
@@ -66,11 +66,7 @@ class NgramAgreement(DividedAnalysis):
 
     @functools.cached_property
     def _texts(self) -> list[np.ndarray]:
-        texts: list[np.ndarray] = []
-        for batch in self.corpus:
-            masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-            texts += [ids[real].numpy() for ids, real in zip(batch["input_ids"], masks, strict=True)]
-        return texts
+        return [text.numpy() for batch in self.corpus for text in real_tokens(batch)]
 
     def tables(self, model: LayeredModel) -> dict[int, NgramTable]:
         """The n-grams of the corpus, by order.

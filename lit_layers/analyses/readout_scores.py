@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows
+from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows, variants_of
 from lit_layers.analyses.statistics import Tags, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -22,7 +22,6 @@ from lit_layers.functional.block_schedules import (
     baseline,
     kendall_distance,
     start_of,
-    variants,
 )
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import SharedPrefixes
@@ -392,19 +391,7 @@ class Interventions(ReadoutAnalysis):
         Raises:
             InputError: options that do not fit the model.
         """
-        if model.num_layers < 2:
-            raise InputError(f"{self.name}: an order needs at least two blocks, the model has {model.num_layers}")
-        try:
-            return variants(
-                model.num_layers,
-                self.variants,
-                middles=self.middles,
-                seeds=self.seeds,
-                loops=self.loops,
-                custom=self.custom,
-            )
-        except ValueError as error:
-            raise InputError(f"{self.name}: {error}") from error
+        return variants_of(self, model, f"{self.name}: ")
 
     @torch.no_grad()
     def sums(self, model: LayeredModel, batch: Batch) -> Sums:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import States
+from lit_layers.analyses.base import States, without_first
 from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
 from lit_layers.data.batches import Batches
@@ -312,7 +312,7 @@ class StateMetric(StatesAnalysis):
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         if self.points == "prompts":
             return {POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
-        kept = mask & (mask.cumsum(-1) > self.drop_first)
+        kept = without_first(mask, self.drop_first)
         prompts = zip(hidden, kept, strict=True)
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members, variants
+from lit_layers.analyses.base import Analysis, variants_of
+from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members
 from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
 from lit_layers.models.view import Batch, LayeredModel, evaluating
@@ -116,19 +115,6 @@ def peak_of_call(call: Callable[[], Any]) -> int:
         (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if event.name() == "[memory]"
     )
     return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
-
-
-def variants_of(analysis: Any, model: LayeredModel, place: str = "") -> list[Variant]:
-    """The variants that an analysis's options of those names ask for, the full model first.
-
-    Raises:
-        InputError: options that do not fit the model; the sentence begins with the `place`.
-    """
-    options = {name: getattr(analysis, name) for name in ("middles", "seeds", "loops", "custom")}
-    try:
-        return variants(model.num_layers, analysis.variants, **options)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{place}{error}") from error
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import States, evenly_spread, in_convention
+from lit_layers.analyses.base import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
 from lit_layers.analyses.statistics import (
     complete,
@@ -124,7 +124,7 @@ class _GeometryRun(LayerwiseRun):
             in_convention(self.model, self.options.states, layer, hidden)
             for layer, hidden in ((visit.layer - 1, visit.before), (visit.layer, visit.after))
         )
-        kept = (visit.mask & (visit.mask.cumsum(-1) > self.options.drop_first)).cpu()
+        kept = without_first(visit.mask, self.options.drop_first).cpu()
         moved = torch.stack([each(before, after, undefined="nan").cpu() for each in (block_influence, step_ratio)])
         moved = moved.masked_fill(~kept, torch.nan)
         missing = (moved.isnan() & kept).sum(-1)

@@ -2,19 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
+from lit_layers.analyses.base import FollowingAnalysis
 from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
 from lit_layers.analyses.label_probe import (
-    Estimator,
-    Fitted,
+    ProbeAnalysis,
     ProbeOptions,
     RowScores,
     TagDict,
@@ -30,13 +29,13 @@ from lit_layers.errors import InputError
 from lit_layers.functional.probe import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Work, fits, of_texts
+from lit_layers.models.workload import Work, of_texts
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
 
 
 @dataclass(kw_only=True)
-class OnTask(StagedAnalysis):
+class OnTask(ProbeAnalysis):
     """Linear probes on a downstream task.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
@@ -63,10 +62,8 @@ class OnTask(StagedAnalysis):
     """
 
     kind: ClassVar[str]  # first part of the name
-    LEAST: ClassVar = {"penalty": 0, "seed": 0, "max_iterations": 1}
-    POSITIVE = ("c", "tolerance")
+    LEAST: ClassVar = {**ProbeAnalysis.LEAST, "penalty": 0}
     UNMEASURED = ("cache",)
-    ADDED: ClassVar = {"estimator": "fixed_c"}
 
     task: str | ProbeTask
     tokenizer: str
@@ -75,12 +72,7 @@ class OnTask(StagedAnalysis):
     name: str = ""
     pooling: TextPooling = "last"
     max_tokens: int = 512
-    c: float = 1.0
     penalty: float = 1.0
-    tolerance: float = 1e-6
-    max_iterations: int = 1000
-    seed: int = 0
-    estimator: Estimator = "fixed_c"
     cache: str | None = None
     _reader: TaskReader | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -108,7 +100,7 @@ class OnTask(StagedAnalysis):
         held = 4.0 * model.dim * (len(train) + len(test))
         return (
             work
-            + self._fits(model, len(train), len(data.classes or ()))
+            + self.all_fits(model, len(train), len(data.classes or ()))
             + Work(host=held, disk=held * (model.num_layers + 1))
         )
 
@@ -118,10 +110,9 @@ class OnTask(StagedAnalysis):
     def of_part(self, model: LayeredModel, part: None) -> None:
         """Nothing: features are too large to be sent."""
 
-    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
-        """Of so many probes a layer; a regression is one decomposition."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
-        return fits(model, number=number * (model.num_layers + 1), rows=rows, num_classes=num_classes, **options)
+    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
+        """What the probes take that are fitted to so many training rows."""
+        return self.fits_a_layer(model, 1, rows, num_classes)
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         """The parts that are measured on; train holds the validation rows."""
@@ -146,8 +137,8 @@ class OnTask(StagedAnalysis):
         parts = kept.split([rows.shape[1] for rows in defined.values()])
         return layers, dict(zip(defined, parts, strict=True))
 
-    def _options(self) -> ProbeOptions:
-        return ProbeOptions(self.c, self.penalty, self.tolerance, self.max_iterations, self.estimator)
+    def probe_options(self) -> ProbeOptions:
+        return replace(super().probe_options(), penalty=self.penalty)
 
     def _read(self) -> TaskReader:
         if self._reader is None:
@@ -196,12 +187,11 @@ class Probe(OnTask):
     random_labels: bool = True
     untrained: bool = False
     warm_start: bool = False
-    _last: dict[tuple[str, int], LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
-        return super()._fits(model, rows, num_classes, 1 + self.random_labels + self.untrained)
+    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
+        return self.fits_a_layer(model, 1 + self.random_labels + self.untrained, rows, num_classes)
 
-    def then(self, model: LayeredModel, results: list[None]) -> "_Layers":
+    def then(self, model: LayeredModel, results: list[None]) -> FollowingAnalysis:
         self.check(model)
         rows = self._rows(model)
         features = self._features(model, rows)
@@ -228,12 +218,14 @@ class Probe(OnTask):
                     yield from self._curves(fitting, rows, [each for each in scores if each.layer])
 
         present = torch.stack([each.features.layers for each in fittings]).any(0)
-        return _Layers(self, present.nonzero()[:, 0].tolist(), of_layer, records)
+        return FollowingAnalysis(self, present.nonzero()[:, 0].tolist(), of_layer, records)
 
     def _of_layer(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
         features, labels, control = fitting
         tags = self._tags(fitting, rows)
-        probe = self._fitted(features.layer("train", layer), labels, rows, (str(control), layer))
+        by_key = {(control.get("control"), layer): labels}
+        train, num_classes = features.layer("train", layer), rows.num_classes or None
+        (probe,) = self.fitted(train, by_key, num_classes, warm=self.warm_start)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
         records: list[Record] = []
@@ -271,42 +263,8 @@ class Probe(OnTask):
         missing = left_out("", ~torch.cat([*fitting.features.rows.values()]))
         return {"task": rows.data.name, **fitting.control, **missing}
 
-    def _fitted(self, features: Tensor, labels: Tensor, rows: TaskRows, key: tuple[str, int]) -> Fitted:
-        start = self._last.get(key)
-        if start is not None and start.weight.shape[1] != features.shape[1]:  # of another model
-            start = None
-        probe = fit_layer(features, labels, self._options(), num_classes=rows.num_classes or None, start=start)
-        if self.warm_start and isinstance(probe, LogisticProbes):
-            self._last[key] = probe
-        return probe
-
     def _rows(self, model: LayeredModel) -> TaskRows:
         return self._read().rows(model, join_validation=self.fit_on == "train_and_validation")
-
-
-class _Layers(FollowingAnalysis):
-    """The probes of each layer, a part each."""
-
-    def __init__(
-        self,
-        analysis: OnTask,
-        layers: Sequence[int],
-        of_layer: Callable[[int], Any],
-        records: Callable[[list[Any]], Iterable[Record]],
-    ) -> None:
-        super().__init__(analysis)
-        if not layers:
-            raise nothing_defined(analysis.name)
-        self.layers, self.of_layer, self.records = layers, of_layer, records
-
-    def parts(self, model: LayeredModel) -> Iterable[int]:
-        return self.layers
-
-    def of_part(self, model: LayeredModel, part: int) -> Any:
-        return self.of_layer(part)
-
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
-        return self.records(results)
 
 
 class _Kept(NamedTuple):
@@ -383,11 +341,11 @@ class SampleSizeSweep(OnTask):
     layers: list[int] | None = None
     num_seeds: int = 5
 
-    def _fits(self, model: LayeredModel, rows: int, num_classes: int, number: float = 1) -> Work:
+    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
         share = 1 if self.layers is None else len(self.layers) / (model.num_layers + 1)
-        whole = super()._fits(model, rows, num_classes, share)
+        whole = self.fits_a_layer(model, share, rows, num_classes)
         for each in sizes(rows)[:-1]:
-            whole += super()._fits(model, each, num_classes, share * self.num_seeds)
+            whole += self.fits_a_layer(model, share * self.num_seeds, each, num_classes)
         return whole
 
     def check_options(self, model: LayeredModel) -> None:
@@ -398,7 +356,7 @@ class SampleSizeSweep(OnTask):
         if self.layers is not None and len(set(self.layers)) < len(self.layers):
             raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
 
-    def then(self, model: LayeredModel, results: list[None]) -> _Layers:
+    def then(self, model: LayeredModel, results: list[None]) -> FollowingAnalysis:
         self.check(model)
         rows = self._rows(model)
         parts = self._features(model, rows)
@@ -414,8 +372,9 @@ class SampleSizeSweep(OnTask):
             ]
 
         layers = range(model.num_layers + 1) if self.layers is None else self.layers
-        present = [layer for layer in layers if defined[layer]]
-        return _Layers(self, present, of_layer, itertools.chain.from_iterable)
+        if not (present := [layer for layer in layers if defined[layer]]):
+            raise nothing_defined(self.name)
+        return FollowingAnalysis(self, present, of_layer, itertools.chain.from_iterable)
 
     def _of_size(
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
@@ -429,7 +388,7 @@ class SampleSizeSweep(OnTask):
                 seen.append(len(chosen.unique()))
                 if seen[-1] < 2:
                     continue  # one class: no probe
-            probe = fit_layer(features[subset], chosen, self._options(), num_classes=rows.num_classes or None)
+            probe = fit_layer(features[subset], chosen, self.probe_options(), num_classes=rows.num_classes or None)
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
             if scores.hits is None:

@@ -153,8 +153,12 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
     monkeypatch.setattr(label_probe, name, fit)
     model, labels = SimpleNamespace(device=torch.device(model_is_on)), torch.arange(20) % 2
     probe, features = analysis(*split, estimator=estimator), torch.randn(2, 20, 3)
-    predictions = list(probe.predictions(model, features, labels, features, torch.tensor([True, True]), 2, {}))
-    assert [each[0] for each in predictions[:2]] == [0, 1]
+    layers = torch.tensor([True, True])
+    fitting = label_probe.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
+    probes = probe.probes(model, [], [fitting])
+    parts = list(probes.parts(model))
+    assert [layer for _, _, layer in parts] == [0, 1]
+    assert [len(probes.of_part(model, part)) for part in parts] == [int(estimator != "fixed_c")] * 2  # which c
 
 
 @pytest.mark.parametrize("estimator", ["fixed_c", pytest.param("record", marks=pytest.mark.soak)])

@@ -183,6 +183,7 @@ def every_analysis() -> set[str]:
         "FollowingAnalysis",
         "HeadAnalysis",
         "OnTask",
+        "ProbeAnalysis",
         "PromptAnalysis",
         "RoundedAnalysis",
         "SplitProbe",
