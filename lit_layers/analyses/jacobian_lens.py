@@ -270,7 +270,7 @@ def with_shuffled_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
     model = copy.deepcopy(view.model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for block in LayeredModel(model).blocks:
+        for block in dict.fromkeys(LayeredModel(model).blocks):
             for weight in block.parameters():
                 if weight.ndim > 1:
                     order = torch.randperm(weight.numel(), generator=generator).to(weight.device)

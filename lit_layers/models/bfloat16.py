@@ -26,7 +26,7 @@ class BFloat16View(LayeredModel):
     def __init__(self, exact: LayeredModel) -> None:
         super().__init__(_copy(exact.model))
         self.exact = exact
-        for block in self.blocks:
+        for block in dict.fromkeys(self.blocks):
             for module in block.modules():
                 _round_(module)
             block.forward = _in_bfloat16(block.forward, exact.device.type)

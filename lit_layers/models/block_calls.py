@@ -1,14 +1,89 @@
 """How blocks are called: a block with the other arguments of one call, and what blocks take and give."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluating
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How blocks hold a state that they do not hold as (batch, tokens, dim): with its axes in another order, with
+    several streams for each token, which are its `dim` side by side, with more tokens than the text has, or with a
+    part of it beside the other, in tensors (batch, tokens, width) that each block hands to the next one."""
+
+    axes: tuple[int, ...]  # of a state as blocks hold it: batch, tokens, then what is laid side by side
+    sizes: tuple[int, ...]  # of the latter
+    beside: tuple[tuple[int, int, int], ...] = ()  # place among a block's other arguments, in what it returns; width
+    streams: int = 1  # that lie one behind the other along the tokens
+    num_tokens: int | None = None  # of the text of one call
+    num_held: int | None = None  # of the tokens that blocks hold of it: the ones behind the text are zeros
+
+    @property
+    def dim(self) -> int:
+        return math.prod(self.sizes) + sum(width for _, _, width in self.beside)
+
+    @property
+    def told(self) -> str:
+        """What a state is of each token."""
+        return " + ".join([" x ".join(map(str, self.sizes)), *(str(width) for _, _, width in self.beside)])
+
+    def at(self, held: Tensor, num_tokens: int | None = None) -> "Layout":
+        """Of a call with a text of so many tokens (None: as many as they hold), whose blocks hold such a state."""
+        return replace(self, num_tokens=num_tokens, num_held=self._spread(held).shape[1])
+
+    def taken(self, held: Tensor, args: tuple) -> Tensor:
+        """The state (batch, tokens, dim) with which a block is called; zeros for what it is not given."""
+        state = self._seen(held)
+        parts = [
+            state.new_zeros(*state.shape[:2], width) if args[place] is None else args[place]
+            for place, _, width in self.beside
+        ]
+        return torch.cat([state, *parts], dim=-1) if parts else state
+
+    def given(self, output: Any) -> Tensor:
+        """The state (batch, tokens, dim) in what a block returns."""
+        state, parts = self._seen(first(output)), [output[place] for _, place, _ in self.beside]
+        return torch.cat([state, *parts], dim=-1) if parts else state
+
+    def put(self, hidden: Tensor, args: tuple) -> tuple[Tensor, tuple]:
+        """The state as a block is called with it, and its other arguments with what is beside."""
+        held, parts = self._held(hidden)
+        others = list(args)
+        for (place, _, _), part in zip(self.beside, parts, strict=True):
+            others[place] = part
+        return held, tuple(others)
+
+    def returned(self, hidden: Tensor, num_values: int) -> Any:
+        """The state as a block returns it that returns so many values in a tuple."""
+        held, parts = self._held(hidden)
+        values = in_place_of(held, num_values)
+        if not parts:
+            return values
+        places = {place: part for (_, place, _), part in zip(self.beside, parts, strict=True)}
+        return tuple(places.get(number, value) for number, value in enumerate(values))
+
+    def _seen(self, held: Tensor) -> Tensor:
+        return self._spread(held)[:, : self.num_tokens].flatten(2)
+
+    def _held(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        state, *parts = hidden.split([math.prod(self.sizes), *(width for _, _, width in self.beside)], dim=-1)
+        more = 0 if self.num_held is None else self.num_held - hidden.shape[1]
+        spread = F.pad(state, (0, 0, 0, more)).unflatten(2, self.sizes)
+        held = spread.permute([self.axes.index(axis) for axis in range(len(self.axes))])
+        return held.flatten(1, 2) if self.streams > 1 else held, parts
+
+    def _spread(self, held: Tensor) -> Tensor:
+        split = held.unflatten(1, (self.streams, -1)) if self.streams > 1 else held
+        return split.permute(self.axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,12 +94,16 @@ class BlockCall:
     args: tuple
     kwargs: dict[str, Any]
     alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
+    layout: Layout | None = None  # of its states, where it is another than (batch, tokens, dim)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
             return self.alignment.given_back(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
-            return first(self.module(hidden, *self.args, **self.kwargs))
+            if self.layout is None:
+                return first(self.module(hidden, *self.args, **self.kwargs))
+            held, args = self.layout.put(hidden, self.args)
+            return self.layout.given(self.module(held, *args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
         """The call with states of the batch as the model was called with it."""
@@ -33,32 +112,49 @@ class BlockCall:
     def cut(self, index: int, batch_size: int) -> "BlockCall":
         """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
         alignment = None if self.alignment is None else self.alignment.of_prompt(index)
-        return BlockCall(self.module, cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size), alignment)
+        args, kwargs = cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size)
+        return replace(self, args=args, kwargs=kwargs, alignment=alignment)
 
 
 @contextmanager
 def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each of the blocks is called as the function in its place."""
-    before = [vars(block).get("forward") for block in blocks]
+    """Inside, each of the blocks is called as the function in its place: a module that stands there several times as
+    one function after the other."""
+    turns: dict[nn.Module, list[Callable[..., Any]]] = {}
+    for block, forward in zip(blocks, forwards, strict=True):
+        turns.setdefault(block, []).append(forward)
+    before = [vars(block).get("forward") for block in turns]
     try:
-        for block, forward in zip(blocks, forwards, strict=True):
-            block.forward = forward
+        for block, functions in turns.items():
+            block.forward = functions[0] if len(functions) == 1 else _in_turn(functions)
         yield
     finally:
-        for block, previous in zip(blocks, before, strict=True):
+        for block, previous in zip(turns, before, strict=True):
             if previous is None:
                 vars(block).pop("forward", None)
             else:  # another tool's, such as one that moves weights between devices
                 block.forward = previous
 
 
-def hand_on(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
+def _in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    turns = itertools.cycle(forwards)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return next(turns)(*args, **kwargs)
+
+    return forward
+
+
+def hand_on(num_values: int, last: Tensor | None = None, layout: Layout | None = None) -> Callable[..., Any]:
     """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
     values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        state = split_arguments(args, kwargs)[0] if last is None else last
-        return in_place_of(state, num_values)
+        state, args, _ = split_arguments(args, kwargs)
+        if layout is None:
+            return in_place_of(state if last is None else last, num_values)
+        layout_here = layout.at(state, None if last is None else last.shape[1])
+        return layout_here.returned(layout_here.taken(state, args) if last is None else last, num_values)
 
     return forward
 

@@ -250,7 +250,7 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
         times.append(time.perf_counter())
 
     handles = [model.blocks[0].register_forward_pre_hook(note)]
-    handles += [block.register_forward_hook(note) for block in model.blocks]
+    handles += [block.register_forward_hook(note) for block in dict.fromkeys(model.blocks)]
     try:
         with torch.inference_mode(), evaluating(model.model):
             for _ in range(warm_up + rounds):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule, members
-from lit_layers.models.block_calls import first, in_place_of, is_cache, num_values, replaced, split_arguments
+from lit_layers.models.block_calls import Layout, first, in_place_of, is_cache, num_values, replaced, split_arguments
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, Trajectory
@@ -55,7 +55,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
     """
     network: Network = getattr(model, "_orig_mod", model)
-    blocks = family_of(network).block_list(network)
+    family = family_of(network)
+    blocks = family.block_list(network)
     if getattr(getattr(network, "config", None), "rescale_every", 0):
         raise InputError(
             f"{type(network).__name__} halves its states every few blocks, which no other order follows: set its "
@@ -66,6 +67,11 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
         raise ValueError("schedule: expected at least one step, got none")
     if parallel not in EXECUTIONS:
         raise ValueError(f"parallel: expected loop or stacked, got {parallel!r}")
+    if parallel == "stacked" and family.layout is not None:
+        raise InputError(
+            f"parallel: the blocks of {type(network).__name__} hold their states otherwise than (batch, tokens, dim), "
+            'and cannot be stacked; use parallel="loop"'
+        )
     stacks = {
         step: StackedBlocks([blocks[number - 1] for number in step], step, type(network).__name__)
         for step in dict.fromkeys(steps)
@@ -73,7 +79,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     }
     _claim(network, steps)
     tuples = _IN_TUPLES.setdefault(network, {})
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples)
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples, family.layout)
     watch = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         with replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
@@ -125,10 +131,11 @@ class _Order:
         kind: str,
         stacks: dict[tuple[int, ...], StackedBlocks],
         tuples: dict[type, int],
+        layout: Layout | None,
     ) -> None:
         self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
         self.calls = threading.local()
-        self.tuples = tuples
+        self.tuples, self.layout = tuples, layout
         self.number = next(_NUMBERS)
 
     def at(self, number: int) -> Callable[..., Any]:
@@ -144,10 +151,10 @@ class _Order:
                 )
             returned = self._num_values(number, hidden, args, kwargs)
             call.arguments.append((args, kwargs))
-            if number == len(self.forwards):
-                hidden = self._run(call)
-                del self.calls.now
-            return in_place_of(hidden, returned)
+            if number < len(self.forwards):
+                return in_place_of(hidden, returned)
+            del self.calls.now
+            return self._run(call, returned)
 
         return forward
 
@@ -163,12 +170,15 @@ class _Order:
                     "with the whole text in this one"
                 )
 
-    def _run(self, call: _Call) -> Tensor:
+    def _run(self, call: _Call, returned: int) -> Any:
         caches = _Slots(len(self.forwards), self.kind)
+        first_args, _ = call.arguments[0]
+        layout = None if self.layout is None else self.layout.at(call.hidden)
+        hidden = call.hidden if layout is None else layout.taken(call.hidden, first_args)
         for number, (args, kwargs) in enumerate(call.arguments, 1):
             for value in (*args, *kwargs.values()):
-                caches.lengthen(value, number, call.hidden)
-        hidden, slot = call.hidden, 0
+                caches.lengthen(value, number, hidden)
+        slot = 0
         for step in self.steps:
             if isinstance(step, tuple) and (stack := self.stacks.get(step)) is not None:
                 calls = [call.arguments[number - 1] for number in step]
@@ -180,10 +190,12 @@ class _Order:
                 args, kwargs = call.arguments[number - 1]
                 args = tuple(caches.of(value, slot, number) for value in args)
                 kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
-                outputs.append(first(self.forwards[number - 1](hidden, *args, **kwargs)))
+                held, args = (hidden, args) if layout is None else layout.put(hidden, args)
+                output = self.forwards[number - 1](held, *args, **kwargs)
+                outputs.append(first(output) if layout is None else layout.given(output))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-        return hidden
+        return in_place_of(hidden, returned) if layout is None else layout.returned(hidden, returned)
 
     def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
         """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""

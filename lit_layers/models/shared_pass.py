@@ -247,16 +247,23 @@ def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
-    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory)."""
-    tensors: dict[int, tuple[str, str, Tensor]] = {}  # a tied one once
+    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory); of
+    rotary frequencies, which some models write anew at each call, the values."""
+    tensors: dict[int, tuple[str, Tensor, bool]] = {}  # a tied one once
     for path, module in _modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                tensors.setdefault(id(tensor), (path, name, tensor))
+                is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
+                tensors.setdefault(id(tensor), (path + name, tensor, is_table))
     return {
-        path + name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for path, name, tensor in tensors.values()
+        name: (id(tensor), tensor.data_ptr(), _written(tensor, is_table)) for name, tensor, is_table in tensors.values()
     }
+
+
+def _written(tensor: Tensor, is_table: bool) -> int | bytes:
+    if is_table and tensor.device.type != "meta":
+        return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def hook_ids(model: nn.Module) -> dict[str, set]:

@@ -99,7 +99,11 @@ class StreamedModel(LayeredModel):
                     break
             else:
                 raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
-            hidden, mask = states[0], mask_of(inputs, states[0])
+            hidden, layout = states[0], self._layout(states[0], inputs)
+            if layout is not None:
+                hidden = layout.taken(hidden, calls[0].args)
+                calls = [replace(call, layout=layout) for call in calls]
+            mask = mask_of(inputs, hidden)
             if alignment is not None:
                 hidden, mask = alignment.given_back(hidden), alignment.given_mask
                 calls = [replace(call, alignment=alignment) for call in calls]
@@ -240,7 +244,7 @@ class StreamedModel(LayeredModel):
             hidden, args, kwargs = split_arguments(args, kwargs)
             states.append(hidden)
             calls.append(BlockCall(block, args, kwargs))
-            if block is self.blocks[-1]:
+            if len(calls) == self.num_layers:
                 raise _PastTheBlocks
             return in_place_of(hidden, num_values)
 

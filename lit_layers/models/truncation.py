@@ -61,7 +61,7 @@ def _expect_the_same_again(cut: Network) -> None:
         return
     try:
         difference = apart_when_built_again(cut)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"{type(cut).__name__} is not cut: its config says nothing of fewer blocks ({one_line(error)})"
         ) from error
@@ -90,7 +90,10 @@ def _set_depth(config: Any, num_layers: int) -> None:
             setattr(config, name, list(getattr(config, name))[:num_layers])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
         config.attention_types = [[config.attention_layers, 1]]
-    config.num_hidden_layers = num_layers
+    try:
+        config.num_hidden_layers = num_layers
+    except NotImplementedError as error:
+        raise InputError(f"this {type(config).__name__} says no number of blocks that can be cut: {error}") from error
     if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)

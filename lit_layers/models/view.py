@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
-from lit_layers.models.block_calls import BlockCall, cut, first, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, Layout, cut, first, replaced, softened, split_arguments
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.families.structure import UNPROVEN, is_proven
@@ -165,10 +165,13 @@ class LayeredModel:
             nonlocal in_tuple
             before, args, kwargs = split_arguments(args, kwargs)
             in_tuple = output is not first(output)
-            of_layers = ([] if calls else [before]) + ([] if as_far_as_0 else [first(output)])
+            layout, after = self._layout(before, inputs), first(output)
+            if layout is not None and hidden is None:
+                before, after = layout.taken(before, args), layout.given(output)
+            of_layers = ([] if calls else [before]) + ([] if as_far_as_0 else [after])
             for state in of_layers if hidden is None else ():
                 states.append(state if alignment is None else alignment.given_back(state))
-            calls.append(BlockCall(module, args, kwargs, alignment))
+            calls.append(BlockCall(module, args, kwargs, alignment, layout))
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
@@ -198,10 +201,12 @@ class LayeredModel:
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal layer
+            before, args, _ = split_arguments(args, kwargs)
+            layout = self._layout(before, inputs)
             if layer == 0:
-                give(split_arguments(args, kwargs)[0])
+                give(before if layout is None else layout.taken(before, args))
             layer += 1
-            give(first(output))
+            give(first(output) if layout is None else layout.given(output))
 
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs, alignment = self._inputs(batch)
@@ -254,9 +259,10 @@ class LayeredModel:
             hidden, args, kwargs = split_arguments(args, kwargs)
             return (hidden, *softened(args, masks)), softened(kwargs, masks)
 
-        handles = [block.register_forward_hook(note, with_kwargs=True) for block in self.blocks]
+        blocks = dict.fromkeys(self.blocks)  # some run several times
+        handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
         if self.dtype == torch.float64:
-            handles += [block.register_forward_pre_hook(soften, with_kwargs=True) for block in self.blocks]
+            handles += [block.register_forward_pre_hook(soften, with_kwargs=True) for block in blocks]
         try:
             yield
         finally:
@@ -280,6 +286,11 @@ class LayeredModel:
         handed_on = replaced(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._logits(inputs)
+
+    def _layout(self, held: Tensor, inputs: Mapping[str, Tensor]) -> Layout | None:
+        """Of the states of one call, such as this one."""
+        layout = self.family.layout
+        return None if layout is None else layout.at(held, inputs[self.family.inputs[0]].shape[1])
 
     def _logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._real(self.family.logits(self.model, inputs))

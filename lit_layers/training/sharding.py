@@ -149,7 +149,7 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
     for part in model.modules():
         _take_from_first_(part._buffers, mesh, moved)
     whole = _Whole(_skeleton(model))
-    for shard in (*LayeredModel(model).blocks, model):
+    for shard in (*dict.fromkeys(LayeredModel(model).blocks), model):
         for part in shard.modules():
             _take_from_first_(part._parameters, mesh, moved)
         fully_shard(shard, mesh=mesh, mp_policy=policy)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
@@ -17,6 +17,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
+from tests.support.tiny_models import tiny
 
 CAUSAL = {
     "opt": "OPTForCausalLM",
@@ -94,6 +95,56 @@ def test_padding_on_either_side_changes_no_state_and_a_prompt_is_what_it_is_alon
             prompt = trajectory.prompt(index)
             torch.testing.assert_close(prompt.hidden[:, 0, mask], alone.hidden[:, 0], **CLOSE)
             torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], **CLOSE)
+
+
+OTHER_STATES = {  # class, of how many numbers a state is, and what of the last layer's are its first ones
+    "xlnet": ("XLNetLMHeadModel", 32, 32),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", 128, 128),
+    "gemma3n_text": ("Gemma3nForCausalLM", 128, 128),
+    "prophetnet": ("ProphetNetForCausalLM", 96, 32),
+    "zaya": ("ZayaForCausalLM", 288, 32),
+    "longformer": ("LongformerForMaskedLM", 32, 32),
+    "albert": ("AlbertForMaskedLM", 32, 32),
+    "bart": ("BartForConditionalGeneration", 32, 32),
+}
+
+
+def as_given(model_type: str, state: torch.Tensor) -> torch.Tensor:
+    """(batch, tokens, dim) of a state as transformers gives it out."""
+    state = state.permute(1, 2, 0, 3) if model_type == "gemma3n_text" else state
+    return state.flatten(2)
+
+
+@pytest.mark.parametrize("model_type", OTHER_STATES)
+def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_type):
+    kind, dim, first = OTHER_STATES[model_type]
+    view, batch = LayeredModel(tiny_model(kind, model_type)), texts()
+    trajectory = view.trajectory(batch)
+    assert (tuple(trajectory.hidden.shape), view.dim) == ((LAYERS + 1, 3, 10, dim), dim)
+    with torch.no_grad():
+        output = view.model(input_ids=batch["input_ids"], output_hidden_states=True)
+    given = output.decoder_hidden_states if model_type == "bart" else output.hidden_states
+    for layer in range(LAYERS):
+        torch.testing.assert_close(trajectory.hidden[layer, ..., :first], as_given(model_type, given[layer]), **CLOSE)
+    torch.testing.assert_close(trajectory.logits, output.logits, **CLOSE)
+    torch.testing.assert_close(view.readout(trajectory.hidden[-1]), output.logits, **CLOSE)
+    looked_at = []
+    view.pass_states(batch, lambda layer, hidden, mask: looked_at.append(hidden))
+    torch.testing.assert_close(torch.stack(looked_at), trajectory.hidden)
+
+
+def test_padding_of_the_model_s_own_is_not_taken_for_a_second_stream():
+    """Texts of 12 tokens are held as 24 either way; of 11, padding is one more."""
+    view = LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
+    assert (view.dim, view.trajectory({"input_ids": torch.arange(3, 20)[None]}).hidden.shape) == (32, (4, 1, 17, 32))
+
+
+def test_an_encoder_stands_beside_the_blocks_and_one_that_leads_to_them_is_refused():
+    view = LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))
+    assert "blocks: model.decoder.layers; beside: model.encoder.layers" in repr(view)
+    assert not view.predicts_next_token
+    with pytest.raises(InputError, match=r"several rows of blocks: funnel\.encoder\.blocks\.0, funnel\.dec"):
+        LayeredModel(tiny_model("FunnelForMaskedLM", "funnel"))
 
 
 def test_images_pass_the_blocks_that_their_structure_shows():
@@ -284,27 +335,11 @@ def test_a_model_without_weights_is_counted_and_not_measured():
 
 def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
     """The rotary frequencies of Phi 3.5 are written anew at each call: others for texts beyond 4,096 tokens alone."""
-    config = Phi3Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=131072,
-        original_max_position_embeddings=4096,
-        pad_token_id=0,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-        },
-    )
-    torch.manual_seed(0)
-    view = LayeredModel(Phi3ForCausalLM(config).eval())
+    view = LayeredModel(tiny("phi3"))
     assert view.origin == "structure"
-    ids = torch.arange(9)[None] + 3
+    ids = torch.arange(18).reshape(2, 9) + 3
+    found = measure(view, TrajectoryAnalysis(batches=Listed({"input_ids": ids})), run="phi3", step=0)
+    assert found.error is None, "writing what stands there is no disturbance"
     trajectory = view.trajectory({"input_ids": ids})
     expected = view.model(input_ids=ids, use_cache=False, output_hidden_states=True)
     torch.testing.assert_close(trajectory.logits, expected.logits)

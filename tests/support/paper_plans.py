@@ -75,6 +75,17 @@ def _phi(layers: int, dim: int) -> dict:
     return _plain("phi", "PhiForCausalLM", layers, dim, 4 * dim, 32, 51200)
 
 
+def _phi3() -> dict:
+    """Rotary frequencies for long texts are scaled by factors that are no part of a count."""
+    factors = dict.fromkeys(("long_factor", "short_factor"), [1.0] * 48)
+    return _plain("phi3", "Phi3ForCausalLM", 32, 3072, 8192, 32, 32064) | {
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", **factors},
+        "sliding_window": 262144,
+    }
+
+
 def _gemma(layers: int, dim: int, inner: int, heads: int, keys: int) -> dict:
     more = {"num_key_value_heads": keys, "head_dim": 256}
     return _plain("gemma", "GemmaForCausalLM", layers, dim, inner, heads, 256000, **more)
@@ -102,6 +113,7 @@ CONFIGS = {
     "microsoft/phi-1": _phi(24, 2048),
     "microsoft/phi-1_5": _phi(24, 2048),
     "microsoft/phi-2": _phi(32, 2560),
+    "microsoft/Phi-3.5-mini-instruct": _phi3(),
     "google/gemma-2b": _gemma(18, 2048, 16384, 8, 1),
     "google/gemma-7b": _gemma(28, 3072, 24576, 16, 16),
     "meta-llama/Llama-2-7b-hf": _llama(32, 4096, 11008, 32),

@@ -37,6 +37,7 @@ MODELS = {  # repository: family and blocks
     "microsoft/phi-1": ("phi", 24),
     "microsoft/phi-1_5": ("phi", 24),
     "microsoft/phi-2": ("phi", 32),
+    "microsoft/Phi-3.5-mini-instruct": ("phi3", 32),
     "google/gemma-2b": ("gemma", 18),
     "google/gemma-7b": ("gemma", 28),
     "meta-llama/Llama-2-7b-hf": ("llama", 32),

@@ -74,6 +74,8 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
     """The module of a block: itself, or with the arguments that a block of a trajectory carries."""
     if isinstance(block, nn.Module):
         return Call(block, (), {})
+    if getattr(block, "layout", None) is not None:  # its module holds states otherwise than it is called with
+        return None
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
     if isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict):
         return Call(module, args, kwargs)

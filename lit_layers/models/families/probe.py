@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import first, split_arguments
+from lit_layers.models.block_calls import Layout, first, split_arguments
 from lit_layers.models.families.rows import Network, by_name, by_pixels, one_side, text_config
 
 NUM_TOKENS = 12
@@ -59,6 +59,10 @@ class Watched(NamedTuple):
         """The state that it returns; None where it returns none."""
         output = first(self.output)
         return output if isinstance(output, Tensor) else None
+
+    def seen(self, layout: Layout) -> "Watched":
+        """The call with its states as (batch, tokens, dim)."""
+        return self._replace(state=layout.taken(self.state, self.args), output=layout.given(self.output))
 
 
 def is_timm(model: nn.Module) -> bool:

@@ -42,6 +42,7 @@ class Evidence:
     def __init__(self, model: Network, family: Any, probe: Probe) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
+        self.layout = None  # of the states of this batch
         self.calls, output, self.limit = self._passed(probe.call)
         self.logits = family.result(output)
         self.states = [self.calls[0].state, *(call.after for call in self.calls)]
@@ -72,13 +73,16 @@ class Evidence:
         if len(self.blocks) == 1:
             return 0.0
         shifted = self._shifted(self.states[1])
-        original = self.blocks[0].forward
+        original, *others = [block.forward for block in self.blocks]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            return shifted if isinstance(output, Tensor) else type(output)((shifted, *output[1:]))
+            if self.layout is not None and self.layout.beside:
+                return self.layout.returned(shifted, len(output))
+            state = shifted if self.layout is None else self.layout.returned(shifted, 0)
+            return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
 
-        with replaced(self.blocks[:1], [forward]):
+        with replaced(self.blocks, [forward, *others]):
             calls, _, _ = self._passed(self.probe.call)
         hidden, worst = shifted, 0.0
         for number in self._numbers()[1:]:
@@ -123,6 +127,8 @@ class Evidence:
         for number, (with_blocks, without) in enumerate(zip(self.calls, calls, strict=True), start=1):
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
             theirs |= without.kwargs
+            for place, _, _ in self.layout.beside if self.layout else ():  # a part of the state
+                del mine[place]
             unlike = [name for name, value in mine.items() if not _alike(value, theirs.get(name))]
             if unlike and not self._is_idle(number, without):
                 raise NotShown(f"block {number} is called with something ({unlike[0]}) that blocks before it have made")
@@ -130,7 +136,7 @@ class Evidence:
     def _is_idle(self, number: int, without: Watched) -> bool:
         """Whether a block does the same without what blocks before it have made."""
         try:
-            found = BlockCall(without.module, without.args, without.kwargs)(self.states[number - 1])
+            found = self._as_called(without)(self.states[number - 1])
         except CANNOT_CALL:
             return False
         return apart(found, self.states[number]) <= 4 * torch.finfo(found.dtype).eps
@@ -179,18 +185,25 @@ class Evidence:
         self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None
     ) -> tuple[list[Watched], Any, int | None]:
         tables = PositionTables(self.probe.needed.shape[1])
+        inputs = self.probe.inputs if inputs is None else inputs
         with watch(self.blocks) as calls, tables:
-            output = call(self.model, self.probe.inputs if inputs is None else inputs, dict(self.family.options))
+            output = call(self.model, inputs, dict(self.family.options))
         if [each.module for each in calls] != list(self.blocks):
             raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
+        if (layout := self.family.layout) is not None:
+            layout = layout.at(calls[0].state, inputs[self.probe.columns[0]].shape[1])
+            self.layout = self.layout or layout
+            calls = [each.seen(layout) for each in calls]
         return calls, output, tables.limit
 
     def _numbers(self) -> range:
         return range(1, len(self.blocks) + 1)
 
     def _call(self, number: int) -> BlockCall:
-        call = self.calls[number - 1]
-        return BlockCall(call.module, call.args, call.kwargs)
+        return self._as_called(self.calls[number - 1])
+
+    def _as_called(self, call: Watched) -> BlockCall:
+        return BlockCall(call.module, call.args, call.kwargs, layout=self.layout)
 
     def _same(self, difference: float, sentence: str) -> float:
         if not difference <= self.tolerance:

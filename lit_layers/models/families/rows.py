@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import hand_on
+from lit_layers.models.block_calls import Layout, hand_on
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
@@ -253,6 +253,7 @@ class Family:
     call: Callable[[Network, Inputs, Options], Any] = by_name
     features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
+    layout: Layout | None = None  # of the states, where blocks do not hold them as (batch, tokens, dim)
 
     @property
     def sees_images(self) -> bool:
@@ -300,7 +301,8 @@ class Family:
 
     def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
-        return [hand_on(number, last) for number in self.num_returned(num_blocks, in_tuple=in_tuple)]
+        numbers = self.num_returned(num_blocks, in_tuple=in_tuple)
+        return [hand_on(number, last, self.layout) for number in numbers]
 
     def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
         """Of each block, how many values it returns in a tuple; 0: the state alone."""
@@ -405,11 +407,6 @@ def refuse_two_rows(model: nn.Module) -> None:
         raise InputError(
             f"no layered view of {type(model).__name__}: images and texts pass two rows of blocks; save the one of the "
             f"images with {part}.from_pretrained(...).save_pretrained(folder) and open that"
-        )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InputError(
-            f"no layered view of {type(model).__name__}: an encoder and a decoder are two rows of blocks, of which the "
-            "second looks at the first one's end, and no one path leads through both"
         )
 
 

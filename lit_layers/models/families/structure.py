@@ -11,7 +11,6 @@ import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.block_calls import is_cache, num_values, replaced
+from lit_layers.models.block_calls import Layout, is_cache, num_values, replaced
+from lit_layers.models.families.discovery import TWO_ROWS, is_encoder_decoder, row_of_blocks, with_parts_beside
 from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
 from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, apart
 from lit_layers.models.families.rows import (
@@ -52,6 +52,10 @@ class Structured(Family):
     padding: bool = False
     together: bool = False  # whether a readout needs all tokens of a text or image at once
     word: int = 0  # a token without a meaning of its own
+    order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
+    beside: tuple[
+        str, ...
+    ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
     shown: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -72,6 +76,10 @@ class Structured(Family):
 
     def container(self, model: Network) -> nn.Module:
         return model.get_submodule(self.blocks)
+
+    def block_list(self, model: Network) -> tuple[nn.Module, ...]:
+        modules = tuple(self.container(model).children())
+        return tuple(modules[number] for number in self.order) or modules
 
     def width(self, model: Network) -> int:
         return self.dim
@@ -177,9 +185,14 @@ def _proven(model: Network) -> Family:
         evaluating(model),
     ):
         probe = probe_of(model)
-        family = _found(model, probe)
+        family, beside = _found(model, probe)
         try:
-            family = _shown(model, family, probe)
+            try:
+                family = _shown(model, family, probe)
+            except NotShown:
+                if beside is None:
+                    raise
+                family = _shown(model, replace(family, layout=beside, dim=beside.dim, norm=None), probe)
         except torch.OutOfMemoryError:
             raise
         except InputError:
@@ -221,6 +234,8 @@ def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
     known = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": family.blocks,
+        **({"beside": ", ".join(family.beside)} if family.beside else {}),
+        **({"state": family.layout.told} if family.layout is not None else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
         "chain": chained,
@@ -265,7 +280,8 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _found(model: Network, probe: Probe) -> Structured:
+def _found(model: Network, probe: Probe) -> tuple[Structured, Layout | None]:
+    """The family as its structure is, and the layout with which it may be, if it is not without."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     with watch([*(module for members in lists.values() for module in members), *outside]) as calls:
@@ -275,10 +291,12 @@ def _found(model: Network, probe: Probe) -> Structured:
             raise
         except CANNOT_CALL as error:
             words = " ".join(str(error).split())[:200]
+            two_rows = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else ""
             raise NotShown(
-                f"it cannot be called with {probe.columns[0]} alone ({type(error).__name__}: {words})"
+                f"{two_rows}it cannot be called with {probe.columns[0]} alone ({type(error).__name__}: {words})"
             ) from error
-    path, row = _row(model, lists, calls, probe)
+    found = row_of_blocks(model, calls, lists, probe)
+    row = found.calls
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
         raise NotShown("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
     if is_timm(model):
@@ -286,12 +304,11 @@ def _found(model: Network, probe: Probe) -> Structured:
     else:
         features, package = trunk_by_name, "transformers"
     trunk = trunk_of(model)
-    state = row[-1].after
-    return Structured(
+    family = Structured(
         name=type(model).__name__,
         classes=(type(model).__name__,),
-        blocks=path,
-        norm=_norm_behind(model, row, calls),
+        blocks=found.path,
+        norm=_norm_behind(model, row, calls) if found.layout is None else None,
         package=package,
         inputs=probe.columns,
         options=probe.options,
@@ -299,76 +316,13 @@ def _found(model: Network, probe: Probe) -> Structured:
         call=probe.call,
         features=probe.call if trunk is model and package == "transformers" else features,
         returned=tuple(num_values(call.output) for call in row),
-        dim=state.shape[-1],
+        dim=row[-1].after.shape[-1] if found.layout is None else found.layout.dim,
+        layout=found.layout,
+        order=found.order,
+        beside=found.beside,
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
-
-
-def _row(
-    model: Network, lists: dict[str, list[nn.Module]], calls: list[Watched], probe: Probe
-) -> tuple[str, list[Watched]]:
-    """The one list whose modules are the blocks, and their calls."""
-    chains: dict[str, list[Watched]] = {}
-    reasons: dict[str, str] = {}
-    for path, members in lists.items():
-        ids = {id(module) for module in members}
-        row = [call for call in calls if id(call.module) in ids]
-        if any(path.startswith(f"{outer}.") for outer in chains) or not row:
-            continue  # a part of a block
-        if (reason := _unlike_blocks(path, members, row, probe)) is None:
-            chains[path] = row
-        else:
-            reasons[path] = reason
-    depth = None if is_timm(model) else _depth(model, probe)
-    best = max((len(row) for row in chains.values()), default=0)
-    fitting = {path: row for path, row in chains.items() if len(row) == depth}
-    fitting = fitting or {path: row for path, row in chains.items() if len(row) == best > 1}
-    if len(fitting) == 1:
-        path, row = next(iter(fitting.items()))
-        if others := [other for other, chain in chains.items() if other != path and len(chain) > 1]:
-            raise NotShown(f"its states pass several rows of blocks: {', '.join([path, *others])}")
-        return path, row
-    if len(fitting) > 1 and best > 1:
-        raise NotShown(f"its states pass several rows of blocks: {', '.join(fitting)}")
-    if fitting:  # of one block: the list that holds nothing but what transformers checkpoints
-        proposal = propose_blocks(model) or next(iter(fitting))
-        if proposal in fitting:
-            return proposal, fitting[proposal]
-    if chains:
-        told = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
-        raise NotShown(f"its config says {depth} blocks, and its states pass {told}")
-    likely = propose_blocks(model)
-    reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
-    raise NotShown(reason or "no list of its modules runs in its own call")
-
-
-def _depth(model: Network, probe: Probe) -> int | None:
-    config = text_config(model.config) if probe.of_texts else getattr(model.config, "vision_config", model.config)
-    depth = getattr(config, "num_hidden_layers", None)
-    return depth if isinstance(depth, int) else None
-
-
-def _unlike_blocks(path: str, members: list[nn.Module], row: list[Watched], probe: Probe) -> str | None:
-    """Why a list of modules is no row of blocks; None where it is one."""
-    if [call.module for call in row] != members:
-        return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
-    shapes = [(call.state, call.after) for call in row]
-    for number, (before, after) in enumerate(shapes, start=1):
-        if before is None or after is None:
-            return f"module {number} of {path} does not take a state and return one"
-        if before.ndim != 3 or before.shape != shapes[0][0].shape or after.shape != before.shape:
-            return (
-                f"the states of {path} are not (batch, tokens, dim) of one shape: module {number} takes "
-                f"{tuple(before.shape)} and gives {tuple(after.shape)}"
-            )
-    state = shapes[0][0]
-    expected = probe.needed.shape[:2] if probe.of_texts else probe.needed.shape[:1]
-    if state.shape[: len(expected)] != expected:
-        return f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}"
-    for number, (call, following) in enumerate(pairwise(row), start=1):
-        if following.state is not call.after and not torch.equal(following.state, call.after):
-            return f"module {number + 1} of {path} takes something else than module {number} gives"
-    return None
+    return family, with_parts_beside(row, found.layout) if probe.of_texts and len(row) > 1 else None
 
 
 def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:
@@ -421,6 +375,8 @@ def _outlined(model: Network) -> Structured:
     config = getattr(model, "config", None)
     if config is None or not of_texts:
         raise NotShown("it has no weights here, and only models of texts are taken apart without")
+    if is_encoder_decoder(model):
+        raise NotShown(f"{TWO_ROWS}, and it has no weights here, by which to tell one from the other")
     config = text_config(config)
     lists = {path: members for path, members in _lists(model).items() if len(members) == config.num_hidden_layers}
     paths = [path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)]

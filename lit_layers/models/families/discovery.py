@@ -1,0 +1,204 @@
+"""Which modules of a model are its blocks, by what they are called with, and how they hold their states."""
+
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.models.block_calls import Layout, first
+from lit_layers.models.families.probe import Probe, Watched, is_timm, watch
+from lit_layers.models.families.proof import NotShown
+from lit_layers.models.families.rows import Network, propose_blocks, text_config
+
+TWO_ROWS = "an encoder and a decoder are two rows of blocks"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The calls of a model's blocks."""
+
+    path: str  # of the list that holds them
+    calls: list[Watched]
+    order: tuple[int, ...]  # of the modules of the list, by number, in which they run
+    layout: Layout | None  # None: (batch, tokens, dim)
+    beside: tuple[str, ...]  # rows that pass other states
+
+
+def is_encoder_decoder(model: Network) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn.Module]], probe: Probe) -> Row:
+    """The one list whose modules are the blocks, of all lists by their paths.
+
+    Raises:
+        NotShown: there is none, or more than one.
+    """
+    chains: dict[str, list[Watched]] = {}
+    reasons: dict[str, str] = {}
+    depth = None if is_timm(model) else _depth(model, probe)
+    for path, members in lists.items():
+        ids = {id(module) for module in members}
+        row = [call for call in calls if id(call.module) in ids]
+        if any(path.startswith(f"{outer}.") for outer in chains) or not row:
+            continue  # a part of a block
+        if (reason := _unlike_blocks(path, members, row, probe, depth)) is None:
+            chains[path] = row
+        else:
+            reasons[path] = reason
+    if not chains:
+        likely = propose_blocks(model)
+        reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
+        raise NotShown(reason or "no list of its modules runs in its own call")
+    path, beside = _chosen(model, chains, depth, calls, probe)
+    order = tuple(lists[path].index(call.module) for call in chains[path])
+    return Row(path, chains[path], order, _layout(model, path, chains[path], probe), beside)
+
+
+def _depth(model: Network, probe: Probe) -> int | None:
+    config = text_config(model.config) if probe.of_texts else getattr(model.config, "vision_config", model.config)
+    depth = getattr(config, "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else None
+
+
+def _unlike_blocks(
+    path: str, members: list[nn.Module], row: list[Watched], probe: Probe, depth: int | None
+) -> str | None:
+    """Why a list of modules is no row of blocks; None where it is one."""
+    ran = [call.module for call in row]
+    if ran != members and not (len(ran) == depth and set(ran) == set(members)):  # some share their weights
+        return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
+    shapes = [(call.state, call.after) for call in row]
+    for number, (before, after) in enumerate(shapes, start=1):
+        if before is None or after is None:
+            return f"module {number} of {path} does not take a state and return one"
+        is_one = before.ndim == 3 or (before.ndim > 3 and probe.of_texts)
+        if not is_one or before.shape != shapes[0][0].shape or after.shape != before.shape:
+            return (
+                f"the states of {path} are not (batch, tokens, dim) of one shape: module {number} takes "
+                f"{tuple(before.shape)} and gives {tuple(after.shape)}"
+            )
+    state = shapes[0][0]
+    if not _layouts(state.shape, probe):
+        return f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}"
+    for number, (call, following) in enumerate(pairwise(row), start=1):
+        if following.state is not call.after and not torch.equal(following.state, call.after):
+            return f"module {number + 1} of {path} takes something else than module {number} gives"
+    return None
+
+
+# Which of several rows.
+
+
+def _chosen(
+    model: Network, chains: dict[str, list[Watched]], depth: int | None, calls: list[Watched], probe: Probe
+) -> tuple[str, tuple[str, ...]]:
+    """The path of the blocks, and those of the rows beside them."""
+    rows = {path: row for path, row in chains.items() if len(row) > 1 or is_encoder_decoder(model)}
+    if len(rows) > 1:
+        return _beside_others(model, rows, calls, probe)
+    fitting = [path for path, row in chains.items() if len(row) == depth] or list(rows)
+    if len(fitting) > 1:  # of one block: the list that holds nothing but what transformers checkpoints
+        fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
+    if not fitting:
+        told = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
+        raise NotShown(f"its config says {depth} blocks, and its states pass {told}")
+    return fitting[0], ()
+
+
+def _beside_others(
+    model: Network, rows: dict[str, list[Watched]], calls: list[Watched], probe: Probe
+) -> tuple[str, tuple[str, ...]]:
+    """The row that ends last, if no other leads to its layer 0: then what it takes of others, as a decoder does of its
+    encoder's end, is one of the arguments that depend on the batch alone."""
+    last = max(rows, key=lambda path: max(number for number, call in enumerate(calls) if call is rows[path][-1]))
+    others = [path for path in rows if path != last]
+    if not is_encoder_decoder(model) or any(_leads_to(model, rows[path], rows[last], probe) for path in others):
+        raise NotShown(f"its states pass several rows of blocks: {', '.join(rows)}")
+    return last, tuple(others)
+
+
+def _leads_to(model: Network, row: list[Watched], other: list[Watched], probe: Probe) -> bool:
+    """Whether another last state of one row makes another layer 0 of the other."""
+
+    def changed(module: nn.Module, args: tuple, output: Any) -> Any:
+        state = 1.5 * first(output) + 0.5
+        return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
+
+    handle = row[-1].module.register_forward_hook(changed)
+    try:
+        with watch([other[0].module]) as calls:
+            probe.call(model, probe.inputs, dict(probe.options))
+    finally:
+        handle.remove()
+    return not torch.equal(calls[0].state, other[0].state)
+
+
+# How blocks hold a state.
+
+
+def with_parts_beside(row: list[Watched], layout: Layout | None) -> Layout | None:
+    """The layout of states that have a part beside them: numbers for each token that blocks return behind the state and
+    are given by the one before; None where there are none."""
+    state = row[0].after
+    places: list[tuple[int, int, int]] = []
+    for place, taken in enumerate(row[-1].args):
+        returned = enumerate(row[-2].output) if isinstance(row[-2].output, tuple) else ()
+        for number, given in returned:
+            is_state = isinstance(given, Tensor) and given.is_floating_point() and number > 0
+            if is_state and given is taken and given.ndim == 3 and given.shape[:2] == state.shape[:2]:
+                places.append((place, number, given.shape[2]))
+    if layout is not None or not places:
+        return None
+    return Layout((0, 1, 2), (state.shape[2],), tuple(places))
+
+
+def _layouts(shape: torch.Size, probe: Probe) -> list[Layout | None]:
+    """How states of such a shape may be (batch, tokens, dim); None: as they are."""
+    if not probe.of_texts:
+        return [None] if len(shape) == 3 and shape[0] == len(probe.needed) else []
+    batch, tokens = probe.needed.shape
+    if shape[:2] == (batch, tokens):
+        return [None if len(shape) == 3 else Layout(tuple(range(len(shape))), tuple(shape[2:]))]
+    if len(shape) == 3 and shape[0] == batch and shape[1] > tokens:
+        padded, streams = Layout((0, 1, 2), (shape[2],), num_tokens=tokens), shape[1] // tokens
+        return [
+            padded,
+            *([Layout((0, 2, 1, 3), (streams, shape[2]), streams=streams)] if not shape[1] % tokens else []),
+        ]
+    axes = [each for each in permutations(range(len(shape)), 2) if (shape[each[0]], shape[each[1]]) == (batch, tokens)]
+    rests = [tuple(axis for axis in range(len(shape)) if axis not in each) for each in axes]
+    return [Layout((*each, *rest), tuple(shape[axis] for axis in rest)) for each, rest in zip(axes, rests, strict=True)]
+
+
+def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layout | None:
+    """How the blocks hold their states: the one way in which two texts with another last token have another layer 0
+    there, and nowhere else, and in which a text without its last token has one token less.
+
+    Raises:
+        NotShown: no way, or several.
+    """
+    state = row[0].state
+    candidates = _layouts(state.shape, probe)
+    if candidates == [None]:
+        return None
+    with watch([row[0].module]) as calls:
+        probe.call(model, {name: column[:, :-1] for name, column in probe.inputs.items()}, dict(probe.options))
+    tokens = probe.needed.shape[1]
+    fitting = [
+        layout for layout in candidates if layout is not None and _is_shown(layout, state, calls[0].state, tokens)
+    ]
+    if len(fitting) != 1:
+        raise NotShown(f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}")
+    return fitting[0]
+
+
+def _is_shown(layout: Layout, state: Tensor, shorter: Tensor, tokens: int) -> bool:
+    seen = layout.taken(state, ())
+    same = (seen[0] == seen[1]).all(-1)
+    if layout.num_tokens is not None:  # what is more than the text is as much more of a shorter one
+        return bool(same[:-1].all()) and not bool(same[-1]) and state.shape == shorter.shape
+    fewer = layout.taken(shorter, ())
+    return bool(same[:-1].all()) and not bool(same[-1]) and fewer.shape[1:] == (tokens - 1, seen.shape[2])
