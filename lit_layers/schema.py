@@ -7,6 +7,7 @@ configurations. pydantic does both in less time than Python's own parser takes w
 import dataclasses
 import functools
 import itertools
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 VALUES_MB = 64  # of the values of prompts that a run keeps beside its measurements
 KEPT_MB = 256  # of states that several analyses look at: in memory between them, unless an option says otherwise
+NOT_NEGATIVE = Range(0, math.inf)
+POSITIVE = Range(0, math.inf, above=True, words="a positive number")
 SHARE = Range(0, 1, words="a share from 0 to 1")
 SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")
 LEARNING_RATE = Range(0, 1, above=True, below=True, low_words="a positive learning rate")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
@@ -15,7 +15,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,8 +134,8 @@ class Checkpoints:
     root: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    kept_mb: int = KEPT_MB
-    values_mb: int = VALUES_MB
+    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
+    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     engine: Literal["process", "ray"] = "process"
     plan: bool = False
 
@@ -187,7 +187,6 @@ def measure(
     from lit_layers.analyses.base import in_bfloat16
     from lit_layers.targets import targets_of
 
-    refuse_outside("", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), vars(options))
     if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     shard = shard_of(options.shard, os.environ)

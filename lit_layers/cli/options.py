@@ -1,7 +1,7 @@
 """The options of a verb: its function's parameters, from the command line and YAML recipes, checked by their types.
 
-A parameter without a default is required, and the docstring has its words. A dataclass among the parameters stands for
-its fields: options that several functions share.
+A parameter without a default is required, the docstring has its words, and `Annotated[int, COUNT]` its range. A
+dataclass among the parameters stands for its fields: options that several functions share.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
 from jsonargparse import SUPPRESS, DefaultHelpFormatter, Namespace
@@ -21,6 +21,7 @@ from yaml import YAMLError
 
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.errors import InputError
+from lit_layers.schema import refuse_outside
 
 T = TypeVar("T")
 Steps = list[int] | dict[str, int | list[int]] | str
@@ -76,7 +77,7 @@ class Recipe:
         """What it says.
 
         Raises:
-            InputError: an option that is unknown, missing or of another kind than its type says.
+            InputError: an option that is unknown, missing, out of range or of another kind than its type says.
         """
         self.parser.set_defaults(**defaults)
         with recipe_errors(self.argv):
@@ -86,6 +87,7 @@ class Recipe:
             if words and options[action.dest] is None and words[-1] != "null":
                 options[action.dest] = words[-1]
         refuse_wild_numbers(options.as_dict())
+        refuse_out_of_range(self.parser, options)
         for name in ON_THE_COMMAND_LINE_ALONE:
             value, words = options.get(name), self.typed(name)
             if value and (not words if value is True else list(value) != words):
@@ -223,7 +225,7 @@ def add_options(parser: Any, function: Callable[..., Any]) -> None:
     if _is_group(function):
         parser = parser.add_argument_group((doc.short_description or "").rstrip("."))
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        kind, default = parameter.annotation, parameter.default
+        (kind, allowed), default = _with_range(parameter.annotation), parameter.default
         if get_origin(kind) is list and default is not parameter.empty:  # of a dataclass a factory
             default = []
         if kind is Recipe:
@@ -252,8 +254,25 @@ def add_options(parser: Any, function: Callable[..., Any]) -> None:
             elif not is_required:
                 options["nargs"] = "?"
         action = parser.add_argument(*names, **options)
+        action.allowed = allowed
         if action.nargs == "*":
             action.required, action.default = False, []
+
+
+def _with_range(kind: Any) -> tuple[Any, Any]:
+    return get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, None)
+
+
+def refuse_out_of_range(parser: Any, options: Namespace) -> None:
+    """Refuses the first number outside the range that its option was declared with; a word beside it has none.
+
+    Raises:
+        InputError: naming it, what is expected and what came.
+    """
+    for action in parser._actions:
+        value, allowed = options.get(action.dest), getattr(action, "allowed", None)
+        if allowed is not None and not isinstance(value, str):
+            refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
 
 
 def _is_group(kind: Any) -> bool:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, given, refuse_file
 from lit_layers.errors import InputError
-from lit_layers.schema import MANY, Range, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, MANY, Range
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
@@ -38,7 +38,7 @@ class OverModels:
     metric: str | None = None
     tags: dict[str, str | int | float] | str | None = None
     over: str | None = None
-    layer: int | Literal["last"] | None = None
+    layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
     take: Literal["last", "highest", "lowest"] | None = None
     given: Names | None = None
@@ -69,7 +69,7 @@ def correlate(
     over_layers: OverLayers,
     *,
     step: int | None = None,
-    resamples: int = 2000,
+    resamples: Annotated[int, Range(100, MANY, whole=True)] = 2000,
     seed: int = 0,
     out: Path | None = None,
 ) -> int:
@@ -92,7 +92,6 @@ def correlate(
     out = out or Path("layer_correlation" if layers_given else "correlation")
     if not layers_given:
         _check(models, over_models, step)
-    refuse_outside("", {"resamples": Range(100, MANY, whole=True)}, {"resamples": resamples})
     refuse_file("out", out)
     if layers_given:
         return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
@@ -124,7 +123,6 @@ def _check(models: list[Path], options: OverModels, step: int | None) -> None:
                 raise InputError(f"{name}: a table has no {name}: leave out --{name}")
     if options.data and options.baseline is not None:
         raise InputError("baseline: the published table has its own: leave out --baseline")
-    refuse_outside("", {"layer": Range(0, MANY)}, {"layer": None if options.layer == "last" else options.layer})
 
 
 def _is_file(paths: list[Path]) -> bool:

@@ -3,16 +3,17 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Names, refuse_file
 from lit_layers.errors import InputError
-from lit_layers.schema import SEED, Range, refuse_outside
+from lit_layers.schema import SEED, Range
 
 if TYPE_CHECKING:
     from lit_layers.clock import Clock
 
+CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
 MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
 
 
@@ -23,12 +24,12 @@ def emerge(
     where: Names | None = None,
     seeds: bool = False,
     axis: Literal["step", "tokens"] = "step",
-    confidence: float = 0.95,
+    confidence: Annotated[float, CONFIDENCE] = 0.95,
     forecast: float | None = None,
     loss: str | None = None,
     settings: Names | None = None,
     allow_suspect: bool = False,
-    seed: int = 0,
+    seed: Annotated[int, SEED] = 0,
     out: Path | None = None,
 ) -> int:
     """Tell when each curve over training steps changes, in which order, and whether runs agree.
@@ -50,9 +51,6 @@ def emerge(
         seed: of the draws
         out: folder of the page, the tables and the pictures (default: emergence)
     """
-    # No curve without errors has a p-value below 0.001.
-    ranges = {"confidence": Range(0.5, 0.999), "seed": SEED}
-    refuse_outside("", ranges, {"confidence": confidence, "seed": seed})
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")

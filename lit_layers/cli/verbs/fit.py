@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -22,7 +22,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.main import INTERRUPTED
-from lit_layers.cli.options import Steps, add_options, recipe_errors
+from lit_layers.cli.options import Steps, add_options, recipe_errors, refuse_out_of_range
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
@@ -107,15 +107,15 @@ class RunOptions:
     root: str
     if_exists: Literal["refuse", "overwrite"] = "refuse"
     resume: str | None = None
-    resume_every: int | None = 500
+    resume_every: Annotated[int | None, COUNT] = 500
     steps: Steps = "pythia"
     corpus: str | None = None
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
     budget: str | float | None = None
-    kept_mb: int = KEPT_MB
-    values_mb: int = VALUES_MB
+    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
+    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     measure: Literal["sync", "async"] = "sync"
     plan: bool = False
 
@@ -139,6 +139,7 @@ class FitCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
+        refuse_out_of_range(parser, self.config)
         options = self.config.as_dict()
         refuse_harm(options)
         refuse_reach(options, options["root"], args)
@@ -235,8 +236,7 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
     """
     if options["root"] == "":
         raise InputError("root: expected a folder, got ''")
-    ranges = {"seed_everything": SEED, "resume_every": COUNT, "kept_mb": COUNT_OR_NONE, "values_mb": COUNT_OR_NONE}
-    refuse_outside("", ranges, options)
+    refuse_outside("", {"seed_everything": SEED}, options)
     if options.get("budget") is not None:
         share_of(options["budget"])
     trainer = options.get("trainer") or {}

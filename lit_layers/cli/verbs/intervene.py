@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from lit_layers import schema
 from lit_layers.cli.console import show_table
@@ -14,7 +14,7 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.cli.recipes import RecipeParser
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT, refuse_outside
+from lit_layers.schema import COUNT
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
@@ -28,7 +28,7 @@ WITH_ERRORS = 4  # columns at most that have room for standard errors
 _WRITE = "write KEY: VALUE lines"
 ALL, LOOP = Names(("all",)), Names(("loop",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
-COUNTS = ("limit", "max_new_tokens", "num_images", "image_size", "num_sequences", "num_tokens", "loops", "middles")
+COUNTED = Annotated[int | None, COUNT]
 OF_TEXTS = ("tasks", "corpus", "glue", "finetune", "folder", "limit", "max_new_tokens")
 NEEDS = {  # an option: what it belongs to
     **dict.fromkeys(("num_images", "image_size", "normalisation"), ("images",)),
@@ -77,20 +77,20 @@ class Interventions:
     tokenizer: str | None = None
     variants: Names = ALL
     schedule: list[str] | None = None
-    middles: Numbers | Literal["all"] = "all"
+    middles: Annotated[Numbers | Literal["all"], COUNT] = "all"
     seeds: Numbers | None = None
-    loops: Numbers | None = None
+    loops: Annotated[Numbers | None, COUNT] = None
     tasks: Names | None = None
     folder: Path | None = None
-    limit: int | None = None
-    max_new_tokens: int | None = None
+    limit: COUNTED = None
+    max_new_tokens: COUNTED = None
     corpus: str | None = None
     states: bool = False
-    num_sequences: int | None = None
-    num_tokens: int | None = None
+    num_sequences: COUNTED = None
+    num_tokens: COUNTED = None
     images: str | None = None
-    num_images: int | None = None
-    image_size: int | None = None
+    num_images: COUNTED = None
+    image_size: COUNTED = None
     normalisation: Literal["imagenet", "half", "source"] | None = None
     speed: bool = False
     execution: Names = LOOP
@@ -101,7 +101,7 @@ class Interventions:
         """With the tasks that are usual, where nothing says what is measured.
 
         Raises:
-            InputError: an option that is out of range or does not fit the others.
+            InputError: an option that names what is not there, or does not fit the others.
         """
         from lit_layers.functional.block_schedules import NAMES
 
@@ -109,8 +109,6 @@ class Interventions:
         for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
             if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
                 raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
-        smallest = {name: min(value) if isinstance(value, tuple) else value for name, value in options.items()}
-        refuse_outside("", dict.fromkeys(COUNTS, COUNT), smallest)
         for name, value in options.items():
             if isinstance(value, str) and not value.strip():
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")

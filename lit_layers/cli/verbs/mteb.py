@@ -4,13 +4,13 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT, COUNT_OR_NONE, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, POSITIVE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,12 +36,12 @@ def mteb(
     modules: Literal["last", "all", "none"] | None = None,
     pooling: Literal["last", "mean", "cls"] | None = None,
     states: Literal["resid", "normed", "hf"] = "resid",
-    max_tokens: int = 2048,
+    max_tokens: Annotated[int, COUNT] = 2048,
     metrics: bool = False,
     cache: Path | None = None,
-    cache_gb: float = 20.0,
+    cache_gb: Annotated[float, POSITIVE] = 20.0,
     store_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    seed: int = 42,
+    seed: Annotated[int, COUNT_OR_NONE] = 42,
 ) -> int:
     """Score every layer of a model, or of each checkpoint of a series, on tasks of MTEB. Run again it continues.
 
@@ -67,12 +67,6 @@ def mteb(
         store_dtype: of embeddings that are kept; the halves change scores a little
         seed: of mteb's draws, 42 as mteb's
     """
-    ranges = {
-        "max_tokens": COUNT,
-        "seed": COUNT_OR_NONE,
-        "cache_gb": Range(0, math.inf, above=True, words="a positive number"),
-    }
-    refuse_outside("", ranges, {"max_tokens": max_tokens, "seed": seed, "cache_gb": cache_gb})
     checkpoints.are_series(model)
     from lit_layers.tasks.catalogue import LOCAL, resolve
     from lit_layers.tasks.mteb_scores import mteb_analyses

@@ -5,13 +5,13 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_file
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT, Range, refuse_outside
+from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
@@ -71,19 +71,19 @@ class SelectOptions:
     rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
     tolerance: float | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, COUNT] = None
     num_train: int | None = None
     num_test: int | None = None
-    c: float | None = None
-    penalty: float | None = None
-    max_iterations: int | None = None
+    c: Annotated[float | None, POSITIVE] = None
+    penalty: Annotated[float | None, NOT_NEGATIVE] = None
+    max_iterations: Annotated[int | None, COUNT] = None
     cache: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path | None = None
     export: Path | None = None
     keep_lm_head: bool = False
     overwrite: bool = False
-    rounds: int = 20
+    rounds: Annotated[int, COUNT] = 20
 
     def settle(self) -> "ProbeTask | None":
         """Fills in the defaults that depend on other options, and returns the task of texts; None for images.
@@ -102,10 +102,8 @@ class SelectOptions:
         ]
         refuse_beside(options, cases)
         below = self.rule == "fraction_of_last"
-        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else Range(0, math.inf)
-        ranges = {"max_tokens": COUNT, "max_iterations": COUNT, "rounds": COUNT, "tolerance": tolerance}
-        ranges |= {"c": Range(0, math.inf, above=True, words="a positive number"), "penalty": Range(0, math.inf)}
-        refuse_outside("", ranges, vars(self))
+        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
+        refuse_outside("", {"tolerance": tolerance}, vars(self))
         for name, folder in {"out": self.out, "export": self.export}.items():
             if folder is not None:
                 refuse_file(name, folder)

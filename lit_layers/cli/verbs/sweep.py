@@ -4,14 +4,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError, refused
-from lit_layers.schema import COUNT, refuse_outside
+from lit_layers.schema import COUNT
 
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
@@ -23,7 +23,7 @@ def sweep(
     file: Path,
     *,
     root: Path,
-    workers: int = 1,
+    workers: Annotated[int, COUNT] = 1,
     code: list[str] | None = None,
     any_command: bool = False,
     shard: str = "0/1",
@@ -41,7 +41,6 @@ def sweep(
         shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
         plan: says what the first cell that is left would cost, and how many there are; runs nothing
     """
-    refuse_outside("", {"workers": COUNT}, {"workers": workers})
     index, count = _shard(shard)
     from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table

@@ -3,7 +3,7 @@
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
@@ -13,11 +13,12 @@ from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
 from lit_layers.errors import InputError
 from lit_layers.following import EVERY, SETTLED, follow
 from lit_layers.offline import SeriesResult
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Range, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Range
 from lit_layers.series.checkpoint import Series
 from lit_layers.targets import targets_of
 
-SECONDS = Range(0, math.inf, above=True, words="a positive number of seconds")
+INTERVAL = Range(0, math.inf, above=True, words="a positive number of seconds")
+SECONDS = Range(0, math.inf, words="a number of seconds of at least 0")
 
 
 def watch(
@@ -25,17 +26,17 @@ def watch(
     folder: Path,
     *,
     root: Path | None = None,
-    every: float = EVERY,
-    settled: float = SETTLED,
-    patience: float | None = None,
+    every: Annotated[float, INTERVAL] = EVERY,
+    settled: Annotated[float, SECONDS] = SETTLED,
+    patience: Annotated[float | None, SECONDS] = None,
     corpus: str = OWN_CORPUS,
     tokenizer: str | None = OWN_TOKENIZER,
     stream_blocks: bool = False,
     allow_suspect: bool = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["float32", "float64"] = "float32",
-    kept_mb: int = KEPT_MB,
-    values_mb: int = VALUES_MB,
+    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB,
+    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB,
     engine: Literal["process", "ray"] = "process",
     metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
@@ -62,13 +63,6 @@ def watch(
         metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
         analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
     """
-    refuse_outside(
-        "", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), {"kept_mb": kept_mb, "values_mb": values_mb}
-    )
-    refuse_outside("", {"every": SECONDS}, {"every": every})
-    if settled < 0 or (patience is not None and patience < 0):
-        name, value = ("settled", settled) if settled < 0 else ("patience", patience)
-        raise InputError(f"{name}: expected a number of seconds of at least 0, got {value}")
     if not folder.is_dir():
         raise InputError(f"folder: expected a folder in which checkpoints appear, {folder} is none")
     command, failures = Command(recipe), set[str]()
