@@ -23,10 +23,10 @@ from torch import distributed, multiprocessing
 
 from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, Trajectory
 from lit_layers.analyses.base import Analysis, StagedAnalysis
+from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.training.dealing import Ranks, new_group
-from lit_layers.undisturbed import in_one_pass
 
 RANKS = 2
 WANTED = 1.1  # the slower process over the mean

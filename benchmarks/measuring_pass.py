@@ -31,10 +31,10 @@ from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.next_token_probe import passes
 from lit_layers.data.batches import Batches
+from lit_layers.measuring.one_model import in_one_pass, measure
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as States
-from lit_layers.undisturbed import in_one_pass, measure
 
 WANTED = 0.85  # of the time of separate passes with all logits
 WANTED_OVER_PASSES = 1.5

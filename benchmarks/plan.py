@@ -27,17 +27,18 @@ import torch
 from rounds import LEAST_ROUNDS, Row, add_options, finish, ratios
 
 from lit_layers import analyses as A
-from lit_layers import plan as planning
 from lit_layers.analyses import Analysis
 from lit_layers.analyses.layerwise import layerwise, walk
 from lit_layers.data import CorpusTexts, EvalImages, EvalText
+from lit_layers.measuring import calibration
+from lit_layers.measuring import plan as planning
+from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.build import causal_lm, save, vit
 from lit_layers.models.costs import forget_most, most_ever
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.plan import Plan, planned
-from lit_layers.undisturbed import in_one_pass
 
 SMALL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 2048}
 WIDE = {"n_layer": 2, "n_embd": 384, "n_head": 6, "n_positions": 128, "vocab_size": 2048}
@@ -113,7 +114,7 @@ class Case:
         self.measure()
 
     def plan(self) -> Plan:
-        planning._TIMED.clear()
+        calibration._TIMED.clear()
         return planned(self.model, self.analyses, device=CPU, stream_blocks=self.streams)
 
     def measure(self) -> float:
@@ -189,7 +190,7 @@ def main() -> int:
     add_options(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    planning.clock = time.process_time  # as what is compared: the machine may do other things, too
+    calibration.clock = time.process_time  # as what is compared: the machine may do other things, too
     if options.child:
         child(options.child)
         return 0

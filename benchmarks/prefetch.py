@@ -35,8 +35,8 @@ from lit_layers import records
 from lit_layers.analyses import Representation, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import Batches
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.models import causal_lm, save
-from lit_layers.offline import analyze_series
 from lit_layers.series import HubRevisions
 from tests.support.fake_hub import FakeHub
 

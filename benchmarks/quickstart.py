@@ -22,10 +22,10 @@ from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.next_token_probe import passes
 from lit_layers.data import EvalText
+from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models import causal_lm
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.schedule import Schedule
-from lit_layers.undisturbed import in_one_pass
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "gpt2.yaml"
 WANTED = 8.0  # percent

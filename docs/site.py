@@ -16,7 +16,7 @@ ROOMS = {
     "data": "Texts, tokens and images",
     "tasks": "Tasks",
     "records": "Records and measurements",
-    "undisturbed": "Measuring without disturbing",
+    "measuring": "Measuring models, without disturbing what trains",
 }
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#)[^)\s]+)\)")
 

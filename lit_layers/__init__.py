@@ -8,10 +8,10 @@ from lit_layers import moved
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.layerwise import layers
+    from lit_layers.measuring.one_model import measure
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
     from lit_layers.training.watching import watch
-    from lit_layers.undisturbed import measure
 
 moved.install()
 
@@ -23,7 +23,7 @@ _HOMES = {
     "Record": "lit_layers.records",
     "Trajectory": "lit_layers.models.view",
     "layers": "lit_layers.layerwise",
-    "measure": "lit_layers.undisturbed",
+    "measure": "lit_layers.measuring.one_model",
     "watch": "lit_layers.training.watching",
 }
 

@@ -9,7 +9,8 @@ makes the curve, and numbers of others never enter it. Unless the reader names a
 - of a model without steps the settings that were measured last.
 
 Numbers of one curve come from models that compute alike: where the same weights gave a fixed input other hidden states
-under another version of the libraries (the *canary* in provenance, `lit_layers.canary`), the curve is refused.
+under another version of the libraries (the *canary* in provenance, `lit_layers.measuring.canary`), the curve is
+refused.
 
 A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash; `last` means of every analysis those
 that were measured last, such as an analysis whose options were changed and that was measured again at all steps.

@@ -18,12 +18,12 @@ from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.labels import escape
+from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import METRICS, rank
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
-from lit_layers.undisturbed import measure
 
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"

@@ -22,6 +22,7 @@ from lit_layers.analyses.statistics import rounding_records
 from lit_layers.cli.main import main
 from lit_layers.functional.block_schedules import parse_schedule
 from lit_layers.identity import divided
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
@@ -32,7 +33,6 @@ from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.embedding_store import TaskEmbeddings
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.undisturbed import measure
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.listed_batches import Listed

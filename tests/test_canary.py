@@ -11,14 +11,15 @@ import pytest
 import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from lit_layers import canary, records, undisturbed
+from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.identity import drift
+from lit_layers.measuring import canary, one_model
+from lit_layers.measuring.offline import analyze, analyze_series
 from lit_layers.models import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.offline import analyze, analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.saved_models import saved
@@ -47,8 +48,8 @@ def half(run, tmp_path) -> Path:
 
 
 def under_other_versions(monkeypatch, **other: str) -> None:
-    known = {**undisturbed.versions(), **(other or {"transformers": "99.1.0"})}
-    monkeypatch.setattr(undisturbed, "versions", lambda: known)
+    known = {**one_model.versions(), **(other or {"transformers": "99.1.0"})}
+    monkeypatch.setattr(one_model, "versions", lambda: known)
 
 
 def drifted(monkeypatch, factor: float = 1.01) -> None:
@@ -137,7 +138,7 @@ def test_it_is_one_sentence_and_exit_code_2(run, half, tmp_path, monkeypatch, ca
 
 
 def test_under_the_same_versions_nobody_asks_and_another_build_is_the_same_version(run, half, monkeypatch):
-    under_other_versions(monkeypatch, torch=undisturbed.versions()["torch"].partition("+")[0] + "+cu999")
+    under_other_versions(monkeypatch, torch=one_model.versions()["torch"].partition("+")[0] + "+cu999")
     monkeypatch.setattr(canary, "refuse_drift", lambda found: pytest.fail("compared") if len(found) < 2 else None)
     assert [m.step for m in analyze_series(StepFolders(run), analyses(), root=half).measurements] == [4]
 
@@ -154,7 +155,7 @@ def test_where_nothing_measured_is_here_a_warning_names_both_versions(run, half,
     analyze_series(StepFolders(series), analyses(), root=half)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
-        f"half was measured under transformers {undisturbed.importlib.metadata.version('transformers')} and"
+        f"half was measured under transformers {one_model.importlib.metadata.version('transformers')} and"
     )
     assert "goes on under transformers 99.1.0: none of its measured checkpoints is here" in message
     assert [m.step for m in records.read(half / "measurements.jsonl")] == [0, 2, 4]
@@ -200,7 +201,7 @@ def test_training_that_goes_on_is_refused_or_warned_of(tmp_path, monkeypatch, ca
         drifted(patch)
         with pytest.raises(InputError, match="run, step 2: the same weights"):
             part(4, tmp_path / "2.ckpt")
-    warned = lambda: [r.getMessage() for r in caplog.records if r.name == "lit_layers.canary"]  # noqa: E731
+    warned = lambda: [r.getMessage() for r in caplog.records if r.name == "lit_layers.measuring.canary"]  # noqa: E731
     assert (warned(), [m.step for m in records.read(root / "measurements.jsonl")]) == ([], steps)
     drifted(monkeypatch)
     kept = [m for m in records.read(root / "measurements.jsonl") if m.step == 0]

@@ -20,10 +20,11 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lit_layers import records, undisturbed
+from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, walk
+from lit_layers.measuring import one_model
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
@@ -81,7 +82,7 @@ def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measu
     if name == "gpt2":  # the others in shares, or at length
         left_out = {other.name for other in of_prompts(prompts())} | LONG
         analyses = [each for each in analyses if each.name not in left_out]
-    return {analysis.name: undisturbed.measure(model, analysis, run="run", step=0) for analysis in analyses}
+    return {analysis.name: one_model.measure(model, analysis, run="run", step=0) for analysis in analyses}
 
 
 def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measurement], dict]:
@@ -142,9 +143,9 @@ def shared_on_device(device, few: bool) -> tuple[dict[str, Measurement], dict]:
     model, joined = made("gpt2").to(device.DEVICE).eval(), {}
     device.reset()
     for analysis in divided(few):
-        shares = [undisturbed.measure_share(model, analysis, range(rank, 99, 2)) for rank in range(2)]
+        shares = [one_model.measure_share(model, analysis, range(rank, 99, 2)) for rank in range(2)]
         sent = pickle.loads(pickle.dumps(shares))
-        joined[analysis.name] = undisturbed.join_shares(model, analysis, sent, run="run", step=0)
+        joined[analysis.name] = one_model.join_shares(model, analysis, sent, run="run", step=0)
     return joined, dict(device.violations)
 
 
@@ -154,7 +155,7 @@ def test_no_share_of_a_rank_holds_a_tensor_of_the_device(few):
     assert violations == {}
     assert few or joined.keys() == {analysis.name for analysis in of_prompts(prompts())}
     model = made("gpt2")
-    assert_close(joined, {each.name: undisturbed.measure(model, each, run="run", step=0) for each in divided(few)})
+    assert_close(joined, {each.name: one_model.measure(model, each, run="run", step=0) for each in divided(few)})
 
 
 class Killed(BaseException):
@@ -202,7 +203,7 @@ def test_a_streamed_walk_goes_on_wherever_it_is_taken_up(tmp_path):
     results |= apart(walked_on_the_device, tmp_path)
     model = load(tmp_path / "model")
     for analysis in three():
-        expected = values(undisturbed.measure(model, analysis, run="run", step=0))
+        expected = values(one_model.measure(model, analysis, run="run", step=0))
         for work, result in results.items():
             error, numbers = result[analysis.name]
             assert error is None, (work, analysis.name)

@@ -8,11 +8,11 @@ from collections import deque
 
 import pytest
 
-from lit_layers import engine, over_workers
 from lit_layers.cli.main import main
-from lit_layers.engine import ATTEMPTS, Event, Job, hand_out
 from lit_layers.errors import InputError
-from lit_layers.offline import analyze_series
+from lit_layers.measuring import over_workers, ray_workers
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.measuring.ray_workers import ATTEMPTS, Event, Job, hand_out
 from lit_layers.series import HubRevisions, OneModel, StepFolders
 from tests.support.every_analysis import of_images, of_prompts, of_text, prompts, save_inputs
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
@@ -137,7 +137,7 @@ def pretended(monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(engine, "RayWorkers", Here)
+    monkeypatch.setattr(ray_workers, "RayWorkers", Here)
     return made
 
 

@@ -14,8 +14,8 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.following import _complete, follow
-from lit_layers.offline import SeriesResult, analyze_series
+from lit_layers.measuring.following import _complete, follow
+from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.measuring_aside import MeasuringAside

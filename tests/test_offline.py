@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers import one_checkpoint, records
+from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.measuring import one_checkpoint
+from lit_layers.measuring.offline import analyze
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
-from lit_layers.offline import analyze
 from lit_layers.series import OneModel
 from tests.support.listed_batches import Listed
 from tests.support.rounding import assert_same_numbers

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers import offline, records
+from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.cli.measuring import shard_of
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.offline import analyze_series
+from lit_layers.measuring import offline
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_folder import RunFolder

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lit_layers import undisturbed
 from lit_layers.analyses import (
     Coupling,
     LabelProbe,
@@ -24,14 +23,15 @@ from lit_layers.analyses import (
 )
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.errors import InputError
+from lit_layers.measuring import one_model, undisturbed
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.measuring.one_model import Shares, in_one_pass, measure
 from lit_layers.models import shared_pass
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.offline import analyze_series
 from lit_layers.records import Record
 from lit_layers.series import OneModel
 from lit_layers.training import EmergenceCallback
-from lit_layers.undisturbed import Shares, in_one_pass, measure
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
@@ -314,7 +314,7 @@ def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
 def test_one_analysis_alone_is_measured_in_one_turn(monkeypatch):
     entered = []
     around = undisturbed.undisturbed
-    monkeypatch.setattr(undisturbed, "undisturbed", lambda *given: entered.append(1) or around(*given))
+    monkeypatch.setattr(one_model, "undisturbed", lambda *given: entered.append(1) or around(*given))
     together(tiny("gpt2"), [Trajectory(batches=cut(texts(), *[1] * 8))])
     assert len(entered) == 3  # what it will read, all of its parts, its records
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_layers import plan as planning
 from lit_layers.analyses import (
     Analysis,
     ConceptAlignment,
@@ -45,13 +44,16 @@ from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.measuring import calibration
+from lit_layers.measuring import plan as planning
+from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.models.build import causal_lm, vit
 from lit_layers.models.saved import outline
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, bytes_of, bytes_of_model, flop
-from lit_layers.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
@@ -61,7 +63,6 @@ from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.training.finetuning import Finetuning, TaskFinetuning
 from lit_layers.training.sequence_tasks import GlueScores
-from lit_layers.undisturbed import in_one_pass
 from tests.support.every_analysis import kinds, save_inputs
 from tests.support.labelled_texts import labelled
 from tests.support.listed_batches import Listed
@@ -167,7 +168,7 @@ def test_a_metric_of_ones_own_is_timed_as_it_is(monkeypatch):
         seen.append((tuple(states.shape), states.dtype))
         return states.square().mean()
 
-    monkeypatch.setattr(planning, "_TIMED", {})
+    monkeypatch.setattr(calibration, "_TIMED", {})
     plan = planned(LayeredModel(tiny("gpt2")), [StateMetric(metric=mine, batches=TEXTS)], device=CPU)
     assert seen[-1] == ((24, DIM), torch.float64)
     assert plan.rows[0].how.split(", ")[-1].startswith("32 calls of 24 rows")  # 8 texts, 4 layers
@@ -435,7 +436,7 @@ def test_every_part_can_be_timed_on_other_families(name):
 
 def test_planning_takes_no_random_number_of_a_training_that_waits(monkeypatch):
     """Those of dropout and of the order of data, of which a run with a budget must have the same as one without."""
-    monkeypatch.setattr(planning, "_TIMED", {})
+    monkeypatch.setattr(calibration, "_TIMED", {})
     model, before = LayeredModel(tiny("gpt2")), torch.random.get_rng_state()
     planned(model, [Coupling(batches=TEXTS, k=(4,)), Representation(batches=TEXTS)], device=CPU)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -460,7 +461,7 @@ def test_blocks_in_bfloat16_are_timed_so_in_passes_of_their_own_and_a_sample_bes
     assert short.work.device - plain.work.device == sum(map(bytes_of, model.blocks)) / 2
     assert "rounded: blocks in bfloat16: 24 block runs on texts of 24 tokens" in plan.notes()[3]
     assert "; a sample in float32: 24 block runs" in plan.notes()[3]
-    times = {key[1]: seconds for key, seconds in planning._TIMED.items() if key[4:6] == ("blocks", (4, 24))}
+    times = {key[1]: seconds for key, seconds in calibration._TIMED.items() if key[4:6] == ("blocks", (4, 24))}
     assert times[True] != times[False]
     assert long.seconds > short.seconds > plain.seconds
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.offline import analyze_series
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import StepFolders
 from tests.support.measured_series import sorted_lines, trained, two_groups
 

@@ -16,8 +16,8 @@ from lit_layers.analyses.task_probes import OnTask
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText, prepare
 from lit_layers.errors import InputError
-from lit_layers.offline import analyze
-from lit_layers.undisturbed import measure
+from lit_layers.measuring.offline import analyze
+from lit_layers.measuring.one_model import measure
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.targets import target
 

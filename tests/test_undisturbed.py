@@ -19,10 +19,11 @@ import lit_layers
 from lit_layers.analyses.base import Analysis, describe
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.preparing import prepare
+from lit_layers.measuring.one_model import measure, versions
+from lit_layers.measuring.undisturbed import DisturbedError, full_float32_precision, undisturbed
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from lit_layers.undisturbed import DisturbedError, full_float32_precision, measure, undisturbed, versions
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 
@@ -168,10 +169,10 @@ def test_training_beside_an_analysis_ends_in_the_same_bits(action, alone):
 
 
 def test_the_bits_would_differ_without_the_care(alone, monkeypatch):
-    monkeypatch.setattr("lit_layers.undisturbed.kept_random_state", contextlib.nullcontext)
+    monkeypatch.setattr("lit_layers.measuring.undisturbed.kept_random_state", contextlib.nullcontext)
     assert train(draw)["bits"] != alone["bits"]
     monkeypatch.undo()
-    monkeypatch.setattr("lit_layers.undisturbed.kept_gradients", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr("lit_layers.measuring.undisturbed.kept_gradients", lambda model: contextlib.nullcontext())
     model = tiny("gpt2")
     measure(model, Doing(action=lambda view: view.model(**tiny_batch("gpt2")).logits.sum().backward()), run="", step=0)
     assert model.lm_head.weight.grad is not None

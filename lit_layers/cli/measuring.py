@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.analyses.base import Analysis
-    from lit_layers.offline import SeriesResult
-    from lit_layers.plan import Plan
+    from lit_layers.measuring.offline import SeriesResult
+    from lit_layers.measuring.plan import Plan
+    from lit_layers.measuring.targets import Target
     from lit_layers.records import Measurement
     from lit_layers.series import Series
-    from lit_layers.targets import Target
 
 ROUNDING = ("bf16_difference", "bf16_largest_difference")
 AUTO = "auto"
@@ -185,7 +185,7 @@ def measure(
         InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
     """
     from lit_layers.analyses.base import in_bfloat16
-    from lit_layers.targets import targets_of
+    from lit_layers.measuring.targets import targets_of
 
     if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")

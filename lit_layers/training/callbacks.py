@@ -15,12 +15,12 @@ import lightning as L
 import torch
 from torch import nn
 
-from lit_layers import undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
+from lit_layers.measuring import undisturbed
+from lit_layers.measuring.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.models.view import LayeredModel
-from lit_layers.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.series.local_series import run_in

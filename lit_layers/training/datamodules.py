@@ -26,10 +26,10 @@ from lit_layers.data.images import (
 )
 from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
+from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
-from lit_layers.undisturbed import kept_random_state
 
 
 class StepSampler(Sampler[list[int]]):

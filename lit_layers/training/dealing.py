@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import distributed, nn
 
-from lit_layers import undisturbed
 from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, StagedAnalysis
 from lit_layers.errors import InputError
+from lit_layers.measuring import one_model
+from lit_layers.measuring.one_model import Attempt, Shares
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import flop
 from lit_layers.records import Measurement
-from lit_layers.undisturbed import Attempt, Shares
 
 _PATIENCE = datetime.timedelta(hours=12)
 _NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
@@ -88,7 +88,7 @@ def _with_common_texts(texts: Mapping[Part, Sequence[Any]]) -> list[list[Part]]:
 class OneProcess:
     """A run in one process, where `Ranks` is a run in several."""
 
-    measure = staticmethod(undisturbed.in_one_pass)
+    measure = staticmethod(one_model.in_one_pass)
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives."""
@@ -158,7 +158,7 @@ class Ranks:
     ) -> list[Measurement]:
         """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
 
-        `facts` are those of `undisturbed.measure`.
+        `facts` are those of `one_model.measure`.
         """
         view = SharedPass.of(LayeredModel(model), kept_mb=kept_mb, folder=folder)
         due: dict[str, Any] = {each.name: each for each in analyses}
@@ -210,16 +210,16 @@ class Ranks:
         mine = [
             analysis
             for name, analysis in analyses.items()
-            if numbers[name] or (self.rank == 0 and undisturbed.is_divided(analysis))
+            if numbers[name] or (self.rank == 0 and one_model.is_divided(analysis))
         ]
         shares = Shares(view, mine, starting, numbers=numbers, weights_hash=facts["weights_hash"])
         results: dict[str, Any] = {}
         for analysis in mine:
-            if undisturbed.is_divided(analysis):
-                results[analysis.name] = undisturbed.sendable(shares.of(analysis))
+            if one_model.is_divided(analysis):
+                results[analysis.name] = one_model.sendable(shares.of(analysis))
             else:
                 starting(analysis)
-                results[analysis.name] = undisturbed.measure(view, analysis, **facts)
+                results[analysis.name] = one_model.measure(view, analysis, **facts)
         return results
 
     def _note(self, shares: Mapping[str, Sequence[Any]], stage: int) -> None:
@@ -240,7 +240,7 @@ class Ranks:
             of_parts: list[list[bytes]] | None = [[]]
             if name in failed:
                 continue
-            if undisturbed.is_divided(analysis):
+            if one_model.is_divided(analysis):
                 of_parts = Attempt().make(view, analysis, analysis.texts_of_parts)
             if of_parts is None:  # measuring it says why
                 unreadable.append(name)
@@ -274,7 +274,7 @@ def _following(analysis: StagedAnalysis, shares: Sequence[Attempt], view: Layere
 
 
 def _joined(view: SharedPass, analysis: Analysis, shares: Sequence[Any], facts: dict[str, Any]) -> Measurement:
-    return shares[0] if isinstance(shares[0], Measurement) else undisturbed.join_shares(view, analysis, shares, **facts)
+    return shares[0] if isinstance(shares[0], Measurement) else one_model.join_shares(view, analysis, shares, **facts)
 
 
 def _flop(view: SharedPass, analysis: Analysis) -> float | None:

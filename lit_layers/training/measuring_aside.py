@@ -21,7 +21,7 @@ LOG = "measuring.log"  # in the run's folder: what the process says
 
 
 class MeasuringAside:
-    """Starts the process (`lit_layers.following`) and reads what it adds to the record.
+    """Starts the process (`lit_layers.measuring.following`) and reads what it adds to the record.
 
     Nothing here waits for it: where it dies or lags, training goes on, and what is not measured is said at the end.
 
@@ -52,7 +52,7 @@ class MeasuringAside:
         with open(root / LOG, "ab") as log, tempfile.TemporaryFile() as message:
             message.write(json.dumps(about).encode() + b"\n" + content)
             message.seek(0)
-            command = [sys.executable, "-P", "-m", "lit_layers.following"]
+            command = [sys.executable, "-P", "-m", "lit_layers.measuring.following"]
             places = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
             quiet: Any = {"stdout": log, "stderr": log, "start_new_session": True}  # Ctrl-C is for training
             quiet["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lit_layers.errors import InputError
 from lit_layers.functional.sharpness import critical_step
+from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoints import axis_step
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.sharding import is_sharded
-from lit_layers.undisturbed import kept_random_state
 
 logger = logging.getLogger(__name__)
 

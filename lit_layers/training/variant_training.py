@@ -27,6 +27,7 @@ from lit_layers.functional.block_schedules import (
     block_runs,
     format_schedule,
 )
+from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.models.build import architecture_hash, save, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel
@@ -47,7 +48,6 @@ from lit_layers.schema import (
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.modules import LitModule
 from lit_layers.training.trainer import StepSeed, new_trainer
-from lit_layers.undisturbed import kept_random_state
 
 _AGAIN = "take it away to train that variant again"
 RESULT, MODEL = "finetuned.json", "model"

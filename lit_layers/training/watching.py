@@ -10,11 +10,12 @@ from typing import Any, Literal, Protocol, Self, get_args
 
 from torch import distributed, nn
 
-from lit_layers import canary, records, undisturbed
+from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import logged_name, plain_settings
+from lit_layers.measuring import canary, one_model, undisturbed
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
@@ -125,7 +126,7 @@ class StepMeasurer:
 
         # of the same weights on every rank
         fingerprint, seen = self.ranks.from_first(functools.partial(self._seen, model))
-        for measurement in undisturbed.measure_missing(
+        for measurement in one_model.measure_missing(
             model,
             self.analyses,
             self._store,

@@ -14,8 +14,8 @@ from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.geometry import _derangements
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny
 

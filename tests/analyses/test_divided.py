@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from lit_layers import undisturbed
 from lit_layers.analyses import (
     AttentionPatterns,
     Coupling,
@@ -27,6 +26,7 @@ from lit_layers.analyses import (
     Trajectory,
 )
 from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
+from lit_layers.measuring import one_model
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny
@@ -76,17 +76,17 @@ def model():
     ids=[each.name for each in ANALYSES],
 )
 def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis):
-    whole = undisturbed.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
+    whole = one_model.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
     assert whole.error is None
     assert whole.records
     for num_ranks in (2, 3, 8):
         draw = random.Random(num_ranks)
         owners = [draw.randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
         shares = [
-            undisturbed.measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
+            one_model.measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
             for rank in reversed(range(num_ranks))
         ]
-        joined = undisturbed.join_shares(
+        joined = one_model.join_shares(
             model, analysis, pickle.loads(pickle.dumps(shares)), run="run", step=3, tokens=5, weights_hash="x"
         )
         # NaN is not equal to itself, its text is
@@ -140,9 +140,9 @@ class Odd(DividedAnalysis):
 
 @pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "pickle")])
 def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
-    shares = [undisturbed.measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
+    shares = [one_model.measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
     assert shares[0].error is None
-    measurement = undisturbed.join_shares(model, Odd(fails), shares, run="run", step=0)
+    measurement = one_model.join_shares(model, Odd(fails), shares, run="run", step=0)
     assert measurement.error is not None
     assert error in measurement.error
     assert measurement.records == []
@@ -150,6 +150,6 @@ def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
 
 def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
     nothing = Trajectory(batches=Listed())
-    shares = [undisturbed.measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
-    measurement = undisturbed.join_shares(model, nothing, shares, run="run", step=0)
+    shares = [one_model.measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
+    measurement = one_model.join_shares(model, nothing, shares, run="run", step=0)
     assert measurement.error == "InputError: trajectory: the data holds no prompts"

@@ -13,8 +13,8 @@ from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.invariance import dime, infonce, lidar
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny

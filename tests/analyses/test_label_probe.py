@@ -13,8 +13,8 @@ from sklearn.preprocessing import StandardScaler
 from lit_layers.analyses import LabelProbe, label_probe
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.distilled import PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers import undisturbed
 from lit_layers.analyses.layer_geometry import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.similarity import layer_stages
+from lit_layers.measuring import one_model
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
@@ -191,8 +191,8 @@ def test_shares_join_to_the_numbers_of_one_and_nothing_is_disturbed(model):
     whole = measure(model, analysis, run="run", step=1, weights_hash="x")
     assert whole.error is None
     assert torch.equal(torch.get_rng_state(), generator)
-    shares = [undisturbed.measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
-    joined = undisturbed.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
+    shares = [one_model.measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
+    joined = one_model.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
     assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
 
 

@@ -11,8 +11,8 @@ from lit_layers.analyses import Lens, readout_scores
 from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch

@@ -26,8 +26,8 @@ from lit_layers.analyses.next_token_probe import (
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.functional.watching_probe import fit_watching_probes
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch

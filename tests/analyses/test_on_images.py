@@ -12,8 +12,8 @@ import torch
 
 from lit_layers.analyses import Coupling, CouplingMatrices, Lens, Representation, TokenCoupling, Trajectory
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.distilled import CLASSES, DIM, LAYERS, PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny, tiny_batch

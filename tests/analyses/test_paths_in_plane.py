@@ -6,9 +6,9 @@ import torch
 
 from lit_layers.analyses import PathsInPlane
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES
-from lit_layers.undisturbed import measure
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt

@@ -9,8 +9,8 @@ from sklearn.linear_model import LinearRegression
 
 from lit_layers.analyses.linear_structure import MAX_BYTES, NextTokenResidual, _own_norm
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import DIM, LAYERS, VOCAB, tiny, tiny_batch

@@ -8,8 +8,8 @@ import torch
 
 from lit_layers.analyses import PromptStudies, Representation
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch

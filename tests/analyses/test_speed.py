@@ -6,8 +6,8 @@ import torch
 from lit_layers.analyses.speed import Speed, measure_speed, peak_of_call, weight_bytes
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import variants
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.tiny_models import tiny, tiny_batch
 
 ROUNDS = {"num_rounds": 2, "num_warm_up": 1}

@@ -15,11 +15,11 @@ from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.measuring.one_model import join_shares, measure, measure_share
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import join_shares, measure, measure_share
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.rounding import close_records, move_

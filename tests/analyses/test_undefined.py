@@ -26,11 +26,11 @@ from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import is_in
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, frame
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.undisturbed import measure
 from tests.support.charts import line
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed

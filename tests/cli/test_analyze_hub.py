@@ -12,11 +12,12 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from lit_layers import offline, records
+from lit_layers import records
 from lit_layers.analyses import Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.measuring import offline
 from lit_layers.series import HubRevisions, Retry
 from lit_layers.series.checkpoint import THREAD, Checkpoint
 from tests.support.fake_hub import FakeHub, Repo

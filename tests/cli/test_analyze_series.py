@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers import offline, records
+from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.measuring import offline
 from tests.cli.conftest import PACKAGE
 from tests.cli.test_fit import RECIPE, TEXT
 from tests.support.rounding import assert_same_numbers, close_records

@@ -7,12 +7,13 @@ import pytest
 import torch
 import yaml
 
-from lit_layers import offline, records
+from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import BenchmarkPrompts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.measuring import offline
 from lit_layers.models.families import FAMILIES
 from lit_layers.series import Retry
 from lit_layers.series.checkpoint import Checkpoint

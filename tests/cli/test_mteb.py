@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.targets import length_limit
+from lit_layers.measuring.targets import length_limit
 from lit_layers.tasks.mteb_evaluation import Prepared
 from tests.support.labelled_texts import saved_gpt2
 from tests.tasks.tiny_tasks import Passes, write_tiny_data

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from lit_layers import plan as planning
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.measuring import plan as planning
 from lit_layers.models.build import causal_lm, save
 from lit_layers.training import EmergenceCallback, callbacks
 from tests.support import tiny_training

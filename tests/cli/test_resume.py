@@ -15,10 +15,11 @@ import pytest
 import torch
 import yaml
 
-from lit_layers import records, undisturbed
+from lit_layers import records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.measuring import one_model
 from lit_layers.training import LitCausalLM, callbacks, checkpoints, resuming, run_folder
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resuming import STATE, resume_point
@@ -168,7 +169,7 @@ MOMENTS = {
     "inside the save of a resume checkpoint": dying(resuming, "_save", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),
-    "between two analyses of a step": dying(undisturbed, "_measurement", 4),
+    "between two analyses of a step": dying(one_model, "_measurement", 4),
     "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
     "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),

@@ -9,10 +9,10 @@ import torch
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.models import save, vit, weights_hash
 from lit_layers.models.build import untrained
 from lit_layers.models.saved import load
-from lit_layers.offline import analyze_series
 from lit_layers.run_data import read_run
 from lit_layers.series import OneModel, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint

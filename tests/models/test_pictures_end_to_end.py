@@ -13,9 +13,9 @@ from lit_layers.analyses import LabelProbe, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalImages
 from lit_layers.errors import InputError
+from lit_layers.measuring.offline import analyze
 from lit_layers.models import LayeredModel, load
 from lit_layers.models.pixels import PREPROCESSOR
-from lit_layers.offline import analyze
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
 from tests.support.tiny_models import IMAGE, LAYERS, PICTURES, tiny

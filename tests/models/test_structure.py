@@ -12,9 +12,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.families.structure import by_structure
 from lit_layers.models.view import LayeredModel
-from lit_layers.undisturbed import measure
 from tests.support.listed_batches import Listed
 from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
 from tests.support.tiny_models import tiny

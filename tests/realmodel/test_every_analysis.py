@@ -15,11 +15,11 @@ from lit_layers.analyses import Analysis
 from lit_layers.data import ProbeTask, WordPairs
 from lit_layers.data.prompt_texts import GivenTexts
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import METRICS
 from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.undisturbed import measure
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes of one free core
 ROOT = Path(__file__).parents[2]

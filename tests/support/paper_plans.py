@@ -22,14 +22,14 @@ import pytest
 import torch
 import yaml
 
-from lit_layers import plan as planning
 from lit_layers.analyses import Probe
 from lit_layers.cli.main import main
+from lit_layers.measuring import plan as planning
+from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.papers.recipe import PLANNED, PaperRecipe, Step
-from lit_layers.plan import Plan, planned
 from tests.support.data_mapping import linked
 from tests.support.paper_tables import PLANS, ROOT, read, recipe_paths
 from tests.support.papers_world import ROWS, wikitext_files, with_arc_to_train_on

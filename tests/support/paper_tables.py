@@ -10,8 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from lit_layers.measuring.plan import duration, size
 from lit_layers.papers import PAPERS, PaperRecipe, read_recipe
-from lit_layers.plan import duration, size
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "papers.md"

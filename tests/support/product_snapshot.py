@@ -370,7 +370,7 @@ def pages(s: Scenarios) -> None:
 
 def analyses(s: Scenarios) -> None:
     """Every analysis there is, on a model of text and one of images."""
-    from lit_layers.undisturbed import measure
+    from lit_layers.measuring.one_model import measure
     from tests.support.tiny_models import tiny
 
     inputs = every_analysis.save_inputs(s.work / "analyses")

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from lit_layers.engine import Job, RayWorkers, hand_out
+from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 
 
 class Slow:

@@ -21,16 +21,16 @@ from unittest import mock
 import torch
 import yaml
 
-from lit_layers import plan as planning
 from lit_layers.analyses.task_probes import OnTask
 from lit_layers.cli.verbs import fit
 from lit_layers.data import batches
 from lit_layers.data.prompt_texts import CorpusTexts
+from lit_layers.measuring import plan as planning
+from lit_layers.measuring.plan import Plan, planned, size
 from lit_layers.models.build import vit
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, bytes_of_model, flop, trained
-from lit_layers.plan import Plan, planned, size
 from lit_layers.schedule import PYTHIA, Schedule
 from lit_layers.sweep import read_grid
 from lit_layers.tasks.catalogue import find

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import save_file
 
 from lit_layers.analyses import Coupling, Representation, Trajectory
-from lit_layers.offline import analyze
+from lit_layers.measuring.offline import analyze
 from tests.support.listed_batches import Listed
 
 VOCAB = 512

@@ -9,11 +9,11 @@ import pytest
 
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.running_order import running_order
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, local_rows, mean_and_error
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, refuse_unknown, task_file_hash
-from lit_layers.undisturbed import measure
 from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker, write_tasks, write_tokenizer
 
 BLOCKS, LENGTH, NEW = 5, 400, 16

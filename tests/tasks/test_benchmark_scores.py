@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import baseline, parse_schedule, random
+from lit_layers.measuring.one_model import measure
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import flop
@@ -19,7 +20,6 @@ from lit_layers.tasks import benchmark_scores as module
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.undisturbed import measure
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.tiny_models import tiny
 

@@ -17,9 +17,9 @@ from sklearn.linear_model import LogisticRegression
 
 from lit_layers.analyses.features import text_features
 from lit_layers.errors import InputError
+from lit_layers.measuring.offline import analyze
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.offline import analyze
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared

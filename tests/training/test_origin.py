@@ -11,8 +11,8 @@ import torch
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.models import load, weights_hash
-from lit_layers.offline import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint

@@ -11,7 +11,7 @@ from lit_layers import records
 from lit_layers.analyses import NextTokenResidual, Probe, SampleSizeSweep
 from lit_layers.data import ProbeTask
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer
-from lit_layers.offline import analyze
+from lit_layers.measuring.offline import analyze
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import step_folder
 from tests.support.tiny_training import RandomText, fit

@@ -10,8 +10,8 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError
+from lit_layers.measuring.targets import Target
 from lit_layers.series import OneModel, Series
-from lit_layers.targets import Target
 
 CORPUS = "python"
 USUAL = ("trajectory", "representation", "coupling")

@@ -30,9 +30,9 @@ from lit_layers.data.preparing import prepared_before
 from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
+from lit_layers.measuring.plan import Plan, share_of, size, stride_within
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
-from lit_layers.plan import Plan, share_of, size, stride_within
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range, refuse_outside

@@ -18,7 +18,7 @@ from lit_layers.schema import COUNT
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
-    from lit_layers.targets import Target
+    from lit_layers.measuring.targets import Target
 
 T = TypeVar("T")
 RESULTS = "intervene"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.analyses.base import Analysis
-    from lit_layers.targets import Target
+    from lit_layers.measuring.targets import Target
     from lit_layers.tasks.catalogue import Task
     from lit_layers.tasks.mteb_scores import Averages
 

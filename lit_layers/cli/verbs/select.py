@@ -195,7 +195,7 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
     Raises:
         InputError: of several models, options that are for one, or two that have one name.
     """
-    from lit_layers.targets import name_of
+    from lit_layers.measuring.targets import name_of
 
     names = [name_of(model) for model in models]
     if len(models) > 1:
@@ -314,9 +314,9 @@ def _opened(
     import torch
 
     from lit_layers.analyses.base import at_least_float32
+    from lit_layers.measuring.one_checkpoint import device_of
     from lit_layers.models.saved import load
     from lit_layers.models.view import LayeredModel
-    from lit_layers.one_checkpoint import device_of
     from lit_layers.select.choosing import of_images, of_texts
     from lit_layers.series import OneModel
 

@@ -11,11 +11,11 @@ from lit_layers.cli.main import FAILED, INTERRUPTED
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
 from lit_layers.errors import InputError
-from lit_layers.following import EVERY, SETTLED, follow
-from lit_layers.offline import SeriesResult
+from lit_layers.measuring.following import EVERY, SETTLED, follow
+from lit_layers.measuring.offline import SeriesResult
+from lit_layers.measuring.targets import targets_of
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Range
 from lit_layers.series.checkpoint import Series
-from lit_layers.targets import targets_of
 
 INTERVAL = Range(0, math.inf, above=True, words="a positive number of seconds")
 SECONDS = Range(0, math.inf, words="a number of seconds of at least 0")

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_layers import canary
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name
-from lit_layers.one_checkpoint import Device, DoesNotFit, Dtype, Measurer, Tell, device_of, silent
-from lit_layers.over_workers import over_workers
+from lit_layers.measuring import canary
+from lit_layers.measuring.one_checkpoint import Device, DoesNotFit, Dtype, Measurer, Tell, device_of, silent
+from lit_layers.measuring.over_workers import over_workers
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
@@ -67,8 +67,8 @@ def analyze(
     options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
     analyze_series(series, analyses, root=root, **options)
     earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
-    run: Any = earlier.run_of(checkpoint), checkpoint.step
-    return [last for each in analyses if (last := earlier.store.last(*run, each))]  # there is one of each now
+    run, step = earlier.run_of(checkpoint), checkpoint.step
+    return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now
 
 
 def analyze_series(

@@ -1,7 +1,7 @@
 """One checkpoint of a series in memory, or read block by block, and what its analyses find.
 
-Nothing here writes the record: the loop (`lit_layers.offline`) does, which runs this in its own process or carries it
-to the workers of an engine.
+Nothing here writes the record: the loop (`offline`) does, which runs this in its own process or carries it to the
+workers of an engine.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from lit_layers import canary, undisturbed
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
+from lit_layers.measuring import canary, one_model, undisturbed
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
@@ -101,7 +101,7 @@ class Measurer:
             view, fingerprint = self._whole(checkpoint, everything)
             seen = canary.provenance_of(view, fingerprint, self.earlier.store)
             folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
-            way = functools.partial(undisturbed.in_one_pass, kept_mb=self.kept_mb, folder=folder)
+            way = functools.partial(one_model.in_one_pass, kept_mb=self.kept_mb, folder=folder)
             return self._keep(checkpoint, view, analyses, way, tell, fingerprint, seen)
         except torch.OutOfMemoryError as error:
             self.release()
@@ -154,7 +154,7 @@ class Measurer:
         checkpoint: Checkpoint,
         view: Any,
         analyses: Sequence[Analysis],
-        way: undisturbed.Way,
+        way: one_model.Way,
         tell: Tell,
         fingerprint: str,
         seen: dict[str, Any],
@@ -170,7 +170,7 @@ class Measurer:
             same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
             source |= {name: value for name, value in same.items() if value is not None}
         measured = [
-            *undisturbed.measure_missing(
+            *one_model.measure_missing(
                 view,
                 analyses,
                 self.earlier.store,
@@ -216,7 +216,7 @@ class Measurer:
             source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
             for analysis in due:
                 outcome = outcomes[analysis.name]
-                provenance = {**undisturbed.describe_run(view, analysis, fingerprint), **source}
+                provenance = {**one_model.describe_run(view, analysis, fingerprint), **source}
                 result = {"records": outcome.records, "seconds": outcome.seconds, "error": outcome.error}
                 yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
             shutil.rmtree(folder)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_layers import undisturbed
 from lit_layers.analyses.base import States
 from lit_layers.analyses.layerwise import Key, StatesAnalysis, walk
 from lit_layers.identity import (
@@ -32,6 +31,7 @@ from lit_layers.identity import (
     differing_versions,
     refuse_drift,
 )
+from lit_layers.measuring import one_model
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import Batch, LayeredModel
@@ -108,7 +108,7 @@ def provenance_of(
         with tempfile.TemporaryDirectory() as folder:
             records = walk(model, [Canary()], Path(folder))[name].records
     else:
-        records = undisturbed.measure(model, Canary(), run=name, step=None, weights_hash=weights_hash).records
+        records = one_model.measure(model, Canary(), run=name, step=None, weights_hash=weights_hash).records
     return compared(sums(records), weights_hash, measured)
 
 
@@ -130,7 +130,7 @@ def compared(
 
 
 def _now(like: Measurement, weights_hash: str, canary: Any = None) -> Measurement:
-    facts = {"weights_hash": weights_hash, CANARY: canary, VERSIONS: dict(undisturbed.versions())}
+    facts = {"weights_hash": weights_hash, CANARY: canary, VERSIONS: dict(one_model.versions())}
     return Measurement(
         run=like.run, step=like.step, tokens=None, analysis=like.analysis, records=[], seconds=0.0, provenance=facts
     )

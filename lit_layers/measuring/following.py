@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.offline import SeriesResult, analyze_series
+from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.report import write_report
 from lit_layers.series import StepFolders
 from lit_layers.series.checkpoint import Series

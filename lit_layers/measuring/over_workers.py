@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from lit_layers import engine
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
+from lit_layers.measuring import ray_workers
+from lit_layers.measuring.one_checkpoint import Device, Measurer, device_of, silent
+from lit_layers.measuring.plan import counted, texts_of
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
-from lit_layers.one_checkpoint import Device, Measurer, device_of, silent
-from lit_layers.plan import counted, texts_of
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.series import Checkpoint
 from lit_layers.series.auditing import read_weights
@@ -98,21 +98,21 @@ def over_workers(
         return
     total, threads = len(jobs), torch.get_num_threads()
     carried = CheckpointWorker(_carried(measurer), device, threads, keep_downloads)
-    with engine.RayWorkers(carried, threads=threads, gpu=device, memory=memory) as workers:
+    with ray_workers.RayWorkers(carried, threads=threads, gpu=device, memory=memory) as workers:
 
         def tell(done: int, under_way: Sequence[Task]) -> None:
             what = ", ".join(dict.fromkeys(task.checkpoint for task in under_way[:2]))
             measurer.tell(done, total, f"{workers.description}: {what}" if what else workers.description)
 
-        for task, outcome in engine.hand_out(jobs, workers, tell):
+        for task, outcome in ray_workers.hand_out(jobs, workers, tell):
             yield task, outcome or Outcome(failure=_lost(task))
     measurer.tell(total, total, "")
 
 
 def _lost(task: Task) -> InputError:
     return InputError(
-        f"{task.checkpoint}: {engine.ATTEMPTS} workers were lost that measured {', '.join(task.analyses)}: it may need "
-        "more memory than they have; the same command tries it again"
+        f"{task.checkpoint}: {ray_workers.ATTEMPTS} workers were lost that measured {', '.join(task.analyses)}: it may "
+        "need more memory than they have; the same command tries it again"
     )
 
 
@@ -125,7 +125,7 @@ def _carried(measurer: Measurer) -> Measurer:
 
 def _jobs(
     measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], unread: set[str], *, whole: bool
-) -> tuple[list[engine.Job[Task]], int]:
+) -> tuple[list[ray_workers.Job[Task]], int]:
     """A job for each task, and the bytes of memory that a worker needs for any; `whole`: all analyses in one."""
     jobs, memory, counts = [], 0.0, {}
     for checkpoint, analyses in due:
@@ -141,7 +141,7 @@ def _jobs(
             cost, held = counts[key]
             memory = max(memory, held)
             task = Task(checkpoint.name, names, known, is_unread=number == 0 and checkpoint.name in unread)
-            jobs.append(engine.Job(checkpoint.name, task, cost))
+            jobs.append(ray_workers.Job(checkpoint.name, task, cost))
     kept = 0 if memory == 0 else measurer.kept_mb * 2**20
     return jobs, int(MARGIN * (memory + kept) + OF_A_PROCESS) if memory else 0
 

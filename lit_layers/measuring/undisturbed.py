@@ -1,0 +1,178 @@
+"""Looking at a model that is being trained, without leaving a trace in the training."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lit_layers.models.families import Network
+from lit_layers.models.shared_pass import fingerprints, hook_ids, remove_new_hooks_
+from lit_layers.models.view import evaluating
+
+SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
+
+
+class DisturbedError(RuntimeError):
+    """An analysis changed the model it was to look at."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iterator[None]:
+    """Whatever happens inside, training goes on afterwards as if nothing had.
+
+    Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
+    None), fixed seeds, no autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same
+    tensors with the same values), `requires_grad`, attention implementation, hooks, the random state of torch, CUDA,
+    numpy and python, the default dtype, the precision of float32 products.
+
+    Raises:
+        DisturbedError: a parameter or buffer was written to or exchanged, or a hook was left behind; it names which.
+            (Hooks are taken off again, written values cannot be brought back.)
+    """
+    before, hooks = fingerprints(model), hook_ids(model)
+    with (
+        evaluating(model),
+        kept_gradients(model),
+        kept_attention(model),
+        kept_random_state(random_state),
+        plain_numbers(next(model.parameters()).device),
+    ):
+        try:
+            yield
+        except Exception as failure:
+            if change := disturbance(model, before, hooks):
+                raise DisturbedError(f"{change}; it also failed with {one_line(failure)}") from failure
+            raise
+        if change := disturbance(model, before, hooks):
+            raise DisturbedError(change)
+
+
+def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:
+    """What an analysis did to the model that it must not do, as a sentence."""
+    after, left = fingerprints(model), remove_new_hooks_(model, hooks)
+    if changed := [name for name in before | after if before.get(name) != after.get(name)]:
+        return f"the analysis changed {shown(changed)}: an analysis must not write to the model"
+    if left:
+        return f"the analysis left hooks on {shown(left)}: remove every hook that is added"
+    return None
+
+
+def one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+
+
+def shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Without this a backward pass would add to the gradients that training accumulates."""
+    kept = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    for parameter, _, _ in kept:
+        parameter.grad = None
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, grad, requires_grad in kept:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+@contextmanager
+def kept_attention(model: Network) -> Iterator[None]:
+    """An analysis may switch a transformers model to eager attention, or timm's blocks to unfused."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    fused = [(part, part.fused_attn) for part in model.modules() if hasattr(part, "fused_attn")]
+    try:
+        yield
+    finally:
+        if implementation is not None and model.config._attn_implementation != implementation:
+            model.set_attn_implementation(implementation)
+        for part, value in fused:
+            part.fused_attn = value
+
+
+@contextmanager
+def kept_random_state(inside: list[Any] | None = None) -> Iterator[None]:
+    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards.
+
+    Given a list, it starts from the state that an earlier call has left there instead, and leaves its own.
+    """
+    # Asking for the state of a GPU that is not in use would start it.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(gpus):
+            if inside and len(inside[3]) == len(gpus):
+                torch.set_rng_state(inside[0])
+                np.random.set_state(inside[1])  # noqa: NPY002
+                random.setstate(inside[2])
+                torch.cuda.set_rng_state_all(inside[3]) if gpus else None
+            else:
+                torch.default_generator.manual_seed(SEED)
+                if gpus:
+                    torch.cuda.manual_seed_all(SEED)
+                np.random.seed(SEED)  # noqa: NPY002
+                random.seed(SEED)
+            yield
+            if inside is not None:
+                of_gpus = torch.cuda.get_rng_state_all() if gpus else []
+                inside[:] = torch.get_rng_state(), np.random.get_state(), random.getstate(), of_gpus  # noqa: NPY002
+    finally:
+        np.random.set_state(in_numpy)  # noqa: NPY002
+        random.setstate(in_python)
+
+
+@contextmanager
+def plain_numbers(device: torch.device) -> Iterator[None]:
+    """Derivatives on, autocast off, float32 as it is written, whatever surrounds the analysis."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(device.type, enabled=False) if device.type != "cpu" else nullcontext(),
+            full_float32_precision(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def full_float32_precision() -> Iterator[None]:
+    """No TF32 and no bfloat16 in products of float32, by whichever of torch's two interfaces it was switched on."""
+    mkldnn: Any = torch.backends.mkldnn
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    parts = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
+    before, older = [part.fp32_precision for part in parts], older_precision()
+    if older:  # then both interfaces must agree inside as well: asking the older one raises where they do not
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+    for part in parts[:2] if older else parts:
+        part.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if older:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
+
+
+def older_precision() -> tuple[str, bool] | None:
+    """The settings of torch's older interface; None where the newer one was used, of which it knows nothing."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
