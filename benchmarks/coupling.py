@@ -19,12 +19,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import Row, add_options, finish, ratios
+from rounds import Row, add_options, clock, finish, ratios
 from torch import Tensor, nn
 
 WORDS = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0}
@@ -76,7 +75,7 @@ class Clock:
 
     def stage(self, name: str) -> None:
         """Ends a stage and starts the next."""
-        now = seconds(self.device)
+        now = clock(self.device)
         spent, peak = self.stages.get(name, (0.0, 0.0))
         self.stages[name] = spent + now - self.since, max(peak, self._peak() - self.before)
         self._start()
@@ -86,20 +85,13 @@ class Clock:
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
-        self.since = seconds(self.device)
+        self.since = clock(self.device)
 
     def _peak(self) -> float:
         if self.device == "cuda":
             return torch.cuda.max_memory_allocated() / 2**20
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 2**10
-
-
-def seconds(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
 
 
 def published(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
@@ -179,10 +171,10 @@ def floor(dim: int, device: str) -> float:
     square, wide = torch.randn(dim, dim, device=device), torch.randn(dim, 4 * dim, device=device)
     times = []
     for _ in range(5):
-        since = seconds(device)
+        since = clock(device)
         for _ in range(3):
             square @ wide  # 8 dim^3 each
-        times.append(seconds(device) - since)
+        times.append(clock(device) - since)
     return min(times)
 
 

@@ -27,13 +27,14 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from rounds import Row, add_options, finish, ratios
+from rounds import Row, add_options, clock, finish, ratios
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -151,11 +152,12 @@ class TakeTurns(L.Callback):
     """Stops the trainer's clock every `turn` steps and lets the plain loops run as many.
 
     Attributes:
-        seconds: per contender, the wall time of each of its turns.
+        seconds: per contender, those of each of its turns.
         paused_seconds: what RunLog leaves out of its own images per second.
     """
 
     def __init__(self, turn: int, *, alone: bool) -> None:
+        self._clock = partial(clock, "cuda" if torch.cuda.is_available() else "cpu")
         self.turn, self.alone, self.paused_seconds = turn, alone, 0.0
         self.seconds: dict[str, list[float]] = {}
         self.loops: dict[str, Loop] = {}
@@ -165,7 +167,7 @@ class TakeTurns(L.Callback):
         if not self.alone:
             self.loops = {BARE: Loop(pl_module, data), PLAIN: Loop(pl_module, data, augmented=False)}
         self.seconds = {name: [] for name in (OURS, *self.loops)}
-        self._started = _clock()
+        self._started = self._clock()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx and batch_idx % self.turn == 0:
@@ -175,21 +177,15 @@ class TakeTurns(L.Callback):
         self._others_turn()
 
     def _others_turn(self) -> None:
-        now = _clock()
+        began, now = time.perf_counter(), self._clock()
         self.seconds[OURS].append(now - self._started)
         backwards = -1 if len(self.seconds[OURS]) % 2 else 1
         for name, loop in list(self.loops.items())[::backwards]:
-            started = _clock()
+            started = self._clock()
             loop.run(self.turn)
-            self.seconds[name].append(_clock() - started)
-        self._started = _clock()
-        self.paused_seconds += self._started - now
-
-
-def _clock() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+            self.seconds[name].append(self._clock() - started)
+        self._started = self._clock()
+        self.paused_seconds += time.perf_counter() - began
 
 
 def train(size: Size, turns: TakeTurns, *, steps: int, device: str, compile: bool) -> Tensor:

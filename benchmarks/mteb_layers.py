@@ -2,21 +2,20 @@
 
     OMP_NUM_THREADS=1 python benchmarks/mteb_layers.py --folder DATA
 
-Seconds for the texts of a few tasks of MTEB through a random GPT-NeoX: all layers pooled and kept on disk, as
-`lit-layers mteb` does, against a plain forward pass whose last hidden states are pooled and kept in memory. Same
-batches, turn by turn, median of the rounds; wanted: at most 1.1 times. With `--scoring` also what mteb takes to score a
-layer, for which all texts of a task are passed.
+CPU seconds (of the wall on a GPU) for the texts of a few tasks of MTEB through a random GPT-NeoX: all layers pooled and
+kept on disk, as `lit-layers mteb` does, against a plain forward pass whose last hidden states are pooled and kept in
+memory. Same batches, turn by turn, median of the rounds; wanted: at most 1.1 times. With `--scoring` also what mteb
+takes to score a layer, for which all texts of a task are passed.
 """
 
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
-from rounds import Row, add_options, finish, ratios
+from rounds import Row, add_options, clock, finish, ratios
 
 from lit_layers.data.batches import EncodedTexts
 from lit_layers.data.tokenization import train_bpe
@@ -102,11 +101,9 @@ def _last_layer(view: LayeredModel, encoded: EncodedTexts) -> list[torch.Tensor]
 
 
 def _timed(action, view: LayeredModel) -> float:
-    start = time.perf_counter()
+    start = clock(view.device)
     action()
-    if view.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock(view.device) - start
 
 
 def _row(what: str, num_texts: int, seconds: dict, scoring: float | None, target: float | None = None) -> Row:

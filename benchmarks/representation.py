@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import resource
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.linalg
 import torch
-from rounds import Row, add_options, finish, ratios
+from rounds import Row, add_options, clock, finish, ratios
 from torch import Tensor
 
 from lit_layers.functional.curves import bootstrap_interval
@@ -155,9 +154,9 @@ def comparisons(rounds: int) -> list[Row]:
         times: list[list[float]] = [[], []]
         for _ in range(rounds):
             for seconds, way in zip(times, (theirs, ours), strict=True):
-                began = time.process_time()
+                began = clock()
                 way()
-                seconds.append(time.process_time() - began)
+                seconds.append(clock() - began)
         others = {"over": peer, "ours": f"{sorted(times[1])[rounds // 2] * 1e3:.1f} ms"}
         table.append(Row(name, ratios(*times), target, others=others))
     return table
@@ -197,16 +196,10 @@ def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, li
     arguments = rows.unbind(0) if kind == "pairs" else (rows,)
     before, seconds = _peak(device), list[float]()
     for _ in range(rounds):
-        began = _clock(device)
+        began = clock(device)
         metric(*arguments)
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        seconds.append(_clock(device) - began)
+        seconds.append(clock(device) - began)
     return " x ".join(f"{size:,}" for size in sizes[kind]), seconds, _peak(device) - before
-
-
-def _clock(device: str) -> float:
-    return time.perf_counter() if device.startswith("cuda") else time.process_time()
 
 
 def _peak(device: str) -> float:

@@ -14,6 +14,7 @@ import re
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -123,6 +124,16 @@ def command() -> str:
     places = [os.path.sep in word and Path(word).exists() for word in words]
     shown = ["DATA" if place else shlex.quote(word) for word, place in zip(words, places, strict=True)]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown])
+
+
+def clock(device: str | Any = "cpu") -> float:
+    """Seconds: of this process on a CPU, where other work is not to count; of the wall on a GPU, when it is idle."""
+    if not str(device).startswith("cuda"):
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, NotRequired, Protocol, TypeVar, cast
 
 import pandas as pd
 from pydantic import with_config
@@ -29,6 +29,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lit_layers import schema
+from lit_layers.compacted import Compacted, read_tables, write_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file, sync, write_json
@@ -178,8 +179,30 @@ def is_suspect(measurement: Measurement) -> bool:
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
-def frame(measurements: Iterable[Measurement] | Measurement | str | Path, *, settings: Settings = ()) -> pd.DataFrame:
+def compact(path: str | Path) -> Compacted:
+    """Writes `measurements.parquet` beside a file of measurements, which stays: `frame` reads single curves from it.
+
+    Raises:
+        InputError: for a file that does not exist or holds a corrupt line; where the table cannot be written.
+    """
+    (path,) = _files(path)
+    with refused(f"cannot write beside {path}"):
+        return write_table(path, *read_on(path, 0))
+
+
+def frame(
+    measurements: Iterable[Measurement] | Measurement | str | Path | Sequence[str | Path],
+    *,
+    settings: Settings = (),
+    analysis: str | None = None,
+    metric: str | None = None,
+    layer: int | None = None,
+) -> pd.DataFrame:
     """Returns the tidy table: one row a number, one column a tag.
+
+    Measurements may be given by their file, the folder of a run, or several of these; then a first column `root` says
+    which. With `analysis`, and perhaps `metric` and `layer`, the table has their rows alone, and of files that
+    `compact` has been at no more is read than these and what was written since.
 
     The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
     others that `settings` names: `last`, `all`, names; one that failed gives no rows. A tag that is named like one of
@@ -187,15 +210,60 @@ def frame(measurements: Iterable[Measurement] | Measurement | str | Path, *, set
     all. Figures refuse suspect rows unless they are told otherwise, and rows of several settings.
 
     Raises:
-        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there.
+        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there; a metric or
+            layer of no analysis.
     """
-    if isinstance(measurements, str | Path):
-        if not Path(measurements).is_file():
-            raise InputError(f"expected a file of measurements, {measurements} is none")
-        measurements = read(measurements)
+    if analysis is None and (metric is not None or layer is not None):
+        raise InputError("frame: metric and layer choose among the numbers of an analysis: name one")
+    choice = _Choice(analysis, metric, layer)
     if isinstance(measurements, Measurement):
-        measurements = [measurements]
-    pairs = [(m, record) for m in shown(measurements, settings) if m.error is None for record in m.records]
+        return _table([measurements], settings, choice)
+    if isinstance(measurements, str | Path):
+        return _table(_read_chosen([measurements], choice)[0], settings, choice)
+    given = [*measurements]
+    roots = [each for each in given if not isinstance(each, Measurement)]
+    if not roots:
+        return _table([each for each in given if isinstance(each, Measurement)], settings, choice)
+    tables = [_table(part, settings, choice) for part in _read_chosen(roots, choice)]
+    named = [table.assign(root=str(root)) for root, table in zip(roots, tables, strict=True)]
+    whole: pd.DataFrame = pd.concat(named, ignore_index=True)
+    return whole.reindex(columns=["root", *(name for name in whole.columns if name != "root")])
+
+
+class _Choice(NamedTuple):
+    """Which numbers are asked for; None: all."""
+
+    analysis: str | None
+    metric: str | None
+    layer: int | None
+
+    def has(self, record: Record) -> bool:
+        return self.metric in (None, record.metric) and self.layer in (None, record.layer)
+
+
+def _files(*places: str | Path) -> list[Path]:
+    """The file of measurements of each place, which is that file or its folder."""
+    files = [Path(place) / "measurements.jsonl" if Path(place).is_dir() else Path(place) for place in places]
+    for file, place in zip(files, places, strict=True):
+        if not file.is_file():
+            raise InputError(f"expected a file of measurements, or a folder with measurements.jsonl, {place} is none")
+    return files
+
+
+def _read_chosen(places: Sequence[str | Path], choice: _Choice) -> list[list[Measurement]]:
+    """The measurements of each place; of one analysis from its table, as far as that goes."""
+    files = _files(*places)
+    if choice.analysis is None:
+        return [read(file) for file in files]
+    tables = read_tables(files, analysis=choice.analysis, metric=choice.metric, layer=choice.layer)
+    return [[*known, *read_on(file, offset)[0]] for file, (known, offset) in zip(files, tables, strict=True)]
+
+
+def _table(measurements: Iterable[Measurement], settings: Settings, choice: _Choice) -> pd.DataFrame:
+    of_analysis = [m for m in measurements if choice.analysis in (None, m.analysis)]
+    pairs = [
+        (m, each) for m in shown(of_analysis, settings) if m.error is None for each in m.records if choice.has(each)
+    ]
     table: dict[str, Any] = {
         name: pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind) for name, kind in _OF_MEASUREMENTS.items()
     }

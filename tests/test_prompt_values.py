@@ -232,7 +232,7 @@ def test_a_file_that_ends_the_process_that_reads_it_is_named_and_the_next_are_re
 
     def ask(request: bytes) -> bytes:
         """As the process would, were it to die at the bad ones."""
-        before = list(itertools.takewhile(lambda line: json.loads(line)[0] not in bad, request.splitlines()))
+        before = list(itertools.takewhile(lambda line: json.loads(line)["path"] not in bad, request.splitlines()))
         return whole(b"\n".join(before)) if before else b""
 
     whole = foreign_parquet._ask

@@ -16,6 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 COLUMNS = {"metric": "string", "layer": "int32", "tags": "string", "values": "list<element: float>"}
+NUMBERS = {  # the columns of `lit_layers.compacted`
+    "run": "string",
+    **dict.fromkeys(("step", "tokens"), "int64"),
+    **dict.fromkeys(("analysis", "metric"), "string"),
+    **dict.fromkeys(("layer", "other_layer"), "int64"),
+    **dict.fromkeys(("value", "stderr", "low", "high"), "double"),
+    "n": "int64",
+    **dict.fromkeys(("tags", "settings"), "string"),
+    "line": "int64",
+    "seconds": "double",
+    **dict.fromkeys(("error", "provenance"), "string"),
+}
 MAX_BYTES = 2**26  # of one file, which is read whole
 MAX_VALUES = 2**25
 PATIENCE = 300.0  # seconds for all files
@@ -35,7 +47,20 @@ def read_lists(paths: Sequence[Path], max_rows: Sequence[int]) -> Iterator[Lists
 
     `max_rows`: how many rows each file may have.
     """
-    asked = [json.dumps([str(path), rows]) for path, rows in zip(paths, max_rows, strict=True)]
+    return _answered([{"path": str(path), "max_rows": rows} for path, rows in zip(paths, max_rows, strict=True)])
+
+
+def read_numbers(
+    paths: Sequence[Path], *, analysis: str, metric: str | None, layer: int | None
+) -> Iterator[dict[str, Any] | str]:
+    """Yields of each table the rows that are asked for and what it says of its log, or why they are not to be had."""
+    where = {"analysis": analysis, "metric": metric, "layer": layer}
+    return _answered([{"path": str(path), **where} for path in paths])
+
+
+def _answered(requests: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """Yields the answer to each, whatever process gives it."""
+    asked = [json.dumps(request) for request in requests]
     for _ in range(_MOST_ENDED):
         if not asked:
             return
@@ -58,7 +83,7 @@ def _ask(request: bytes) -> bytes:
     return done.stdout
 
 
-def _answers(content: bytes) -> Iterator[Lists | str]:
+def _answers(content: bytes) -> Iterator[Lists | dict[str, Any] | str]:
     while content:
         line, newline, content = content.partition(b"\n")
         if not newline:
@@ -66,6 +91,9 @@ def _answers(content: bytes) -> Iterator[Lists | str]:
         said = json.loads(line)
         if "error" in said:
             yield said["error"]
+            continue
+        if "rows" in said:
+            yield said
             continue
         size = 4 * sum(said["lengths"])
         if len(content) < size:
@@ -80,16 +108,64 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     import pyarrow as pa
 
     for line in requests:
-        path, max_rows = json.loads(line)
+        asked, flat = json.loads(line), b""
+        path = Path(asked.pop("path"))
         try:
-            keys, lengths, flat = _rows_of(Path(path), max_rows)
-            said: dict[str, Any] = {"keys": keys, "lengths": lengths}
+            if "max_rows" in asked:
+                keys, lengths, flat = _rows_of(path, asked["max_rows"])
+                said: dict[str, Any] = {"keys": keys, "lengths": lengths}
+            else:
+                said = _numbers_of(path, **asked)
         except _RefusedError as refusal:
             said, flat = {"error": str(refusal)}, b""
         except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
             said, flat = {"error": f"is damaged ({type(error).__name__})"}, b""
         answers.write(json.dumps(said).encode() + b"\n" + flat)
         answers.flush()
+
+
+def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None) -> dict[str, Any]:
+    """The rows of an analysis that say what its numbers share, and those of the metric and layer."""
+    import pyarrow.compute as compute
+    import pyarrow.parquet as pq  # not its `read_table`: that of a filter imports pandas, half a second
+
+    pc: Any = compute  # whose functions are made as it is imported
+    asked = {name: value for name, value in (("metric", metric), ("layer", layer)) if value is not None}
+    limits: Any = {"thrift_string_size_limit": 2**26, "thrift_container_size_limit": 2**20}
+    with pq.ParquetFile(path, **limits) as file:
+        said = file.metadata.metadata or {}
+        if {field.name: str(field.type) for field in file.schema_arrow} != NUMBERS or b"log" not in said:
+            raise _RefusedError("is no table of numbers")
+        if b"ARROW:schema" in said:
+            raise _RefusedError("is no table of numbers")
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        chosen = [n for n, group in enumerate(groups) if _may_hold(group, {"analysis": analysis, **asked})]
+        if (
+            sum(groups[n].num_rows for n in chosen) > MAX_VALUES
+            or sum(groups[n].total_byte_size for n in chosen) > 2**32
+        ):
+            raise _RefusedError("is too large")
+        table = file.read_row_groups(chosen, use_threads=False)
+    table.validate(full=True)
+    rows, shared = pc.equal(table["analysis"], analysis), pc.is_null(table["metric"])
+    for name, value in asked.items():
+        rows = pc.and_(rows, pc.or_(shared, pc.fill_null(pc.equal(table[name], value), False)))
+    log = json.loads(said[b"log"])
+    table = table.filter(rows)
+    return {"rows": table.to_pylist(), "log": log}
+
+
+def _may_hold(group: Any, asked: dict[str, Any]) -> bool:
+    """Whether a row of the group may have these values; one without a metric stands for all of its analysis."""
+    columns = {group.column(index).path_in_schema: group.column(index).statistics for index in range(group.num_columns)}
+    shared = columns["metric"] is None or columns["metric"].null_count != 0
+    for name, value in asked.items():
+        bounds = columns[name]
+        if bounds is None or not bounds.has_min_max or (shared and name != "analysis"):
+            continue
+        if not bounds.min <= value <= bounds.max:
+            return False
+    return True
 
 
 class _RefusedError(Exception):

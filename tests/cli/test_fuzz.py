@@ -161,6 +161,8 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "intervene": [model, "--speed", "--root", "out", "--num_tokens", "8"],
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
         "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--out", "out"],
+        "compact": [str(home.root / "run")],
+        "publish": [str(home.root / "run"), "--out", "out"],
         "report": [str(home.root / "run"), "--out", "page.html"],
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],

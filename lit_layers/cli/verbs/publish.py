@@ -1,0 +1,28 @@
+"""`lit-layers publish`: the numbers of runs as a data set that `datasets` loads, with a card."""
+
+from pathlib import Path
+
+from lit_layers.errors import InputError
+
+
+def publish(
+    roots: list[Path], *, out: Path = Path("published"), title: str | None = None, hub: str | None = None
+) -> int:
+    """Write the numbers of runs as a data set of Hugging Face, with a card, to a folder, and send it if asked to.
+
+    Args:
+        roots: folders of runs; each is named in the data set as its folder is
+        out: the folder of the data set: a new one, or one that this command made
+        title: that of the card (default: the name of the folder)
+        hub: also send it to this data set of the Hub, ORGANIZATION/NAME, which is made where there is none: private
+            until you make it public; the token is that of `hf auth login`
+    """
+    from lit_layers.report.published_data import send, write_data_set
+
+    if not roots:
+        raise InputError("missing: roots: expected a run's folder, or several")
+    numbers = write_data_set(roots, out, title=title or out.resolve().name)
+    print(f"Wrote {numbers:,} numbers of {len(roots)} run{'s' * (len(roots) > 1)} to {out}")
+    if hub is not None:
+        print(f"Sent to {send(out, hub)}")
+    return 0

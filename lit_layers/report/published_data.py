@@ -1,0 +1,146 @@
+"""The numbers of runs as a data set in the layout of the Hugging Face Hub: tables that `datasets` loads, and a card."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.errors import InputError, refused
+from lit_layers.identity import settings_of
+from lit_layers.metrics import look_up
+from lit_layers.records import Measurement
+
+# What of provenance is published: what tells numbers apart, and nothing that names a place on somebody's machine.
+PUBLIC = (
+    *("weights_hash", "config_hash", "data_hash", "tokenizer_hash", "model_tokenizer_hash"),
+    *("dtype", "attention", "device", "versions", "canary", "audit"),
+)
+OF_THE_HUB = ("checkpoint", "revision", "commit", "weight_files")  # where there is a commit: of a public repository
+_CARD, _NUMBERS, _MEASUREMENTS = "README.md", "numbers", "measurements"
+
+
+def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
+    """Writes the numbers of runs to a folder, a file a run, and returns how many there are.
+
+    `numbers` are those of `records.frame(root, settings="all")` with the tags as JSON; `measurements` say what the
+    numbers of one line share. What failed is left out.
+
+    Raises:
+        InputError: a folder that is no run's, or another of the same name; an `out` that is something else.
+    """
+    names = [root.resolve().name for root in roots]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"roots: two folders are called {twice[0]}: rename one, as the data set names runs so")
+    if folder.exists() and not (folder / _NUMBERS).is_dir():
+        raise InputError(f"out: expected a new folder, or a data set that this command made, {folder} is neither")
+    files: dict[str, Any] = {}
+    metrics: Counter[tuple[str, str]] = Counter()
+    for name, root in zip(names, roots, strict=True):
+        measured = [m for m in records.latest(_read(root)) if m.error is None]
+        numbers = _numbers(measured)
+        metrics.update((m.analysis, record.metric) for m in measured for record in m.records)
+        files |= {f"{_NUMBERS}/{name}.parquet": numbers, f"{_MEASUREMENTS}/{name}.parquet": _shared(measured)}
+    for part in (_NUMBERS, _MEASUREMENTS):
+        with refused(f"out: cannot write to {folder}"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            for stale in (folder / part).glob("*.parquet"):
+                stale.unlink()
+    records.write_files(folder, {**files, _CARD: _card(title, names, metrics)})
+    return metrics.total()
+
+
+def send(folder: Path, repository: str) -> str:
+    """Sends a data set to the Hub, to a repository that is made, private, where there is none; returns its address.
+
+    Raises:
+        InputError: what the Hub refused.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=folder, delete_patterns="*.parquet")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"hub: {repository} took nothing: {' '.join(str(error).split())[:300]}") from error
+    return f"https://huggingface.co/datasets/{repository}"
+
+
+def _read(root: Path) -> list[Measurement]:
+    file = root / "measurements.jsonl"
+    if not file.is_file():
+        raise InputError(f"roots: expected a run's folder with measurements.jsonl, {root} is none")
+    return records.read(file)
+
+
+def _numbers(measured: Sequence[Measurement]) -> pd.DataFrame:
+    pairs = [(m, record) for m in measured for record in m.records]
+    kinds = {"layer": "Int64", "other_layer": "Int64", "n": "Int64"}
+    kinds |= dict.fromkeys(("value", "stderr", "low", "high"), "float64")
+    columns: dict[str, Any] = {
+        **_columns([m for m, _ in pairs]),
+        "metric": pd.array([record.metric for _, record in pairs], dtype="str"),
+        **{name: pd.array([getattr(record, name) for _, record in pairs], dtype=kind) for name, kind in kinds.items()},
+        "tags": pd.array([json.dumps(record.tags, sort_keys=True) for _, record in pairs], dtype="str"),
+    }
+    return pd.DataFrame(columns)
+
+
+def _shared(measured: Sequence[Measurement]) -> pd.DataFrame:
+    provenance = [json.dumps(_public(m.provenance), sort_keys=True) for m in measured]
+    seconds = pd.array([m.seconds for m in measured], dtype="float64")
+    return pd.DataFrame({**_columns(measured), "seconds": seconds, "provenance": pd.array(provenance, dtype="str")})
+
+
+def _columns(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """What tells the numbers of one line from those of others."""
+    steps = {name: pd.array([getattr(m, name) for m in measured], dtype="Int64") for name in ("step", "tokens")}
+    texts = {"analysis": [m.analysis for m in measured], "settings": [settings_of(m) for m in measured]}
+    named = {name: pd.array(values, dtype="str") for name, values in texts.items()}
+    return {"run": pd.array([m.run for m in measured], dtype="str"), **steps, **named}
+
+
+def _public(provenance: dict[str, Any]) -> dict[str, Any]:
+    names = PUBLIC + (OF_THE_HUB if provenance.get("commit") else ())
+    return {name: provenance[name] for name in names if name in provenance}
+
+
+def _card(title: str, names: Sequence[str], metrics: Mapping[tuple[str, str], int]) -> str:
+    configs = "\n".join(
+        f"- config_name: {part}\n  data_files: {part}/*.parquet" + "\n  default: true" * (part == _NUMBERS)
+        for part in (_NUMBERS, _MEASUREMENTS)
+    )
+    rows = "\n".join(
+        f"| {analysis} | {metric} | {count:,} | {f'{look_up(metric).title}. {look_up(metric).meaning}'.strip()} |"
+        for (analysis, metric), count in sorted(metrics.items())
+    )
+    return f"""---
+pretty_name: {json.dumps(title)}
+tags:
+- interpretability
+- training-dynamics
+configs:
+{configs}
+---
+
+# {title}
+
+What every layer of {len(names)} run{"s" * (len(names) > 1)} holds at each checkpoint, measured with lit_layers \
+{version("lit_layers")}: {", ".join(names)}.
+
+`numbers` has one row a number: `run`, `step` and `tokens` of the checkpoint, `analysis`, `metric`, `layer` (0 is the
+embedding output, l the output of block l), `other_layer` of pairs, `value`, `stderr`, the 95% interval from `low` to
+`high`, `n` (prompts or test rows), and `tags`, JSON that says which number it is. `settings` are the hashes of an
+analysis' options and data: compare numbers of one settings alone. `measurements` has one row for each analysis of a
+checkpoint: how long it took, the hash of the weights, the versions of the libraries.
+
+| analysis | metric | numbers | what it is |
+| --- | --- | --- | --- |
+{rows}
+"""
