@@ -6,6 +6,8 @@ when a worker is lost is done again by another one; what is under way when that 
 
 import contextlib
 import os
+import pickle
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +138,7 @@ class RayWorkers:
         if self._is_ours:
             self._join()
         self._options = self._resources(threads, gpu, memory)
-        self._carried = ray.put(carried)
+        self._carried = ray.put(ray.cloudpickle.dumps(carried))
         self._actors: dict[int, Any] = {}
         self._expected: dict[Any, int] = {}  # references to results: which worker's
         self._starting: set[int] = set()
@@ -146,6 +148,8 @@ class RayWorkers:
         environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         secret = {name for name in environment if "TOKEN" in name and not name.startswith("TOKENIZERS_")}
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        # Else the working directory comes first on the workers' import path, and a downloaded folder's numpy.py runs.
+        options["job_config"] = self.ray.job_config.JobConfig(_client_job=True)
         options["runtime_env"] = {"env_vars": {n: value for n, value in environment.items() if n not in secret}}
         of_this_machine: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECTS}
         try:
@@ -186,7 +190,7 @@ class RayWorkers:
         remote = self.ray.remote(max_restarts=0, max_task_retries=0, **self._options)(_Host)
         for _ in range(number):
             self._number += 1
-            actor = self._actors[self._number] = remote.remote(self._carried)
+            actor = self._actors[self._number] = remote.remote([*sys.path], self._carried)
             self._starting.add(self._number)
             self._expected[actor.ready.remote()] = self._number
 
@@ -234,10 +238,11 @@ class RayWorkers:
 
 
 class _Host:
-    """The process of a worker."""
+    """The process of a worker, which finds modules where this one does: a folder of --code after all others."""
 
-    def __init__(self, carried: Any) -> None:
-        self.carried = carried
+    def __init__(self, path: list[str], carried: bytes) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path]
+        self.carried = pickle.loads(carried)  # from the process that started this one
 
     def ready(self) -> None:
         """Answers once the worker has started."""

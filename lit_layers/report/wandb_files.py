@@ -1,6 +1,8 @@
 """What the local files of a W&B run hold, read without network: W&B's log of records, up to a torn tail."""
 
+import configparser
 import json
+import os
 import struct
 import time
 import zlib
@@ -9,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_layers.errors import InputError
+
 AXIS = "trainer/global_step"
 _BLOCK, _HEAD = 32768, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 # Seconds: W&B's own process outlives a killed one by up to two and may still write what it had received; all files
 # together are waited for no longer than that.
 _SETTLED, _LONGEST = 3.0, 15.0
+_SERVER = "https://api.wandb.ai"  # which `wandb init` writes down, too
+_NAMES = {"entity", "project", "base_url", "disabled", "mode", "anonymous"}  # of a folder's settings that reach no address
 
 
 @dataclass
@@ -29,6 +35,29 @@ class Mirrored:
         # Most steps hold the same names: one set serves them all, or a long run would need gigabytes.
         joined = self.names.get(step, frozenset()) | names
         self.names[step] = self._shared.setdefault(joined, joined)
+
+
+def refuse_settings_of_folder() -> None:
+    """Refuses a `wandb/settings` of the working directory that sends data, and the key with it, to another server.
+
+    W&B reads it, and a folder that was downloaded with a run may hold one.
+
+    Raises:
+        InputError: naming the setting.
+    """
+    file, content = Path("wandb") / "settings", configparser.ConfigParser(interpolation=None)
+    try:
+        content.read(file, encoding="utf-8")
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return  # nor does W&B read it
+    for section in content.values():
+        for name, value in section.items():
+            is_known = name in _NAMES and (name != "base_url" or value.rstrip("/") == _SERVER)
+            if not is_known and not (name == "base_url" and os.environ.get("WANDB_BASE_URL")):
+                raise InputError(
+                    f"{file} of this folder says {name} = {value[:200]}, and W&B would send the run and your key "
+                    "there: say so by WANDB_BASE_URL, or remove that line"
+                )
 
 
 def run_files(root: Path, run_id: str) -> list[Path]:

@@ -29,7 +29,7 @@ from lit_layers.report.logged_numbers import (
     table_rows,
     values_of,
 )
-from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, run_files
+from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
 from lit_layers.run_data import read_run
 
 try:
@@ -194,6 +194,7 @@ class WandbMirror:
             mode = "offline"
         try:
             if mode in ("auto", "online"):
+                refuse_settings_of_folder()
                 self._run = self._init_online(mode, run_id, config)
             if self._run is None:
                 self._run = self._init("offline", run_id, config)

@@ -14,7 +14,7 @@ from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import MATRIX, SURFACE, matrices_of, points_of, surfaces_of
-from lit_layers.report.wandb_files import AXIS
+from lit_layers.report.wandb_files import AXIS, refuse_settings_of_folder
 from lit_layers.report.wandb_mirror import TABLE, TIMES
 
 _EVERY_LAYER = 24  # lines in one chart; of deeper models every second, third, ... layer has one
@@ -95,6 +95,7 @@ def save(made: Any, place: str) -> str:
         with refused(f"cannot write {place}"):
             replace_file(Path(place), spec + "\n")
         return place
+    refuse_settings_of_folder()
     try:
         made.save()
     except Exception as error:  # of wandb, requests, its GraphQL client: each has its own

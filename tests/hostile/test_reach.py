@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.report import WandbMirror
 from tests.cli.conftest import corpus  # noqa: F401 - a fixture
 from tests.cli.test_fit import RECIPE
 from tests.hostile.test_recipes import refused, spec
@@ -116,3 +118,18 @@ def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, mon
         recipe.write_text(yaml.safe_dump({**RECIPE, "root": root}))
         assert main(["fit", "--config", str(recipe)]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["base_url = https://evil.example", "x_extra_http_headers = {}", "https_proxy = e"])
+def test_settings_of_wandb_in_a_downloaded_folder_send_no_key_elsewhere(setting, downloaded, tmp_path, monkeypatch):
+    """Weights & Biases reads them in the working directory, and every run's folder has such a one."""
+    import wandb
+
+    (downloaded / "wandb").mkdir()
+    (downloaded / "wandb" / "settings").write_text(f"[default]\nentity = me\n{setting}\n")
+    monkeypatch.setenv("WANDB_MODE", "auto")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("it starts"))
+    for mode in ("auto", "online"):
+        with pytest.raises(InputError, match=f"wandb/settings of this folder says {setting[:8]}.* your key there"):
+            WandbMirror(mode=mode).open(tmp_path / "run", run_id="a1b2c3d4", config={})

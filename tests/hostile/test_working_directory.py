@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lit_layers.cli.main import main
+from lit_layers.engine import Job, RayWorkers, hand_out
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory
 from tests.support.runs import make_run
@@ -59,4 +60,24 @@ def test_the_import_path_is_left_as_it_is(planted, capsys):
 def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted, tmp_path, canary):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path / "model")
     assert peak_memory(tmp_path / "model", {"input_ids": torch.zeros(1, 4, dtype=torch.long)}) > 0
+    assert not canary.exists()
+
+
+@pytest.mark.soak  # a cluster of Ray starts
+@pytest.mark.filterwarnings("ignore")
+def test_workers_import_nothing_of_the_folder_and_the_code_of_the_user_after_all_else(
+    planted, payload, tmp_path, canary, monkeypatch
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "yaml.py").write_text(payload)
+    (own / "code_of_the_user.py").write_text("def work(task, following):\n    import yaml\n\n    return yaml.__file__\n")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
+    from code_of_the_user import work  # pyright: ignore[reportMissingImports]
+
+    with RayWorkers(work, threads=1, gpu="cpu") as workers:
+        ((_, found),) = hand_out([Job("one", "task")], workers)
+    assert Path(found).name == "__init__.py"
     assert not canary.exists()
