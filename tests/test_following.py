@@ -6,12 +6,17 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lit_layers import records
 from lit_layers.cli.main import main
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.verbs.analyze import Command
+from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring.following import _complete, follow
@@ -77,7 +82,7 @@ def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
     assert "is being written by another" in caplog.text
 
 
-def test_what_can_never_be_measured_does_not_keep_it_for_ever(run):
+def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run, caplog):
     calls = []
 
     def measure(series) -> SeriesResult:
@@ -85,8 +90,10 @@ def test_what_can_never_be_measured_does_not_keep_it_for_ever(run):
         assert len(calls) < 10, "endless"
         raise InputError("it fits no analysis")
 
-    assert follow(run, measure, patience=0, wait=lambda _: None) is None
+    with pytest.raises(InputError, match="it fits no analysis"):
+        follow(run, measure, patience=0, wait=lambda _: None)
     assert calls == [3, 3]
+    assert caplog.text.count("it fits no analysis") == 1
 
 
 def test_a_checkpoint_may_be_removed_while_its_files_are_looked_at(run, tmp_path, monkeypatch):
@@ -248,12 +255,22 @@ def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path
     assert [m.step for m in records.read(place / "measurements.jsonl")] == [2, 4]
 
 
+def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_path):
+    recipe = Recipe(watch, [str(tmp_path)])
+    text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "python", "tokenizer": "bpe:300"}}
+    of_run = [{"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": text, "name": "own"}}]
+    target: Any = SimpleNamespace(name="run", trained={"analyses": of_run})
+    assert [each.name for each in Command(recipe).analyses(target)] == ["own"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["{}/nowhere"], "folder: expected a folder in which checkpoints appear"),
         (["{}", "--every", "0"], "every: expected a positive number of seconds, got 0"),
         (["{}", "--patience", "-1"], "patience: expected a number of seconds of at least 0, got -1"),
+        (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
+        (["{}", "--root="], "root: expected Path or null, got ''"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):

@@ -19,7 +19,7 @@ from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_numbers, trust_code
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
 from lit_layers.errors import InputError
 from lit_layers.schema import refuse_outside
 
@@ -57,6 +57,13 @@ def _numbers(value: Any) -> Numbers:
     return Numbers(dict.fromkeys(map(int, parts)))
 
 
+def _path(value: Any) -> Path:
+    if value == "":  # which would be the working directory
+        raise ValueError("expected a file or folder, got ''")
+    return Path(value)
+
+
+register_type(Path, str, _path, type_check=isinstance)
 register_type(Names, list, _names)
 register_type(Numbers, list, _numbers)
 
@@ -86,7 +93,7 @@ class Recipe:
             words = self.typed(action.dest) if getattr(action, "_typehint", None) == str | None else []
             if words and options[action.dest] is None and words[-1] != "null":
                 options[action.dest] = words[-1]
-        refuse_wild_numbers(options.as_dict())
+        refuse_wild_values(options.as_dict())
         refuse_out_of_range(self.parser, options)
         for name in ON_THE_COMMAND_LINE_ALONE:
             value, words = options.get(name), self.typed(name)

@@ -226,13 +226,16 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
                 raise _out_of_reach(where, str(value))
 
 
-def refuse_wild_numbers(options: Mapping[str, Any]) -> None:
-    """Refuses numbers that are infinite, not a number, or so large that something would count to them.
+def refuse_wild_values(options: Mapping[str, Any]) -> None:
+    """Refuses numbers that are infinite, not a number, or so large that something would count to them, and texts that
+    no file could be named by.
 
     Raises:
         InputError: naming the option and its value.
     """
     for where, value, *_ in _values(options):
+        if isinstance(value, str | Path) and "\0" in str(value):
+            raise InputError(f"{where}: expected text without the character NUL, got {str(value)[:200]!r}")
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):

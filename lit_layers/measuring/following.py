@@ -41,33 +41,33 @@ def follow(
     ours goes on there; None: for ever. Returns the last result.
 
     What cannot be measured is tried again at every look, until patience ends.
+
+    Raises:
+        InputError: what was wrong with the last look.
     """
     seen: dict[str, float] = {}  # what was measured last
     tried: dict[str, float] = {}
-    result, last_change = None, time.monotonic()
+    result, wrong, last_change = None, None, time.monotonic()
     while True:
         goes_on = run_lock.is_training(root)  # before the look: what is saved last is seen
         complete, waits = _complete(root, settled)
         is_news = bool(complete) and complete != tried
         if complete and complete != seen:
             tried = complete
-            with _told():
+            try:
                 series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
-                result, seen = measure(series), complete
+                result, seen, wrong = measure(series), complete, None
+            except InputError as error:  # it may be right at the next look
+                if str(error) != str(wrong):
+                    logger.warning("%s", error)
+                wrong = error
         if is_news:
             last_change = time.monotonic()
         elif not (goes_on or waits) and patience is not None and time.monotonic() - last_change >= patience:
+            if wrong is not None:
+                raise wrong
             return result
         wait(every)
-
-
-@contextlib.contextmanager
-def _told():
-    """What is wrong with a look may be right at the next one."""
-    try:
-        yield
-    except InputError as error:
-        logger.warning("%s", error)
 
 
 def _complete(root: Path, settled: float) -> tuple[dict[str, float], bool]:
@@ -103,7 +103,8 @@ def main() -> None:
     def measure(series: Series) -> SeriesResult:
         return analyze_series(series, analyses, root=root, beside_training=True, device="cpu", **options)
 
-    follow(root, measure, tokens_per_step=tokens_per_step, every=1.0, patience=0.0)
+    with contextlib.suppress(InputError):  # which was said
+        follow(root, measure, tokens_per_step=tokens_per_step, every=1.0, patience=0.0)
     if (root / "report.html").is_file():
         write_report(root)
 

@@ -22,6 +22,8 @@ OPTIONS = [
     ("--trainer.log_every_n_steps 0", "trainer.log_every_n_steps: expected at least 1, got 0"),
     ("--trainer.limit_train_batches 0", "trainer.limit_train_batches: expected more than 0, got 0"),
     ("--trainer.devices text", "trainer.devices: expected auto, a number, or numbers with commas between, got 'text'"),
+    ("--trainer.devices -1", "trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
+    ("--trainer.max_epochs 0", "trainer: no step was trained: max_epochs or max_time ends the run before its first"),
     ("--trainer.devices -2", "trainer.devices: expected at least 1, or -1 for all, got -2"),
     (f"--trainer.max_steps {MUCH}", f"trainer.max_steps: expected {A_BILLION}"),
     ("--trainer.max_steps null", "trainer.max_steps: expected int, got None"),
@@ -70,6 +72,10 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
     (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "r", "trainer": 3}))
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "trainer: expected the options of a Trainer", capsys)
+    (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "a\0b"}))
+    refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "root: expected text without the character NUL", capsys)
+    for verb in ("analyze", "intervene"):
+        refused([verb, "model", "--root="], "root: expected Path or null, got ''", capsys)
     (recipe.parent / "odd.yaml").write_text("x" * 500_000)
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "expected", capsys)
     assert not (recipe.parent / "run").exists()

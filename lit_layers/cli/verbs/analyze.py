@@ -61,7 +61,10 @@ class Command:
 
     def __init__(self, recipe: Recipe | list[str]) -> None:
         self._recipe = recipe if isinstance(recipe, Recipe) else Recipe(analyze, recipe)
-        self.options = self._recipe.read()
+        self.options = options = self._recipe.read()
+        if options.metrics is not None and options.analyses:
+            raise InputError("metrics and analyses: expected one of them, got both: leave one out")
+        self._names = None if options.metrics is None else [*catalogue.named(options.metrics.split(","))]
         self._is_told = False
 
     @property
@@ -113,10 +116,7 @@ class Command:
         Raises:
             InputError: a target without a tokenizer, where one is needed.
         """
-        options, trained = self.options, target.trained
-        if options.metrics is not None and options.analyses:
-            raise InputError("metrics and analyses: expected one of them, got both: leave one out")
-        names = None if options.metrics is None else [*catalogue.named(options.metrics.split(","))]
+        options, trained, names = self.options, target.trained, self._names
         is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses") and not options.stream_blocks:
             return self._of_training(target.name, trained["analyses"])
@@ -142,7 +142,7 @@ class Command:
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
         try:
-            options = self._recipe.checked(self._recipe.parser.parse_object({"analyses": analyses}))
+            options = self._recipe.checked(self._recipe.parser.parse_object({"analyses": analyses}, self.options))
             return self._recipe.made("analyses", options)
         except InputError as error:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error

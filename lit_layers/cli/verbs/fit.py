@@ -23,7 +23,7 @@ from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.main import INTERRUPTED
 from lit_layers.cli.options import Steps, add_options, recipe_errors, refuse_out_of_range
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_numbers, trust_code
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_values, trust_code
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
 from lit_layers.data.preparing import prepared_before
@@ -207,7 +207,7 @@ class FitCLI(LightningCLI):
                 default_root_dir=of_trainer.get("default_root_dir") or root,
                 **kwargs,
             )
-        except (MisconfigurationException, ValueError) as error:
+        except (MisconfigurationException, TypeError, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_another_number_of_ranks(trainer)
         threads.settle(trainer.num_devices)
@@ -251,7 +251,7 @@ def refuse_harm(options: Mapping[str, Any]) -> None:
         raise InputError(f"trainer.devices: expected auto, a number, or numbers with commas between, got {devices!r}")
     if re.fullmatch(r"-?\d+", str(devices)) and (int(devices) == 0 or int(devices) < -1):
         raise InputError(f"trainer.devices: expected at least 1, or -1 for all, got {devices}")
-    refuse_wild_numbers(options)
+    refuse_wild_values(options)
 
 
 class _FinishStep(L.Callback):
@@ -392,6 +392,8 @@ def _train(cli: FitCLI) -> int:
         else:
             state = None if point is None else point.state
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
+            if not cli.trainer.global_step:
+                raise InputError("trainer: no step was trained: max_epochs or max_time ends the run before its first")
         code = 0
     except SIGTERMException:
         code = TERMINATED
