@@ -162,13 +162,13 @@ class JacobianLens(Analysis):
         yield from with_a_value(self.name, self._records(view))
 
     def _records(self, view: LayeredModel) -> Iterator[Record]:
-        layers, lenses = range(view.num_layers), {}
+        layers, lenses, untrained = range(view.num_layers), {}, 0
         if "jacobian" in self.lenses:
             lenses |= self._jacobian(view)
         if "logit" in self.lenses:
             lenses["logit"] = dict.fromkeys(layers, _as_it_is)
         if "tuned" in self.lenses:
-            lenses["tuned"] = self._tuned(view)
+            lenses["tuned"], untrained = self._tuned(view)
         if "shuffled" in self.lenses:
             shuffled = self._fitted(LayeredModel(with_shuffled_weights(view, self.seed)))
             lenses["shuffled"] = {layer: _matrix(shuffled.jacobians[layer], view) for layer in layers}
@@ -184,6 +184,8 @@ class JacobianLens(Analysis):
                 tags: dict[str, Any] = {"lens": name}
                 if name == "jacobian" and fitted is not None:
                     tags |= self._fit_tags(fitted, layer) | _fit_error(sums, layer)
+                if name == "tuned" and untrained:
+                    tags["num_undefined_fit_tokens"] = untrained
                 divergence, log_rank, tokens = sums[name, layer]
                 about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
                 yield from summarize_ratio("lens_kl", divergence, tokens, **about)
@@ -208,7 +210,8 @@ class JacobianLens(Analysis):
             lenses[name] = {layer: _matrix(matrix, view) for layer, matrix in enumerate(matrices)}
         return lenses
 
-    def _tuned(self, view: LayeredModel) -> dict[int, Callable[[Tensor], Tensor]]:
+    def _tuned(self, view: LayeredModel) -> tuple[dict[int, Callable[[Tensor], Tensor]], int]:
+        """The maps of all layers, and how many tokens they could not be trained on."""
         states, logits = [], []
         for _, trajectory in _prompts(view, first_rows(self.batches, self.num_tuned)):
             places = _places(trajectory, self.skip_first)
@@ -222,10 +225,11 @@ class JacobianLens(Analysis):
         hidden, target = torch.cat(states, 1), torch.cat(logits)
         defined = hidden.isfinite().all(-1).all(0) & target.isfinite().all(-1)
         hidden, target = hidden[:, defined], target[defined]
-        return {
-            layer: _trained_map(view, hidden[layer], target, self.tuned_steps, self.seed)
-            for layer in range(view.num_layers)
-        }
+        maps: dict[int, Callable[[Tensor], Tensor]] = dict.fromkeys(range(view.num_layers), _undefined)
+        if len(target):
+            for layer in maps:
+                maps[layer] = _trained_map(view, hidden[layer], target, self.tuned_steps, self.seed)
+        return maps, int((~defined).sum())
 
     def _compared(
         self, view: LayeredModel, lenses: dict[str, dict[int, Callable[[Tensor], Tensor]]]
@@ -301,6 +305,10 @@ def _matrix(matrix: Tensor, view: LayeredModel) -> Callable[[Tensor], Tensor]:
 
 def _as_it_is(hidden: Tensor) -> Tensor:
     return hidden
+
+
+def _undefined(hidden: Tensor) -> Tensor:
+    return torch.full_like(hidden, torch.nan)
 
 
 def _trained_map(

@@ -301,6 +301,21 @@ def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_now
     assert "paths_in_plane is undefined for every prompt at every layer" in failed.error
 
 
+def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer(home):
+    """The model's own output is undefined, and with it all divergences, Jacobians and what is trained on it."""
+    broken = model_of(home)
+    spoil_(broken)
+    prefix = by_key(taken("JacobianLens", model_of(home, BROKEN - 1), Data(home)))
+    found = taken("JacobianLens", broken, Data(home))
+    assert found.error is None
+    records = by_key(found)
+    assert records.keys() == {("lens_rank", layer, None, ("lens", "logit")) for layer in range(BROKEN)}
+    for layer in range(BROKEN - 1):
+        key = ("lens_rank", layer, None, ("lens", "logit"))
+        assert records[key].value == pytest.approx(prefix[key].value, rel=1e-6)
+        assert records[key].n == prefix[key].n
+
+
 def extras(home: Path) -> Iterator[tuple[str, str | list[int]]]:
     (letter,) = load_tokenizer(str(home / "model")).tokenizer.encode("g").ids
     yield "NaN", STRANGE

@@ -71,7 +71,9 @@ def test_workers_import_nothing_of_the_folder_and_the_code_of_the_user_after_all
     own = tmp_path / "own"
     own.mkdir()
     (own / "yaml.py").write_text(payload)
-    (own / "code_of_the_user.py").write_text("def work(task, following):\n    import yaml\n\n    return yaml.__file__\n")
+    (own / "code_of_the_user.py").write_text(
+        "def work(task, following):\n    import yaml\n\n    return yaml.__file__\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
