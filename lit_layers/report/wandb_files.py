@@ -20,14 +20,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 # together are waited for no longer than that.
 _SETTLED, _LONGEST = 3.0, 15.0
 _SERVER = "https://api.wandb.ai"  # which `wandb init` writes down, too
-_NAMES = {
-    "entity",
-    "project",
-    "base_url",
-    "disabled",
-    "mode",
-    "anonymous",
-}  # of a folder's settings that reach no address
+_NAMES = {"entity", "project", "base_url", "disabled", "mode", "anonymous"}  # settings that reach no address
 
 
 @dataclass
