@@ -15,7 +15,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.files import run_lock
 from lit_layers.files.run_lock import writing
-from lit_layers.training import callbacks
+from lit_layers.training import checkpoints
 from lit_layers.training.callbacks import EmergenceCallback
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
@@ -108,7 +108,7 @@ def test_a_training_whose_files_vanish_says_so_and_does_not_end_well(harm, said,
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):
-    root, save = tmp_path / "run", callbacks.save
+    root, save = tmp_path / "run", checkpoints.save
 
     def full(model, folder, tokenizer):
         if folder.name.endswith("2"):
@@ -116,7 +116,7 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(r
             raise OSError(errno.ENOSPC, "No space left on device")
         save(model, folder, tokenizer)
 
-    monkeypatch.setattr(callbacks, "save", full)
+    monkeypatch.setattr(checkpoints, "save", full)
     assert fit(recipe, root) == 2
     (said,) = errors(capfd.readouterr().err, "fit")
     assert f"cannot write {root}/step-000000002: no space left on device" in said

@@ -20,7 +20,7 @@ from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.measuring import one_model
-from lit_layers.training import LitCausalLM, callbacks, checkpoints, resuming, run_folder
+from lit_layers.training import LitCausalLM, checkpoints, resuming, run_folder
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resuming import STATE, resume_point
 from lit_layers.training.run_folder import RunFolder
@@ -164,7 +164,7 @@ def torn_line(file, line) -> None:
 MOMENTS = {
     "before the run has said what it is": dying(RunFolder, "_describe", 1),
     "between what a run is and its options": dying(run_folder, "write_json", 1, after=True),
-    "inside the save of a step": dying(callbacks, "save", 3, after=True),  # before the rename
+    "inside the save of a step": dying(checkpoints, "save", 3, after=True),  # before the rename
     "before a step's folder is renamed": dying(checkpoints, "sync", 9),
     "inside the save of a resume checkpoint": dying(resuming, "_save", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
