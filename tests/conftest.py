@@ -55,6 +55,14 @@ def pictures_by_one_process() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def emergence_times_once() -> Iterator[None]:
+    from tests.support.times_once import times_once
+
+    with times_once():
+        yield
+
+
 @pytest.fixture(scope="session")
 def realdata(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The optional folder of real data sets, and where each task lies in it."""

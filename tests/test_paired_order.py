@@ -49,13 +49,13 @@ def compared(rows: list[np.ndarray], seed: int) -> tuple[float, float, float, fl
     return paired, alone, float(np.median(b) - np.median(a)), float((b - a).std()), float((a.var() + b.var()) ** 0.5)
 
 
-# At the same half-way point P lies outside 0.05 to 0.95 in one of ten: 4 or more of 10 have a chance of 1.3%, 9 or more
+# At the same half-way point P lies outside 0.05 to 0.95 in one of ten: 3 or more of 6 have a chance of 1.6%, 9 or more
 # of 40 one of 2%. No more happens than is claimed: the root mean square of so many standard normals is below `error` in
 # 98 of 100.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "later_rounds", "too_many", "error"),
-    [(10, 4, 4, 1.46), pytest.param(40, 12, 9, 1.22, marks=pytest.mark.soak)],
+    [(6, 3, 3, 1.58), pytest.param(40, 12, 9, 1.22, marks=pytest.mark.soak)],
 )
 def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong(rounds, later_rounds, too_many, error):
     found = np.array([compared(two_curves(seed, shift=0.0, shared=0.9), seed) for seed in range(rounds)])

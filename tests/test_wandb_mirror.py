@@ -1,7 +1,9 @@
+import functools
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror
 from lit_layers.report.logged_numbers import values_of
+from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_runs
 from tests.support.runs import make_run, measurement
 from tests.support.undrawn import leave_undrawn
@@ -251,47 +254,37 @@ def test_what_a_crash_kept_from_the_server_is_sent_again(tmp_path: Path, monkeyp
     assert run.sent == [(step - 1, step, 1 / step) for step in (4, 5, 6)]
 
 
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-import pytest
-from lit_layers import records
-from lit_layers.records import ScalarLog
-from lit_layers.report import WandbMirror
-from lit_layers.report.logged_numbers import values_of
-from tests.support.runs import measurement
-from tests.support.undrawn import leave_undrawn
+def mirrored(root: Path, last: int, die_at: int, phase: str) -> int:
+    """A run that goes on where its last checkpoint is, and is killed at a moment of a step."""
+    checkpoint = root / "offset"
+    start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)
 
-leave_undrawn(pytest.MonkeyPatch())
-root, last, die_at, phase = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-checkpoint = root / "offset"
-start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)
+    def maybe_die(step: int, here: str) -> None:
+        if (step, here) == (die_at, phase):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def maybe_die(step, here):
-    if (step, here) == (die_at, phase):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-log = ScalarLog(root / "metrics.jsonl")
-log.truncate(offset)
-mirror = WandbMirror(mode="offline")
-mirror.open(root, run_id="a1b2c3d4", config={})
-for step in range(start + 1, last + 1):
-    log.log(step, {"tokens": step * 8, "train/loss": 1 / step})
-    maybe_die(step, "open row")
-    found = [measurement("r", step, name, layers=2) for name in ("trajectory", "coupling")] if step % 10 == 0 else []
-    for m in found:
-        if (m.step, m.analysis) not in {(m.step, m.analysis) for m in records.read(root / "measurements.jsonl")}:
-            records.append(root / "measurements.jsonl", m)
-        maybe_die(step, "between measurements")
-    log.close()
-    maybe_die(step, "before the mirror")
-    mirror.log_step(step, step * 8, {"train/loss": 1 / step}, found)
-    maybe_die(step, "after the mirror")
-    if step % 15 == 0:
-        checkpoint.with_suffix(".new").write_text(f"{step} {log.offset}")
-        os.replace(checkpoint.with_suffix(".new"), checkpoint)
-mirror.finish()
-"""
+    log = ScalarLog(root / "metrics.jsonl")
+    log.truncate(offset)
+    mirror = WandbMirror(mode="offline")
+    mirror.open(root, run_id=RUN_ID, config={})
+    for step in range(start + 1, last + 1):
+        log.log(step, {"tokens": step * 8, "train/loss": 1 / step})
+        maybe_die(step, "open row")
+        names = ("trajectory", "coupling") if step % 10 == 0 else ()
+        found = [measurement("r", step, name, layers=2) for name in names]
+        for m in found:
+            if (m.step, m.analysis) not in {(m.step, m.analysis) for m in records.read(root / "measurements.jsonl")}:
+                records.append(root / "measurements.jsonl", m)
+            maybe_die(step, "between measurements")
+        log.close()
+        maybe_die(step, "before the mirror")
+        mirror.log_step(step, step * 8, {"train/loss": 1 / step}, found)
+        maybe_die(step, "after the mirror")
+        if step % 15 == 0:
+            checkpoint.with_suffix(".new").write_text(f"{step} {log.offset}")
+            os.replace(checkpoint.with_suffix(".new"), checkpoint)
+    mirror.finish()
+    return 0
 
 
 @pytest.mark.slow
@@ -310,9 +303,8 @@ def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(
 ) -> None:
     last, deaths = 80, [*kills, (0, "")]
     for step, phase in deaths:
-        command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(last), str(step), phase]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == (-9 if phase else 0), done.stderr
+        ended = run_forked(functools.partial(mirrored, tmp_path, last, step, phase))
+        assert ended == (-signal.SIGKILL if phase else 0)
     run = read_back(tmp_path)
     assert run.state == "finished"
     assert len(folders(tmp_path)) == len(deaths)
@@ -332,14 +324,18 @@ def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(
 def test_a_second_process_leaves_a_run_that_is_being_mirrored_alone(root: Path) -> None:
     mirror = WandbMirror(mode="offline")
     mirror.open(root, run_id=RUN_ID, config={})
-    code = (
-        "import sys; from lit_layers.report import WandbMirror; m = WandbMirror(mode='offline');"
-        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); m.finish(); print(m.closing_line())"
-    )
-    command = [sys.executable, "-c", code, str(root)]
-    other = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
+    said = root.parent / "said"
+
+    def second() -> int:
+        other = WandbMirror(mode="offline")
+        other.open(root, run_id=RUN_ID, config={})
+        other.finish()
+        said.write_text(other.closing_line())
+        return 0
+
+    assert run_forked(second) == 0
     mirror.finish()
-    assert "another process mirrors" in other.stdout
+    assert "another process mirrors" in said.read_text()
     assert len(folders(root)) == 1
 
 

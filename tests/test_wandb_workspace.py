@@ -44,9 +44,11 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root,
     leave_undrawn(monkeypatch)
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
-    for option, name in (("--workspace", "workspace.json"), ("--wandb_report", "report.json")):
-        assert main(["report", str(root), option, str(tmp_path / name), "--out", str(tmp_path / "page.html")]) == 0
-        panels = panels_in(json.loads((tmp_path / name).read_text()))
+    files = {"--workspace": tmp_path / "workspace.json", "--wandb_report": tmp_path / "report.json"}
+    words = [str(word) for option in files.items() for word in option]
+    assert main(["report", str(root), *words, "--out", str(tmp_path / "page.html")]) == 0
+    for file in files.values():
+        panels = panels_in(json.loads(file.read_text()))
         lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
         drawn = {curve for config in lines for curve in config["metrics"]}
         assert drawn <= names, drawn - names

@@ -45,21 +45,28 @@ COMMANDS = list(dict.fromkeys(commands()))
 HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """A working folder with the recipes, and runs by the names that the pages have."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With the recipes, and runs by the names that the pages have."""
+    folder = tmp_path_factory.mktemp("place")
     for name in ("recipes", "wandb_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "quickstart" / "gpt2.yaml").read_text())
-    (tmp_path / "my_package.py").touch()
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "mine.yaml").write_text((ROOT / "recipes" / "quickstart" / "gpt2.yaml").read_text())
+    (folder / "my_package.py").touch()
     for seed, (name, config) in enumerate(RUNS.items()):
-        run = tmp_path / "checkpoints" / name
+        run = folder / "checkpoints" / name
         make_run(run, run=run.name, seed=seed, analyses=("coupling", "lens"))
         about = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps(about | {"config": config}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def place(folder, monkeypatch) -> Path:
+    """The working folder: commands write beside the runs, and leave these as they are."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    return folder
 
 
 def test_every_console_command_is_run_somewhere():
@@ -83,11 +90,12 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
     # What a server would take is written to a file.
     stands_for = {"1a2b3c4d": sorted(settings)[0], "ENTITY/PROJECT": "made.json"}
     words = [stands_for.get(word, word) for word in words]
-    assert main(words) == 0
     out = words[words.index("--out") + 1] if "--out" in words else ""
     page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
     if words[0] == "report" and words[1:2] == ["checkpoints/quickstart"]:
         page = Path("checkpoints/quickstart/report.html")
+    page.unlink(missing_ok=True)
+    assert main(words) == 0
     assert page.stat().st_size > 10_000
 
 

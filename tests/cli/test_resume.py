@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,21 @@ from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked
 from tests.support.read_wandb import Run, read_runs
+from tests.support.undrawn import leave_undrawn
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9"),
     pytest.mark.usefixtures("no_page"),
 ]
 LAST = 13
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Of what W&B gets these look at the numbers; a forked process draws each step's pictures by one of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_undrawn(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
