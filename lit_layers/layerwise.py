@@ -12,7 +12,6 @@ from torch import nn
 
 from lit_layers import plots, records
 from lit_layers.analyses import catalogue
-from lit_layers.analyses.base import Analysis
 from lit_layers.data.batches import Batches, encode_texts
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
@@ -165,14 +164,12 @@ def layers(
         given, few = _of_texts(view, texts, _tokenizer(model, tokenizer), max_tokens)
     analyses = catalogue.made([*wanted], given, few)
     facts: dict[str, Any] = {"run": name or _called(model), "step": None, "weights_hash": weights_hash(network)}
-    measurements = [_raising(view, analysis, facts) for analysis in analyses]
+    measurements = []
+    for analysis in analyses:
+        analysis.check(view)
+        measurements.append(measure(view, analysis, raises=True, **facts))
     chosen = {analysis: None if names is None else frozenset(names) for analysis, names in wanted.items()}
     return LayerResult(tuple(measurements), chosen)
-
-
-def _raising(view: LayeredModel, analysis: Analysis, facts: dict[str, Any]) -> Measurement:
-    analysis.check(view)
-    return measure(view, analysis, raises=True, **facts)
 
 
 def _of_texts(

@@ -160,7 +160,7 @@ def cost(run: RunData) -> list[dict[str, Any]]:
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     rows: list[tuple[str, int | None, float]] = [
-        (section_title(name), len(each), sum(each)) for name, each in seconds.items()
+        (sentence(name), len(each), sum(each)) for name, each in seconds.items()
     ]
     rows.append(("All analyses", None, sum(map(sum, seconds.values()))))
     if saving := run.about.get("checkpoint_seconds"):
@@ -175,11 +175,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, left = divmod(minutes, 60)
     return f"{hours:,} h {left:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def section_title(analysis: str) -> str:
-    """Returns an analysis' name as a heading."""
-    return sentence(analysis)
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

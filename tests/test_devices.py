@@ -44,6 +44,7 @@ from tests.support.every_analysis import (
 )
 from tests.support.listed_batches import Listed
 from tests.support.saved_models import saved
+from tests.support.shares import measure_share
 from tests.support.tiny_models import LAYERS, sees_images, tiny
 
 pytestmark = pytest.mark.skipif(
@@ -143,7 +144,7 @@ def shared_on_device(device, few: bool) -> tuple[dict[str, Measurement], dict]:
     model, joined = made("gpt2").to(device.DEVICE).eval(), {}
     device.reset()
     for analysis in divided(few):
-        shares = [one_model.measure_share(model, analysis, range(rank, 99, 2)) for rank in range(2)]
+        shares = [measure_share(model, analysis, range(rank, 99, 2)) for rank in range(2)]
         sent = pickle.loads(pickle.dumps(shares))
         joined[analysis.name] = one_model.join_shares(model, analysis, sent, run="run", step=0)
     return joined, dict(device.violations)

@@ -235,14 +235,6 @@ def _announce(analysis: Analysis, model: SharedPass) -> None:
         SharedPass.of(at_least_float32(model)).announce(analysis.name, analysis.announced())
 
 
-def measure_share(
-    model: nn.Module, analysis: DividedAnalysis, numbers: Container[int], *, weights_hash: str | None = None
-) -> Attempt:
-    """What one process of several finds of an analysis, ready to be sent to the one that joins; it never raises."""
-    shares = Shares(model, [analysis], lambda _: None, numbers={analysis.name: numbers}, weights_hash=weights_hash)
-    return sendable(shares.of(analysis))
-
-
 def sendable(attempt: Attempt) -> Attempt:
     """An attempt as it is sent to another process: a value that cannot be sent is an error of its own."""
     try:

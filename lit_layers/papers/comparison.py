@@ -1,12 +1,14 @@
 """Printed numbers beside measured ones."""
 
 import csv
+import functools
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
@@ -31,10 +33,10 @@ class Row:
 
     what: str
     published: str
-    measured: float | None
-    low: float | None
-    high: float | None
     verdict: Verdict
+    measured: float | None = None
+    low: float | None = None
+    high: float | None = None
     note: str = ""
 
     def cells(self) -> dict[str, str]:
@@ -45,24 +47,16 @@ class Row:
         return names | {"the published number is": f"{self.verdict}{f': {self.note}' if self.note else ''}"}
 
 
-@dataclass
-class _Found:
+class _Number(NamedTuple):
+    """What was measured, and its 95% interval."""
+
     value: float
     low: float | None = None
     high: float | None = None
 
 
-@dataclass
-class _Results:
-    """What the steps of a recipe have left, each file read once."""
-
-    root: Path
-    read: dict[Path, Any] = field(default_factory=dict)
-
-    def of(self, path: Path, reader: Callable[[Path], Any]) -> Any:
-        if path not in self.read:
-            self.read[path] = reader(path) if path.is_file() else None
-        return self.read[path]
+class _MissingError(Exception):
+    """Why there is no number, in words."""
 
 
 def compare(recipe: PaperRecipe, root: Path) -> list[Row]:
@@ -71,8 +65,8 @@ def compare(recipe: PaperRecipe, root: Path) -> list[Row]:
     Raises:
         InputError: a damaged file of measurements.
     """
-    results = _Results(root)
-    return [_row(each, results) for each in recipe.numbers()]
+    read = functools.cache(_content)  # a step's file has many of them
+    return [_row(each, root, read) for each in recipe.numbers()]
 
 
 def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterable[str] = ()) -> list[Path]:
@@ -89,38 +83,30 @@ def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterabl
     return records.write_files(root, {f"{NAME}.csv": numbers, f"{NAME}.md": text})
 
 
-def _row(published: Published, results: _Results) -> Row:
-    number, note = _find(published.measured, results)
-    bound = published.at_least if published.value is None else None
-    bound = published.at_most if published.value is None and bound is None else bound
+def _row(published: Published, root: Path, read: Callable[[Path], Any]) -> Row:
     if published.value is not None:
         printed = _short(published.value) + (f" ± {_short(published.error)}" if published.error else "")
+    elif published.at_least is not None:
+        printed = f"at least {_short(published.at_least)}"
     else:
-        printed = f"at {'least' if published.at_least is not None else 'most'} {_short(bound)}"
-    if number is None:
-        return Row(
-            what=published.what,
-            published=printed,
-            measured=None,
-            low=None,
-            high=None,
-            verdict="not measured",
-            note=note,
-        )
+        printed = f"at most {_short(published.at_most)}"
+    try:
+        number = _find(published.measured, root, read)
+    except _MissingError as why:
+        return Row(what=published.what, published=printed, verdict="not measured", note=str(why))
     verdict = _inside(published, number) if published.value is not None else _holds(published, number)
-    return Row(
-        what=published.what, published=printed, measured=number.value, low=number.low, high=number.high, verdict=verdict
-    )
+    interval: Any = {"low": number.low, "high": number.high}
+    return Row(what=published.what, published=printed, verdict=verdict, measured=number.value, **interval)
 
 
-def _inside(published: Published, number: _Found) -> Verdict:
+def _inside(published: Published, number: _Number) -> Verdict:
     if number.low is None or number.high is None or published.value is None:
         return "no interval"
     is_inside = number.low - published.error <= published.value <= number.high + published.error
     return "inside" if is_inside else "outside"
 
 
-def _holds(published: Published, number: _Found) -> Verdict:
+def _holds(published: Published, number: _Number) -> Verdict:
     """Of a bound: by the interval, where there is one."""
     ends = (number.value, number.value) if number.low is None or number.high is None else (number.low, number.high)
     if published.at_least is not None:
@@ -130,47 +116,50 @@ def _holds(published: Published, number: _Found) -> Verdict:
     return "holds" if all(holds) else "undecided" if any(holds) else "fails"
 
 
-def _find(place: Place, results: _Results) -> tuple[_Found | None, str]:
-    """The number of a place; else why there is none."""
-    if place.file:
-        path = results.root / place.file
-        content = results.of(path, _read_json if path.suffix == ".json" else _read_csv)
-        if content is None:
-            return None, f"there is no {place.file}"
-        return _in_json(content, place) if path.suffix == ".json" else _in_csv(content, place)
-    path = results.root / place.root / "measurements.jsonl"
-    measurements = results.of(path, lambda path: shown(records.read(path)))
-    if measurements is None:
-        return None, f"there is no {path.relative_to(results.root)}"
-    return _in_records(measurements, place)
+def _find(place: Place, root: Path, read: Callable[[Path], Any]) -> _Number:
+    """The number of a place.
+
+    Raises:
+        _MissingError: there is none.
+    """
+    path = root / (place.file or Path(place.root, "measurements.jsonl"))
+    if not path.is_file():
+        raise _MissingError(f"there is no {path.relative_to(root)}")
+    find = {"": _in_records, ".csv": _in_csv, ".json": _in_json}[path.suffix if place.file else ""]
+    return find(read(path), place)
 
 
-def _in_records(measurements: Sequence[Measurement], place: Place) -> tuple[_Found | None, str]:
-    steps = {each.step for each in measurements if place.run in (None, each.run)}
-    mine = [each for each in measurements if each.analysis == place.analysis and place.run in (None, each.run)]
-    if place.step is not None:
-        mine = [each for each in mine if each.step == place.step]
-    if not mine:
-        where = f" of {place.run}" if place.run else ""
-        if place.step is not None and steps and place.step not in steps:
-            return None, f"step {place.step}{where} is not among those measured"
-        return None, f"no {place.analysis}{where}"
-    if len(mine) > 1:
-        return None, f"{len(mine)} measurements fit: name a run or a step"
-    if mine[0].error is not None:
-        return None, f"{place.analysis} failed: {mine[0].error}"
-    fit = [record for record in mine[0].records if _is_meant(record, place)]
+def _content(path: Path) -> Any:
+    if path.suffix == ".jsonl":
+        return shown(records.read(path))
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
+
+
+def _in_records(measurements: Sequence[Measurement], place: Place) -> _Number:
+    of_run = [each for each in measurements if place.run in (None, each.run)]
+    fit = [each for each in of_run if each.analysis == place.analysis and place.step in (None, each.step)]
     if not fit:
-        return None, f"{place.analysis} has no such {place.metric}"
+        where, steps = f" of {place.run}" if place.run else "", {each.step for each in of_run}
+        if place.step is not None and steps and place.step not in steps:
+            raise _MissingError(f"step {place.step}{where} is not among those measured")
+        raise _MissingError(f"no {place.analysis}{where}")
     if len(fit) > 1:
-        return None, f"{len(fit)} numbers fit: name their tags, such as {_differing(fit)}"
-    record = fit[0]
+        raise _MissingError(f"{len(fit)} measurements fit: name a run or a step")
+    if fit[0].error is not None:
+        raise _MissingError(f"{place.analysis} failed: {fit[0].error}")
+    numbers = [record for record in fit[0].records if _is_meant(record, place)]
+    if not numbers:
+        raise _MissingError(f"{place.analysis} has no such {place.metric}")
+    if len(numbers) > 1:
+        raise _MissingError(f"{len(numbers)} numbers fit: name their tags, such as {_differing(numbers)}")
+    record = numbers[0]
     if math.isnan(record.value):
-        return None, "undefined"
+        raise _MissingError("undefined")
     low, high = record.low, record.high
     if (low is None or high is None) and record.stderr is not None:
         low, high = record.value - _NORMAL * record.stderr, record.value + _NORMAL * record.stderr
-    return _Found(record.value, low, high), ""
+    return _Number(record.value, low, high)
 
 
 def _is_meant(record: Record, place: Place) -> bool:
@@ -192,34 +181,25 @@ def _equal(value: Any, asked: Any) -> bool:
         return value == asked
 
 
-def _read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _in_csv(rows: Sequence[Mapping[str, str]], place: Place) -> tuple[_Found | None, str]:
+def _in_csv(rows: Sequence[Mapping[str, str]], place: Place) -> _Number:
     fit = [row for row in rows if all(_equal(row.get(name), value) for name, value in place.row.items())]
     if len(fit) != 1:
-        return None, f"{len(fit) or 'no'} rows of {place.file} fit"
+        raise _MissingError(f"{len(fit) or 'no'} rows of {place.file} fit")
     of = "" if place.column == "value" else f"{place.column}_"
-    numbers = [_number(fit[0].get(name)) for name in (place.column, f"{of}low", f"{of}high")]
-    return (None, "undefined") if numbers[0] is None else (_Found(numbers[0], *numbers[1:]), "")
+    value, low, high = (_number(fit[0].get(name)) for name in (place.column, f"{of}low", f"{of}high"))
+    if value is None:
+        raise _MissingError("undefined")
+    return _Number(value, low, high)
 
 
-def _in_json(content: Any, place: Place) -> tuple[_Found | None, str]:
+def _in_json(content: Any, place: Place) -> _Number:
     for key in place.column.split("."):
         content = content.get(key) if isinstance(content, Mapping) else None
-    if isinstance(content, Mapping):
-        numbers = [_number(content.get(name)) for name in ("value", "low", "high")]
-    else:
-        numbers = [_number(content), None, None]
-    return (
-        (None, f"{place.file} has no {place.column}") if numbers[0] is None else (_Found(numbers[0], *numbers[1:]), "")
-    )
+    content = content if isinstance(content, Mapping) else {"value": content}
+    value, low, high = (_number(content.get(name)) for name in ("value", "low", "high"))
+    if value is None:
+        raise _MissingError(f"{place.file} has no {place.column}")
+    return _Number(value, low, high)
 
 
 def _number(text: Any) -> float | None:

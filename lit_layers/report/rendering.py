@@ -17,7 +17,7 @@ from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import Settings
-from lit_layers.metrics import look_up
+from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence_page, sections, variant_sections
 from lit_layers.report.template import Figures, charts_in, fill, placed
 
@@ -70,7 +70,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         provenance=run_data.provenance(run),
         flat=run_data.flat,
         short=run_data.shortened,
-        title_of=run_data.section_title,
+        title_of=sentence,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
         has_tokens=any("tokens" in figure for figure in figures),
     )

@@ -29,6 +29,7 @@ from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.measuring import one_model
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.shares import measure_share
 from tests.support.tiny_models import tiny
 
 
@@ -83,7 +84,7 @@ def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, ana
         draw = random.Random(num_ranks)
         owners = [draw.randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
         shares = [
-            one_model.measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
+            measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
             for rank in reversed(range(num_ranks))
         ]
         joined = one_model.join_shares(
@@ -140,7 +141,7 @@ class Odd(DividedAnalysis):
 
 @pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "pickle")])
 def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
-    shares = [one_model.measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
+    shares = [measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
     assert shares[0].error is None
     measurement = one_model.join_shares(model, Odd(fails), shares, run="run", step=0)
     assert measurement.error is not None
@@ -150,6 +151,6 @@ def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
 
 def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
     nothing = Trajectory(batches=Listed())
-    shares = [one_model.measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
+    shares = [measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
     measurement = one_model.join_shares(model, nothing, shares, run="run", step=0)
     assert measurement.error == "InputError: trajectory: the data holds no prompts"

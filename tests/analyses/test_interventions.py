@@ -16,6 +16,7 @@ from lit_layers.measuring import one_model
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.shares import measure_share
 from tests.support.tiny_models import VOCAB, tiny, tiny_batch
 
 BLOCKS = 4
@@ -340,7 +341,7 @@ def test_the_model_and_the_random_numbers_are_as_they_were():
 def test_shares_join_to_the_numbers_of_one(model):
     analysis = Interventions(batches=Listed(*BATCHES), variants=("skip", "random"), seeds=(0, 1))
     whole = measure(model, analysis, run="run", step=1, weights_hash="x")
-    shares = [one_model.measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
+    shares = [measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
     joined = one_model.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
     assert joined.error is None
     assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]

@@ -14,6 +14,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
+from tests.support.shares import measure_share
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 4
@@ -191,7 +192,7 @@ def test_shares_join_to_the_numbers_of_one_and_nothing_is_disturbed(model):
     whole = measure(model, analysis, run="run", step=1, weights_hash="x")
     assert whole.error is None
     assert torch.equal(torch.get_rng_state(), generator)
-    shares = [one_model.measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
+    shares = [measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
     joined = one_model.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
     assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
 

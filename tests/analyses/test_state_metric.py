@@ -15,7 +15,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
-from lit_layers.measuring.one_model import join_shares, measure, measure_share
+from lit_layers.measuring.one_model import join_shares, measure
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
@@ -24,6 +24,7 @@ from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.rounding import close_records, move_
 from tests.support.saved_models import saved
+from tests.support.shares import measure_share
 from tests.support.tiny_models import tiny
 
 LENGTHS = ((9, 7), (9,), (5, 9, 8))
