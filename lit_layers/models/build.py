@@ -159,6 +159,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
             raise InputError(f"cannot build this {type(model).__name__} anew: build it with vit(name, ...)")
         with seeded(seed):
             fresh = timm.create_model(model.pretrained_cfg["architecture"], pretrained=False, **options)
+        setattr(fresh, TIMM_OPTIONS, options)
     parameter = next(model.parameters())
     return fresh.to("cpu" if parameter.is_meta else parameter.device, parameter.dtype).eval()
 

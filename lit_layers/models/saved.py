@@ -15,9 +15,15 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import would_run_code
 from lit_layers.files.gguf_files import GgufFile, is_gguf
-from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory
+from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
-from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
+from lit_layers.models.pixels import (
+    PREPROCESSOR,
+    copy_pixel_statistics_,
+    keep_pixel_statistics_,
+    keep_preprocessor_,
+    pixel_statistics,
+)
 from lit_layers.models.shard_files import refuse_shards_elsewhere
 
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
@@ -137,7 +143,11 @@ def outline(settings: dict[str, Any], name: str) -> nn.Module:
             if is_timm(settings):
                 import timm
 
-                return timm.create_model(settings["architecture"], pretrained=False, **settings.get("model_args", {}))
+                options = settings.get("model_args", {})
+                model = timm.create_model(settings["architecture"], pretrained=False, **options)
+                setattr(model, TIMM_OPTIONS, options)
+                keep_pixel_statistics_(model, settings)
+                return model
             from transformers import AutoConfig
 
             options = {key: value for key, value in settings.items() if key != "model_type"}
@@ -145,6 +155,25 @@ def outline(settings: dict[str, Any], name: str) -> nn.Module:
             return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
         except (ValueError, RuntimeError, TypeError) as error:
             raise InputError(f"the config.json of {name} describes no model: {one_line(error)}") from error
+
+
+def described(model: Network) -> dict[str, Any]:
+    """What a config.json would say of a model, its padded vocabulary included: plain values, for `outline`."""
+    if not hasattr(model, "config"):
+        config: Any = model.pretrained_cfg
+        said = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
+        statistics = pixel_statistics(model)
+        return said if statistics is None else said | {"mean": list(statistics[0]), "std": list(statistics[1])}
+    settings = json.loads(model.config.to_json_string(use_diff=False))
+    return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # as sharding calls it
+
+
+def rebuilt(settings: dict[str, Any]) -> nn.Module:
+    """The model that `described` described, with new weights, on the CPU in training mode."""
+    source = outline(settings, "the checkpoint")
+    model = untrained(source)
+    copy_pixel_statistics_(source, model)
+    return model.train()
 
 
 # As anybody opens a model, without this package.

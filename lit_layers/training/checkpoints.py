@@ -183,7 +183,7 @@ def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
     Raises:
         InputError: where the model carries a tokenizer and the text was made with another.
     """
-    used = getattr(data.shards, "tokenizer_hash", None)
+    used = getattr(getattr(data, "shards", None), "tokenizer_hash", None)
     if used is None:
         return
     if not (folder / MAIN).is_file():

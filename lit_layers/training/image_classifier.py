@@ -1,7 +1,7 @@
 """The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning as L
@@ -75,7 +75,7 @@ class ExponentialAverage(WeightAveraging):
         """Leaves the trained weights."""
 
 
-_OWN = {"img_size", "patch_size", "drop_path_rate", "num_classes"}  # what `config` may not say again
+_OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
 _RANGES = {
     **MODEL_RANGES,
     **dict.fromkeys(("patch_size", "lr_batch_size"), COUNT),
@@ -88,7 +88,10 @@ _RANGES = {
 class LitImageClassifier(LitModule):
     """Training of a plain timm vision transformer on labelled images, kept eager at `.model`.
 
-    The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for.
+    The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for. A batch
+    holds `pixel_values` (batch, channels, height, width) and `labels` (batch,), by these names or as a pair. Without
+    `LitImageData` image size and classes are those of `config` (img_size, num_classes), or the architecture's own, and
+    what counts images or epochs (lr_batch_size, warmup_epochs) is refused.
 
     Args:
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
@@ -136,15 +139,12 @@ class LitImageClassifier(LitModule):
         ema_decay: float | None = None,
         compile: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(locals())
         if warmup_steps is not None and warmup_epochs is not None:
             raise InputError(
                 f"model.warmup_epochs: expected null beside warmup_steps {warmup_steps}, got {warmup_epochs}; give one"
             )
-        for name in _OWN & set(config or {}):
-            raise InputError(
-                f"model.config.{name}: the module or the data says it; use model.{name} where there is one"
-            )
+        _refuse_said_twice(config, _OF_MODULE)
         self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
         self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
         self.lr, self.lr_batch_size, self.weight_decay, self.betas = lr, lr_batch_size, weight_decay, betas
@@ -157,73 +157,74 @@ class LitImageClassifier(LitModule):
         self.average = None if ema_decay is None else ExponentialAverage(ema_decay)
 
     @property
-    def data(self) -> LitImageData:
+    def images(self) -> LitImageData:
         """The data module of the run.
 
         Raises:
             InputError: for one of another kind.
         """
-        data = getattr(self.trainer, "datamodule", None)
-        if not isinstance(data, LitImageData):
-            raise InputError(f"data: LitImageClassifier needs LitImageData, got {type(data).__name__}")
-        return data
+        if not isinstance(self.data, LitImageData):
+            raise InputError(f"data: LitImageClassifier needs LitImageData for this, got {type(self.data).__name__}")
+        return self.data
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [] if self.average is None else [self.average]
 
-    def configure_model(self) -> None:
-        if hasattr(self, "model"):
-            return
-        data = self.data
-        options = {"drop_path_rate": self.drop_path_rate, **self.config}
+    def build(self) -> nn.Module:
+        options: dict[str, Any] = {"drop_path_rate": self.drop_path_rate, **self.config}
         if self.patch_size is not None:
             options["patch_size"] = self.patch_size
+        if isinstance(self.data, LitImageData):
+            _refuse_said_twice(self.config, _OF_DATA)
+            options |= {"img_size": self.data.image_size, "num_classes": self.data.num_classes}
 
-        def build(device: str) -> nn.Module:
-            sizes = {"img_size": data.image_size, "num_classes": data.num_classes}
-            return vit(self.architecture, seed=self.init_seed, device=device, **sizes, **options)
+        def make(device: str) -> nn.Module:
+            return vit(self.architecture, seed=self.init_seed, device=device, **options)
 
-        model: Any = built_once(self.trainer.strategy, build)
+        model: Any = built_once(self.trainer.strategy, make)
+        if isinstance(self.data, LitImageData):
+            self._expect_images_that_fit(model, self.data)
+            set_pixel_statistics_(model, *self.data.statistics)
+        return model
+
+    def _expect_images_that_fit(self, model: Any, data: LitImageData) -> None:
         size = model.patch_embed.patch_size[0]
         if data.image_size % size:  # timm would leave the border out without a word
             raise InputError(
                 f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose "
                 "another, or another data.image_size"
             )
-        set_pixel_statistics_(model, *data.statistics)
         micro_batch = data.global_batch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
-        if self.mixup or self.cutmix:
-            if micro_batch % 2:
-                raise InputError(
-                    f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, "
-                    f"got {micro_batch} of {data.global_batch_size}"
-                )
-            self._mix = mixup(
-                mixup=self.mixup, cutmix=self.cutmix, smoothing=self.label_smoothing, num_classes=data.num_classes
+        if (self.mixup or self.cutmix) and micro_batch % 2:
+            raise InputError(
+                f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, "
+                f"got {micro_batch} of {data.global_batch_size}"
             )
-        self.take(model)
-        names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else data.num_classes}
+
+    def take(self, model: Any) -> None:
+        super().take(model)
+        count = model.num_classes
+        if self.mixup or self.cutmix:
+            options: dict[str, Any] = {"mixup": self.mixup, "cutmix": self.cutmix}
+            self._mix = mixup(smoothing=self.label_smoothing, num_classes=count, **options)
+        names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else count}
         self.validation_metrics = nn.ModuleDict(
-            {
-                name: MulticlassAccuracy(data.num_classes, top_k=k, average="micro")
-                for name, k in names.items()
-                if k < data.num_classes
-            }
+            {name: MulticlassAccuracy(count, top_k=k, average="micro") for name, k in names.items() if k < count}
         )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Returns logits (batch, classes)."""
         return self._network(pixel_values)
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        images, labels = batch["pixel_values"], batch["labels"]
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        images, labels = _images_and_labels(batch)
         if self._mix is None:
             return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
         images, targets = self._mix(images, labels)
         return F.cross_entropy(self(images).float(), targets)  # targets are shares of classes: (batch, classes)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        images, labels = batch["pixel_values"], batch["labels"]
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        images, labels = _images_and_labels(batch)
         logits = self(images).float()
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
         for name, metric in self._metrics():
@@ -235,18 +236,18 @@ class LitImageClassifier(LitModule):
             else:
                 metric.update(logits, labels)
 
-    def on_validation_epoch_end(self) -> None:
-        scores = {"validation/loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
+    def scores(self) -> dict[str, Tensor]:
+        scores = {"loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()
         if self.average is not None:
-            scores["validation/ema_loss"] = self.ema_loss.compute().float()
+            scores["ema_loss"] = self.ema_loss.compute().float()
             self.ema_loss.reset()
         for name, metric in self._metrics():
-            loss = scores["validation/ema_loss" if name == "ema_accuracy" else "validation/loss"]
+            loss = scores["ema_loss" if name == "ema_accuracy" else "loss"]
             # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
-            scores[f"validation/{name}"] = metric.compute().where(~loss.isnan(), torch.nan)
+            scores[name] = metric.compute().where(~loss.isnan(), torch.nan)
             metric.reset()
-        self.log_dict(scores)
+        return scores
 
     def _metrics(self) -> Iterable[tuple[str, Any]]:
         return self.validation_metrics.items()
@@ -256,10 +257,28 @@ class LitImageClassifier(LitModule):
 
     @property
     def peak_lr(self) -> float:
-        return self.lr * (1 if self.lr_batch_size is None else self.data.global_batch_size / self.lr_batch_size)
+        return self.lr * (1 if self.lr_batch_size is None else self.images.global_batch_size / self.lr_batch_size)
 
     @property
     def num_warmup_steps(self) -> int:
         if self.warmup_epochs is not None:
-            return round(self.warmup_epochs * self.data.steps_per_epoch)
+            return round(self.warmup_epochs * self.images.steps_per_epoch)
         return self.warmup_steps or 0
+
+
+def _refuse_said_twice(config: Mapping[str, Any] | None, names: set[str]) -> None:
+    for name in names & set(config or {}):
+        raise InputError(f"model.config.{name}: the module or the data says it; use model.{name} where there is one")
+
+
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
+    """Of a batch as `LitImageData` gives it, or other loaders do.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if isinstance(batch, Mapping) and {"pixel_values", "labels"} <= batch.keys():
+        return batch["pixel_values"], batch["labels"]
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(f"data: expected batches of images and labels, as a pair or by name, got a {type(batch).__name__}")

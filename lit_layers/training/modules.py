@@ -1,9 +1,10 @@
 """The Lightning module of language models, with its loss, optimizer and learning-rate schedule."""
 
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
-from lit_layers.models.saved import outline, read_config
+from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import (
     BETA,
@@ -206,9 +207,19 @@ MODEL_RANGES = {  # of all modules
 }
 
 
+_NETWORK = "network"  # entry of a checkpoint: what `load_from_checkpoint` builds
+
+
 class LitModule(L.LightningModule, ABC):
     """Training of a plain model, kept eager at `.model`: the optimizer and its schedule, the clipping, the gradient
-    norm, and where the weights go, for all modules alike."""
+    norm, and where the weights go, for all modules alike.
+
+    In any Trainer, with a data module of this package or plain loaders: the loss goes to the trainer's loggers as
+    `train/loss`, the last step is validated, and `load_from_checkpoint` opens what the Trainer saved.
+
+    Args:
+        options: the module's own arguments by name, as a checkpoint is to hold them: plain values.
+    """
 
     lr: float
     weight_decay: float
@@ -218,6 +229,19 @@ class LitModule(L.LightningModule, ABC):
     grad_norm: Tensor | None = None
     measures_unclipped_norm = False  # whether the norm is worth its cost where nothing is clipped
 
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters({name: value for name, value in options.items() if name not in ("self", "__class__")})
+        self._step_losses: list[Tensor] = []  # of the micro-batches of a step, for loggers
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The network that is to be trained, by the options and the run's data."""
+
+    @abstractmethod
+    def scores(self) -> dict[str, Tensor]:
+        """Of the validation batches so far, on all ranks together, which are then forgotten."""
+
     @abstractmethod
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         """Step -> factor of the peak learning rate, which has decayed at `decay_steps`."""
@@ -226,12 +250,54 @@ class LitModule(L.LightningModule, ABC):
     def peak_lr(self) -> float:
         return self.lr
 
-    def take(self, model: nn.Module) -> None:
-        """Trains `model`, sharded over the ranks where the strategy asks for it."""
+    @property
+    def data(self) -> Any:
+        """The run's data module; None where it has plain loaders."""
+        return getattr(self.trainer, "datamodule", None)
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model") or self._trainer is None:  # without a trainer a checkpoint is loaded, see below
+            return
+        model = self.build()
         mesh = sharding_mesh(self.trainer.strategy)
         if mesh is not None:
             shard_(model, mesh, str(self.trainer.precision))
+        self.take(model)
+
+    def take(self, model: nn.Module) -> None:
+        """Trains `model`."""
         self.model = model
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_NETWORK] = json.dumps(described(self.model))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Builds the network that a checkpoint is of, where none is there: in `load_from_checkpoint`."""
+        if hasattr(self, "model"):
+            return
+        if _NETWORK not in checkpoint:
+            raise InputError("checkpoint: it does not say which network it is of: open the folder of a step instead")
+        self.take(rebuilt(json.loads(checkpoint[_NETWORK])))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the loss of the step to the trainer's loggers, if it has any, and has the last step validated."""
+        trainer = self.trainer
+        if trainer.loggers:
+            self._step_losses.append(outputs["loss"].detach())  # each divided by the number of micro-batches
+            if not trainer.fit_loop._should_accumulate():
+                self.log("train/loss", torch.stack(self._step_losses).sum())
+                self._step_losses = []
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True  # Lightning then validates after this step, whatever the interval
+
+    def test_step(self, batch: Any, batch_index: int) -> None:
+        self.validation_step(batch, batch_index)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"validation/{name}": score for name, score in self.scores().items()})
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({f"test/{name}": score for name, score in self.scores().items()})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reduce_gradients_(self.model, now=not self.trainer.fit_loop._should_accumulate())
@@ -279,6 +345,9 @@ class LitModule(L.LightningModule, ABC):
 class LitCausalLM(LitModule):
     """Next-token training of a plain Hugging Face causal language model, kept eager at `.model`.
 
+    A batch holds `input_ids` (batch, tokens), by that name, alone or first of a tuple; each predicts the next, and none
+    is padding. Without `LitTextData` the vocabulary is that of `config`, or the architecture's own.
+
     Args:
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
             is used; the weights are new.
@@ -320,7 +389,7 @@ class LitCausalLM(LitModule):
         compile: bool = False,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(locals())
         for name in _NOT_OF_CONFIG & set(config or {}):
             raise InputError(
                 f"model.config.{name}: no field of a configuration; the module has options of its own for it"
@@ -345,38 +414,40 @@ class LitCausalLM(LitModule):
         assert self.init_from is not None
         return published(self.init_from, allow_suspect=self.allow_suspect)
 
-    def configure_model(self) -> None:
-        if hasattr(self, "model"):
-            return
-        data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        build = self._new_model if self.init_from is None else self._continued_model
-        model: Any = built_once(self.trainer.strategy, functools.partial(build, data))
+    def build(self) -> nn.Module:
+        model: Any = built_once(self.trainer.strategy, self._new_model if self.init_from is None else self._continued)
         context = getattr(model.config, "max_position_embeddings", None)
-        if context is not None and context < data.num_tokens:
+        num_tokens = getattr(self.data, "num_tokens", 0)
+        if context is not None and context < num_tokens:
             raise InputError(
-                f"data.num_tokens: expected at most {context}, the model's context, got {data.num_tokens}; "
+                f"data.num_tokens: expected at most {context}, the model's context, got {num_tokens}; "
                 "choose shorter blocks or a longer context in model.config"
             )
         if self.activation_checkpointing:
             checkpoint_activations_(model)
-        self.take(model)
+        return model
 
-    def _new_model(self, data: Any, device: str) -> nn.Module:
-        vocab_size = self.config.get("vocab_size", data.shards.vocab_size)
-        if not isinstance(vocab_size, int) or vocab_size < data.shards.vocab_size:
-            raise InputError(
-                f"model.config.vocab_size: expected at least {data.shards.vocab_size}, the tokenizer's vocabulary, "
-                f"got {vocab_size}; leave it out to take the tokenizer's"
-            )
-        options = {**self.config, "vocab_size": vocab_size}
-        options |= {"pad_vocab_to": self.pad_vocab_to, "device": device}
+    @property
+    def _num_words(self) -> int | None:
+        """Tokens that the run's data may hold; None where it does not say."""
+        return getattr(getattr(self.data, "shards", None), "vocab_size", None)
+
+    def _new_model(self, device: str) -> nn.Module:
+        options: dict[str, Any] = {**self.config, "pad_vocab_to": self.pad_vocab_to, "device": device}
+        if (least := self._num_words) is not None:
+            vocab_size = options.setdefault("vocab_size", least)
+            if not isinstance(vocab_size, int) or vocab_size < least:
+                raise InputError(
+                    f"model.config.vocab_size: expected at least {least}, the tokenizer's vocabulary, "
+                    f"got {vocab_size}; leave it out to take the tokenizer's"
+                )
         return causal_lm(self.architecture, seed=self.init_seed, **options)
 
-    def _continued_model(self, data: Any, device: str) -> nn.Module:
+    def _continued(self, device: str) -> nn.Module:
         checkpoint = self.beginning[0]
         folder = checkpoint.fetch()
         trained: Any = outline(read_config(folder), str(folder)) if device == "meta" else checkpoint.load()
-        refuse_another_tokenizer(folder, data, self.init_from)
+        refuse_another_tokenizer(folder, self.data, self.init_from)
         for field, value in self.config.items():
             kept_value = getattr(trained.config, field, None)
             if "drop" not in field and value != kept_value:
@@ -386,10 +457,10 @@ class LitCausalLM(LitModule):
                 )
         options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained, "device": device}
         model = causal_lm(folder, seed=self.init_seed, **options)
-        if true_vocab_size(model) < data.shards.vocab_size:
+        if (needed := self._num_words) is not None and true_vocab_size(model) < needed:
             raise InputError(
                 f"tokenizer: expected at most {true_vocab_size(model)} tokens, as many as {self.init_from} knows, got "
-                f"{data.shards.vocab_size}; name the model's own with --tokenizer"
+                f"{needed}; name the model's own with --tokenizer"
             )
         return model
 
@@ -404,24 +475,24 @@ class LitCausalLM(LitModule):
             loss = torch.compile(network_loss)
             vars(self)["_loss"] = functools.partial(loss, self.model)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         """Returns the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
-        tokens = batch["input_ids"]
+        tokens = _token_ids(batch)
         loss = self.__dict__.get("_loss", functools.partial(network_loss, self._network))
         # The blocks are full, so that no padding needs a mask.
         with causal_by_flag(self.model):
             return loss(tokens[:, :-1], tokens[:, 1:], true_vocab_size(self.model))
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
         return self.loss(batch)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self.validation_loss.update(self.loss(batch), weight=batch["input_ids"][:, 1:].numel())
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        self.validation_loss.update(self.loss(batch), weight=_token_ids(batch)[:, 1:].numel())
 
-    def on_validation_epoch_end(self) -> None:
+    def scores(self) -> dict[str, Tensor]:
         loss = self.validation_loss.compute()  # over all ranks, weighted by tokens
         self.validation_loss.reset()
-        self.log_dict({"validation/loss": loss.float(), "validation/perplexity": loss.exp().float()})
+        return {"loss": loss.float(), "perplexity": loss.exp().float()}
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
@@ -435,3 +506,19 @@ class LitCausalLM(LitModule):
         positions = sum(p.numel() for name, p in self.model.named_parameters() if name.endswith("wpe.weight"))
         size = sum(parameter.numel() for parameter in self.model.parameters()) - positions
         return 6 * size + 12 * config.num_hidden_layers * config.hidden_size * num_tokens
+
+
+def _token_ids(batch: Any) -> Tensor:
+    """Of a batch as `LitTextData` gives it, or other loaders do.
+
+    Raises:
+        InputError: none are there, or texts with padding.
+    """
+    given = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    ids = given.get("input_ids") if isinstance(given, Mapping) else given
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        raise InputError(f"data: expected batches with input_ids (batch, tokens), got a {type(given).__name__}")
+    if mask is not None and not mask.all():
+        raise InputError("data: expected blocks of tokens without padding, got an attention_mask with zeros")
+    return ids

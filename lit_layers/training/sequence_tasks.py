@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -229,7 +230,7 @@ class LitSequenceClassifier(LitModule):
         warmup_steps: int = 0,
         decay_steps: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__({**locals(), "encoder": os.fspath(encoder)})
         self.encoder, self.trained_part, self.init_seed = encoder, training, init_seed
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
@@ -243,18 +244,14 @@ class LitSequenceClassifier(LitModule):
         Raises:
             InputError: for data of another kind.
         """
-        data = getattr(self.trainer, "datamodule", None)
-        if not isinstance(data, LitGlueData):
-            raise InputError(f"data: LitSequenceClassifier needs LitGlueData, got {type(data).__name__}")
-        return data.task
+        if not isinstance(self.data, LitGlueData):
+            raise InputError(f"data: LitSequenceClassifier needs LitGlueData, got {type(self.data).__name__}")
+        return self.data.task
 
-    def configure_model(self) -> None:
-        if hasattr(self, "model"):
-            return
+    def build(self) -> Network:
         network, trunk = sequence_classifier(self.encoder, self.task.num_classes or 1, seed=self.init_seed)
-        data: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        _check_encoder(LayeredModel(trunk), data.num_tokens, data.words.vocab_size, "data.")
-        self.take(self.prepared(network))
+        _check_encoder(LayeredModel(trunk), self.data.num_tokens, self.data.words.vocab_size, "data.")
+        return self.prepared(network)
 
     def prepared(self, network: Network) -> Network:
         """The network with the weights that are to be trained."""
@@ -284,12 +281,12 @@ class LitSequenceClassifier(LitModule):
         for metric, values in zip(self._judged(), (predictions, batch["labels"]), strict=True):
             metric.update(values)
 
-    def on_validation_epoch_end(self) -> None:
+    def scores(self) -> dict[str, Any]:
         predictions, targets = (metric.compute().cpu().numpy() for metric in self._judged())
         for metric in self._judged():
             metric.reset()
         self.result = glue_metrics(self.task, predictions, targets)
-        self.log_dict({f"validation/{name}": score for name, score in self.result.items()})
+        return self.result
 
     def _judged(self) -> Iterable[Any]:
         return self.judged.values()

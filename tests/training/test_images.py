@@ -293,14 +293,15 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(options, images, sent
         run()
 
 
-def test_a_classifier_without_images_says_what_it_needs(tmp_path):
+def test_a_classifier_with_other_data_says_what_it_needs(tmp_path):
     class Other(L.LightningDataModule):
-        pass
+        def train_dataloader(self):
+            return []
 
     from tests.support.tiny_images import trainer
 
-    with pytest.raises(InputError, match="data: LitImageClassifier needs LitImageData, got Other"):
-        trainer(tmp_path).fit(module(), datamodule=Other())
+    with pytest.raises(InputError, match="data: LitImageClassifier needs LitImageData for this, got Other"):
+        trainer(tmp_path).fit(module(lr_batch_size=8), datamodule=Other())
     assert LitImageData("digits").images_per_step == 512
 
 

@@ -1,0 +1,144 @@
+"""The modules in a plain Lightning Trainer: any loader, any logger, validation at the end, their own checkpoints."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_layers.errors import InputError
+from lit_layers.models.build import weights_hash
+from lit_layers.models.pixels import pixel_statistics
+from lit_layers.training import LitCausalLM, LitImageClassifier
+from tests.support import tiny_images
+from tests.support.tiny_training import CONFIG, CONTEXT, VOCABULARY, RandomBlocks
+
+BLOCKS = RandomBlocks(16)
+PIXELS = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+LABELS = torch.arange(12) % 3
+
+
+def text(**options) -> LitCausalLM:
+    config = {**CONFIG, "vocab_size": VOCABULARY, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return LitCausalLM("gpt2", config, lr=1e-2, warmup_steps=2, **options)
+
+
+def images(**options) -> LitImageClassifier:
+    config = {**tiny_images.CONFIG, "img_size": 8, "num_classes": 3}
+    return LitImageClassifier("vit_tiny_patch16_224", config, patch_size=4, lr=1e-2, warmup_steps=0, **options)
+
+
+def trainer(root, **options) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    usual = {"max_steps": 5, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    return L.Trainer(default_root_dir=root, **(usual | quiet | options))
+
+
+def one(batch) -> DataLoader:
+    return DataLoader([batch], batch_size=1, collate_fn=lambda batches: batches[0])
+
+
+def blocks(form) -> DataLoader:
+    rows = {"dict": BLOCKS, "tensor": BLOCKS.tokens, "tuple": TensorDataset(BLOCKS.tokens)}
+    return DataLoader(rows[form], batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize("form", ["dict", "tensor", "tuple"])
+def test_blocks_of_any_loader_are_trained_on_alike(form, tmp_path):
+    hashes = []
+    for each in ("dict", form):
+        module = text()
+        trainer(tmp_path).fit(module, blocks(each))
+        hashes.append(weights_hash(module.model))
+    assert hashes[0] == hashes[1]
+    with torch.no_grad():
+        logits = module.eval()(BLOCKS.tokens[:, :-1])
+        expected = F.cross_entropy(logits.flatten(0, 1), BLOCKS.tokens[:, 1:].flatten())
+    (scores,) = trainer(tmp_path).test(module, blocks(form), verbose=False)
+    assert scores["test/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
+    module = images(mixup=0.5)
+    loader = DataLoader(TensorDataset(PIXELS, LABELS), batch_size=4)
+    trainer(tmp_path).fit(module, loader)
+    (scores,) = trainer(tmp_path).test(module, loader, verbose=False)
+    with torch.no_grad():
+        hits = module.eval()(PIXELS).argmax(-1) == LABELS
+    assert scores["test/accuracy"] == pytest.approx(hits.float().mean().item())
+    with pytest.raises(InputError, match="LitImageClassifier needs LitImageData for this, got NoneType"):
+        trainer(tmp_path).fit(images(lr_batch_size=8), loader)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ({"labels": BLOCKS.tokens}, r"data: expected batches with input_ids \(batch, tokens\), got a dict"),
+        ([torch.randn(2, 3)], r"expected batches with input_ids \(batch, tokens\), got a Tensor"),
+        (
+            {"input_ids": BLOCKS.tokens, "attention_mask": BLOCKS.tokens * 0},
+            "expected blocks of tokens without padding",
+        ),
+    ],
+)
+def test_batches_of_another_kind_are_refused_in_one_sentence(batch, sentence, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        trainer(tmp_path).fit(text(), one(batch))
+    with pytest.raises(
+        InputError, match="data: expected batches of images and labels, as a pair or by name, got a dict"
+    ):
+        trainer(tmp_path).fit(images(), one({"pixel_values": PIXELS}))
+
+
+def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validated(tmp_path):
+    class Losses(L.Callback):
+        def __init__(self):
+            self.steps, self.validated = [], []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.steps.append(outputs["loss"].item())
+
+        def on_validation_end(self, trainer, pl_module):
+            self.validated.append(trainer.global_step)
+
+    seen, logger = Losses(), CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    run = trainer(
+        tmp_path, logger=logger, callbacks=[seen], accumulate_grad_batches=2, log_every_n_steps=1, max_epochs=9
+    )
+    run.fit(text(), blocks("dict"), DataLoader(BLOCKS, batch_size=8))
+    rows = [line.split(",") for line in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()]
+    place = rows[0].index("train/loss")
+    logged = [float(row[place]) for row in rows[1:] if row[place]]
+    of_steps = [sum(pair) for pair in zip(seen.steps[::2], seen.steps[1::2], strict=True)]
+    assert logged == pytest.approx(of_steps, rel=1e-6)
+    assert seen.validated == [2, 4, 5]  # two steps an epoch, and the last
+
+
+@pytest.mark.parametrize("padded", [None, 64])
+def test_a_module_opens_the_checkpoint_that_a_trainer_saved(padded, tmp_path):
+    module, run = text(pad_vocab_to=padded, weight_decay=0.3), trainer(tmp_path)
+    run.fit(module, blocks("dict"))
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    again = LitCausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert again.weight_decay == 0.3
+    assert again.hparams == module.hparams
+    assert again.model.config.vocab_size == module.model.config.vocab_size == padded or VOCABULARY
+    assert weights_hash(again.model) == weights_hash(module.model)
+    with torch.no_grad():
+        states = [each.eval()(BLOCKS.tokens[:, :CONTEXT]) for each in (module, again)]
+    assert torch.equal(*states)
+    trainer(tmp_path).fit(again.train(), blocks("dict"))
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(decay, tmp_path):
+    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=decay), steps=2)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    # where there is an average, Lightning saves that as the module's weights
+    expected = module.model if decay is None else module.average.model
+    assert weights_hash(again.model) == weights_hash(expected)
+    assert pixel_statistics(again.model) == pixel_statistics(module.model) is not None
+    assert again.validation_metrics.keys() == module.validation_metrics.keys()
