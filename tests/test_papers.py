@@ -325,6 +325,19 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     assert "not measured" in capsys.readouterr().out
 
 
+def test_an_engine_is_asked_by_the_commands_that_measure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = [{"analyze": {"model": "folder", "root": "<root>"}}, {"correlate": {"models": ["<root>"]}}]
+    Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": steps}))
+    ran = []
+    monkeypatch.setattr("lit_layers.cli.verbs.reproduce.run_verb", lambda verb, rest: ran.append((verb, rest)) or 0)
+    for engine in ("process", "ray"):
+        assert main(["reproduce", "r.yaml", "--root", "out", "--engine", engine]) == 0
+    assert [(verb, "--engine ray" in " ".join(rest)) for verb, rest in ran] == [
+        ("analyze", False), ("correlate", False), ("analyze", True), ("correlate", False)
+    ]  # fmt: skip
+
+
 def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):
     step = {"metric": "<metric>", "models": "<models>", "seed": "<seed>", "score": "<here>/<metric>.csv:x"}
     recipe = {**FIELDS, "sizes": {"metric": "a/b", "models": ["x", "y"], "seed": 3}, "steps": [{"correlate": step}]}

@@ -2,8 +2,10 @@
 
 import importlib
 import sys
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.main import FAILED, REFUSED, run_verb
@@ -17,7 +19,13 @@ STEPS = "steps"  # folder of the options of each step
 
 
 def reproduce(
-    file: Path, *, reduced: bool = False, root: Path | None = None, plan: bool = False, compare: bool = False
+    file: Path,
+    *,
+    reduced: bool = False,
+    root: Path | None = None,
+    engine: Literal["process", "ray"] = "process",
+    plan: bool = False,
+    compare: bool = False,
 ) -> int:
     """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run again it
     continues. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
@@ -26,6 +34,8 @@ def reproduce(
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
         reduced: with the sizes that a laptop can pay for, of which the printed numbers are not to be expected
         root: folder of all results (default: checkpoints/papers/PAPER/RECIPE, with -reduced behind it)
+        engine: ray: what its commands measure the workers of a Ray cluster do (docs/clusters.md); the rest is done
+            in this process
         plan: says what its commands would cost, and measures nothing
         compare: only compare what is there
     """
@@ -47,7 +57,7 @@ def reproduce(
     commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
     for number, argv in enumerate(commands, start=1):
         _check(number, argv)
-    code = 0 if compare else _run(commands, plan=plan)
+    code = 0 if compare else _run(commands, plan=plan, engine=engine)
     if not plan and code in (0, FAILED, REFUSED):
         _compare(recipe, root, reduced=reduced)
     return code
@@ -67,16 +77,20 @@ def _written(number: int, step: "Step", root: Path) -> list[str]:
 def _check(number: int, argv: list[str]) -> None:
     """Refuses what the command's own parser would: the last step's mistakes are told before the first one runs."""
     verb, *rest = argv
-    module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
     if verb == "fit":  # reads its recipe with Lightning's parser, when it runs
         return
     try:
-        Recipe(getattr(module, verb), rest).read()
+        Recipe(_function(verb), rest).read()
     except InputError as error:
         raise InputError(f"steps: {number}, {verb}: {error}") from error
 
 
-def _run(commands: list[list[str]], *, plan: bool) -> int:
+def _function(verb: str) -> Callable[..., int]:
+    module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
+    return getattr(module, verb)
+
+
+def _run(commands: list[list[str]], *, plan: bool, engine: str) -> int:
     """Runs all steps; one that failed, or whose model cannot be had, ends nothing: the others have numbers, too."""
     from lit_layers.papers.recipe import PLANNED
 
@@ -85,6 +99,8 @@ def _run(commands: list[list[str]], *, plan: bool) -> int:
         if plan and argv[0] not in PLANNED:
             continue
         argv = [*argv, "--plan"] if plan else argv
+        if not plan and engine != "process" and argv[0] != "fit":
+            argv = [*argv, "--engine", engine] if "engine" in signature(_function(argv[0])).parameters else argv
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:])
         if code not in (0, FAILED, REFUSED):
