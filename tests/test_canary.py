@@ -22,9 +22,10 @@ from lit_layers.models import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from tests.support.random_text import RandomText
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny
-from tests.support.tiny_training import RandomText, fit
+from tests.support.tiny_training import fit
 
 SUMS = 8
 
@@ -127,7 +128,7 @@ def test_a_series_does_not_go_on_under_a_version_that_computes_other_states(run,
 def test_it_is_one_sentence_and_exit_code_2(run, half, tmp_path, monkeypatch, capsys):
     under_other_versions(monkeypatch, timm="0.0")
     drifted(monkeypatch)
-    data = {"class_path": "tests.support.tiny_training.RandomText"}
+    data = {"class_path": "tests.support.random_text.RandomText"}
     recipe = {"analyses": [{"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": data}}]}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     words = ["--config", str(tmp_path / "recipe.yaml"), "--code", "tests", "--steps", "[4]", "--root", str(half)]

@@ -43,6 +43,7 @@ from tests.support.every_analysis import (
     save_inputs,
 )
 from tests.support.listed_batches import Listed
+from tests.support.random_text import RandomText
 from tests.support.saved_models import saved
 from tests.support.shares import measure_share
 from tests.support.tiny_models import LAYERS, sees_images, tiny
@@ -253,7 +254,7 @@ def loaders_that_pin() -> Iterator[None]:
 
 def trained_on_text(device, root: Path) -> tuple[dict, list[dict]]:
     waits, lit = WaitsOfSteps(device, PLAIN), tiny_training.module(dropout=0.0)
-    callbacks = [*callbacks_of(root, tiny_training.RandomText()), waits]
+    callbacks = [*callbacks_of(root, RandomText()), waits]
     device.reset()
     given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
     with loaders_that_pin():

@@ -22,9 +22,10 @@ from lit_layers.training import EmergenceCallback
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import figure_data, page_figures
 from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.random_text import RandomText
 from tests.support.read_wandb import read_runs
 from tests.support.runs import make_models, make_run, measurement
-from tests.support.tiny_training import RandomText, fit
+from tests.support.tiny_training import fit
 from tests.tasks.tiny_tasks import write_tiny_data
 
 STEPS = (0, 1, 2, 4)

@@ -16,7 +16,8 @@ from lit_layers.data.batches import encode_texts
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, vit
 from lit_layers.models.saved import load
-from tests.support.tiny_training import VOCABULARY, RandomText
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import VOCABULARY
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolde
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_folder import RunFolder
 from tests.support.listed_batches import Listed
+from tests.support.random_text import RandomText
 from tests.support.rounding import assert_same_numbers
 from tests.support.series_hub import make_series, served, template
-from tests.support.tiny_training import RandomText, fit
+from tests.support.tiny_training import fit
 
 
 def analyses(k: int = 2) -> list:

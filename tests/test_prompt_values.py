@@ -25,8 +25,9 @@ from lit_layers.records import Measurement, Record, Store
 from lit_layers.series import OneModel
 from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
+from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
-from tests.support.tiny_training import RandomText, fit
+from tests.support.tiny_training import fit
 
 
 def measured(step: int = 0, *, prompts: int = 40, curves: int = 3, seed: int = 0, analysis: str = "a") -> Measurement:
@@ -95,8 +96,8 @@ def test_a_watched_run_keeps_them_and_its_lines_and_weights_are_as_without(tmp_p
     assert "by_prompt" not in (tmp_path / "1" / "measurements.jsonl").read_text()
     assert not (tmp_path / "0" / "values").exists()
     assert len([*(tmp_path / "1" / "values").rglob("*.parquet")]) == 6
-    for m in lines[1]:
-        there = kept(tmp_path / "1", m)
+    for m, there in zip(lines[1], read_values(tmp_path / "1", lines[1]), strict=True):
+        assert not isinstance(there, str), there
         assert len(there) > 5
         for record in (each for each in m.records if key_of(each) in there):
             values = there[key_of(record)].astype(np.float64)
@@ -116,8 +117,9 @@ def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_igno
     store.add(again)
     assert [*tmp_path.rglob("*.parquet")] == [path]
     (line,) = store
+    there = kept(tmp_path, line)
     for record in again.records:
-        np.testing.assert_array_equal(kept(tmp_path, line)[key_of(record)], record.by_prompt)
+        np.testing.assert_array_equal(there[key_of(record)], record.by_prompt)
     store.add(replace(line, provenance={**line.provenance, "audit": "clean"}))  # a verdict is written later
     assert len(kept(tmp_path, line)) == 3
     path.write_bytes(old)

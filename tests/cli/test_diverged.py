@@ -16,7 +16,7 @@ from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
 
 pytestmark = pytest.mark.slow
-LAST, BAD = 12, 7
+LAST, BAD = 8, 7
 
 
 @pytest.fixture

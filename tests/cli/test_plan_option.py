@@ -15,7 +15,7 @@ from lit_layers.models.build import causal_lm, save
 from lit_layers.training import EmergenceCallback, callbacks
 from tests.support import tiny_training
 from tests.support.forked import run_ranks
-from tests.support.tiny_training import RandomText
+from tests.support.random_text import RandomText
 
 ROOT = Path(__file__).parents[2]
 

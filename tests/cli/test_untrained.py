@@ -16,11 +16,12 @@ from lit_layers.models.saved import load
 from lit_layers.run_data import read_run
 from lit_layers.series import OneModel, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from tests.support.random_text import RandomText
 from tests.support.saved_models import saved
-from tests.support.tiny_training import RandomText, fit
+from tests.support.tiny_training import fit
 
 pytestmark = pytest.mark.usefixtures("no_page")
-DATA = {"class_path": "tests.support.tiny_training.RandomText"}
+DATA = {"class_path": "tests.support.random_text.RandomText"}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from lit_layers.analyses import Trajectory
 from lit_layers.data import given_batches
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
-from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomText
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import CONTEXT, VOCABULARY
 
 IDS = torch.randint(VOCABULARY, (20, CONTEXT), generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(20)

@@ -20,6 +20,7 @@ from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
 from lit_layers.series import OneModel
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
+from tests.support.measured_series import write_texts
 
 pytest.importorskip("gguf")
 from tests.support.gguf_files import Type, write_gguf
@@ -191,7 +192,8 @@ def test_what_is_no_such_file_is_refused_in_a_sentence(gpt2, tmp_path, monkeypat
     content = (gpt2 / "gpt2.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.gguf").write_text("no such file")
-    command = ["analyze", *(str(gpt2 / "gpt2.gguf") if each == "FILE" else each for each in options), "--root", "out"]
+    words = [str(gpt2 / "gpt2.gguf") if each == "FILE" else each for each in options]
+    command = ["analyze", *words, "--corpus", write_texts(tmp_path / "texts", 3000), "--root", "out"]
     assert main(command) == 2
     assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
 

@@ -9,7 +9,8 @@ from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.records import Measurement
 from lit_layers.training import SeriesCheckpoint
-from tests.support.tiny_training import RandomText, fit
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import fit
 
 
 def trained(root: Path, steps: int = 4, every: int = 2) -> Path:
@@ -31,8 +32,18 @@ def sorted_lines(root: Path) -> list[Measurement]:
 def of_texts(folder: Path) -> Path:
     """A recipe with one quick analysis, of texts in the tokens of models with a vocabulary of 300."""
     save_tokenizer(train_bpe(["one text", "and one more"], 258), folder / "tokenizer")
-    texts = {"corpus": "python", "tokenizer": str(folder / "tokenizer"), "num_sequences": 2, "num_tokens": 8}
+    texts = {"corpus": write_texts(folder / "texts"), "tokenizer": str(folder / "tokenizer")}
+    texts |= {"num_sequences": 2, "num_tokens": 8}
     batches = {"class_path": "lit_layers.data.EvalText", "init_args": texts}
     recipe = {"analyses": [{"class_path": "Trajectory", "init_args": {"batches": batches}}]}
     (folder / "texts.yaml").write_text(json.dumps(recipe))
     return folder / "texts.yaml"
+
+
+def write_texts(folder: Path, words: int = 100) -> str:
+    """A corpus of one text for training and one held out."""
+    folder.mkdir()
+    for split in ("train", "validation"):
+        text = " ".join(f"{split} {number}" for number in range(words))
+        (folder / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    return str(folder)

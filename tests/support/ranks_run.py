@@ -16,7 +16,8 @@ from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, watching
 from lit_layers.training.run_log import RunLog
 from tests.support.collectives import watch_collectives
-from tests.support.tiny_training import RandomText, fit, module
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import fit, module
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,8 @@ from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
 from tests.support import tiny_images
-from tests.support.tiny_training import RandomText, fit, module
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import fit, module
 
 STEPS = [1, 2]
 

@@ -8,11 +8,10 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lit_layers.data.batches import Batches
 from lit_layers.training import LitCausalLM
 from lit_layers.training.datamodules import StepSampler
+from tests.support.random_text import CONTEXT, VOCABULARY
 
-VOCABULARY, CONTEXT = 61, 12
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": CONTEXT}
 
 
@@ -53,28 +52,6 @@ class RandomTokens(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.blocks, batch_size=8)
-
-
-class RandomText(Batches):
-    """Fixed random prompts, the second batch padded on the right."""
-
-    def __init__(self, num_batches: int = 2, batch_size: int = 4, tokens: int = CONTEXT) -> None:
-        generator = torch.Generator().manual_seed(9)
-        self._batches = []
-        for number in range(num_batches):
-            mask = torch.ones(batch_size, tokens, dtype=torch.long)
-            mask[0, tokens - 2 * number :] = 0
-            ids = torch.randint(VOCABULARY, (batch_size, tokens), generator=generator)
-            self._batches.append({"input_ids": ids, "attention_mask": mask})
-
-    def __iter__(self):
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def content_hash(self) -> str:
-        return "random-text"
 
 
 def module(*, dropout: float = 0.2, **options: Any) -> LitCausalLM:

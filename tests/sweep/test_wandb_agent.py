@@ -15,6 +15,7 @@ from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
 from tests.support.read_wandb import read_runs
+from tests.support.undrawn import leave_undrawn
 
 wandb_agent = pytest.importorskip("wandb.wandb_agent")
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ def test_the_seeds_name_options_that_fit_has_and_are_one_group(capsys, monkeypat
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.usefixtures("no_page")
 def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
+    leave_undrawn(monkeypatch)
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline", "project": "mine"}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "wandb": mirror}))

@@ -21,7 +21,8 @@ from lit_layers.models.saved import load
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules
 from lit_layers.training.checkpoints import saved_steps, step_folder
-from tests.support.tiny_training import CONTEXT, RandomText, RandomTokens, fit, module
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,8 @@ from lit_layers.errors import RunLostError
 from lit_layers.models.view import LayeredModel
 from lit_layers.training.dealing import Part, Ranks, deal
 from tests.support.forked import run_ranks
+from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
-from tests.support.tiny_training import RandomText
 
 
 def text_recipe(draw: random.Random) -> tuple[dict[Part, float], dict[Part, list[str]]]:

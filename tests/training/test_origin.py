@@ -22,8 +22,9 @@ from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import RunFolder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
+from tests.support.random_text import RandomText
 from tests.support.series_hub import make_series, make_step, served, template
-from tests.support.tiny_training import CONTEXT, RandomText, RandomTokens, fit, module
+from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module
 
 PER_STEP = RandomTokens.tokens_per_step
 

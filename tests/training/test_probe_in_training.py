@@ -14,7 +14,8 @@ from lit_layers.data.tokenization import TextTokenizer, save_tokenizer
 from lit_layers.measuring.offline import analyze
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import step_folder
-from tests.support.tiny_training import RandomText, fit
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import fit
 
 WORDS = ["<|endoftext|>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 

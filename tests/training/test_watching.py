@@ -25,7 +25,8 @@ from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import saved_steps, step_folder
-from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomText
+from tests.support.random_text import RandomText
+from tests.support.tiny_training import CONTEXT, VOCABULARY
 
 STEPS, LAST, SIZE = [0, 2], 3, 4  # the last step always belongs to it
 TOKENS = torch.randint(VOCABULARY, (LAST * SIZE, CONTEXT), generator=torch.Generator().manual_seed(3))
