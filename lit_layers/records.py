@@ -1,8 +1,6 @@
 """Numbers and where they are kept: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
 
-Both files hold one JSON object a line and only ever grow, so that a killed process costs at most its last line, and
-anybody may read while somebody writes. A last line without its newline is torn: readers pass over it, the next writer
-removes it. Any other line that does not parse is refused by name and number.
+Both files hold one JSON object a line and only ever grow (`lit_layers.json_lines`).
 
 A number's identity is (run, step, analysis, config hash, data hash), and the last line of it counts; which of them make
 a curve is said in `lit_layers.identity`.
@@ -11,42 +9,33 @@ a curve is said in `lit_layers.identity`.
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
-import json
-import math
-import mmap
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NotRequired, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NotRequired, Protocol, TypeVar, cast
 
 import pandas as pd
 from pydantic import with_config
-from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.compacted import Compacted, read_tables, write_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files import run_lock
-from lit_layers.files.durable import replace_file, sync, write_json
+from lit_layers.files.durable import replace_file, write_json
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
 from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
 from lit_layers.identity import latest as latest
+from lit_layers.json_lines import RESTORE, lines_of, locked_for_append, write_line
 from lit_layers.prompt_values import ValueFiles, without_values
 from lit_layers.schema import Count, Scalar
 
 T = TypeVar("T")
-
-try:
-    import fcntl
-except ImportError:  # no advisory locks on Windows: one writer a file is then the user's care
-    fcntl = None
 
 _OF_MEASUREMENTS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
 _OF_RECORDS = {
@@ -59,7 +48,6 @@ _TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
 COLUMNS = (*_OF_MEASUREMENTS, *_OF_RECORDS, "settings")
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
-_RESTORE = "restore the file from a copy, or delete that line to go on without it"
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
@@ -73,8 +61,8 @@ def append(path: str | Path, measurement: Measurement) -> None:
         {name: value for name, value in vars(record).items() if value is not None and value != {}}
         for record in without_values(measurement).records
     ]
-    with _locked_for_append(Path(path)) as file:
-        _write_line(file, line)
+    with locked_for_append(Path(path)) as file:
+        write_line(file, line)
         os.fsync(file.fileno())
 
 
@@ -84,7 +72,7 @@ def read(path: str | Path) -> list[Measurement]:
     Raises:
         InputError: for a line that is no measurement.
     """
-    return list(_lines(Path(path), Measurement))
+    return list(lines_of(Path(path), Measurement))
 
 
 def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
@@ -101,7 +89,7 @@ def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
         content = file.read()
     content = content[: content.rfind(b"\n") + 1]
     lines = (line for line in content.splitlines() if line.strip())
-    return [schema.parse(line, Measurement, f"{path}", _RESTORE) for line in lines], offset + len(content)
+    return [schema.parse(line, Measurement, f"{path}", RESTORE) for line in lines], offset + len(content)
 
 
 class Measuring(Protocol):
@@ -423,15 +411,15 @@ class ScalarLog:
         if self._ready:
             return
         if self.path.exists():
-            with _locked_for_append(self.path):
+            with locked_for_append(self.path):
                 pass
             self._step = next((int(row["step"]) for row in reversed(rows(self.path))), None)
         self._ready = True
 
     def _write_row(self) -> None:
         if self._row:
-            with _locked_for_append(self.path) as file:
-                _write_line(file, {"step": self._step, **self._row})
+            with locked_for_append(self.path) as file:
+                write_line(file, {"step": self._step, **self._row})
             self._row = {}
 
 
@@ -452,91 +440,8 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 
 def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
     """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
-    for _, parts in groupby(_lines(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
+    for _, parts in groupby(lines_of(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
         yield {name: value for part in parts for name, value in cast(dict[str, float], part).items()}
-
-
-# ------------------------------------------------------------------------------------------------ lines
-
-
-@contextmanager
-def _locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
-    """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
-    run_lock.check(path)
-    with refused(f"cannot write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
-        with open(path, "a+b", buffering=0) as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            _repair(file)
-            start = file.seek(0, os.SEEK_END)
-            yield cast(BinaryIO, file)
-            run_lock.wrote(path, start=start, end=file.seek(0, os.SEEK_END))
-        if is_new:
-            sync(path.parent)
-
-
-def _repair(file: Any) -> None:
-    """Completes a last line that only lacks its newline, removes one that is torn."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-        torn = content[content.rfind(b"\n") + 1 :]
-    try:
-        if torn:
-            from_json(torn)
-            file.write(b"\n")
-    except ValueError:
-        file.truncate(size - len(torn))
-
-
-def _write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
-    text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    content = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair, of a file's name, is no text
-    written = file.write(content)
-    while written < len(content):  # a signal, or a full disk, which the next write then reports
-        written += file.write(content[written:])
-
-
-def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yields each whole line as `kind`."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size  # what is there now: a writer may add faster than this reads
-        for number, line in enumerate(file, start=1):
-            left -= len(line)
-            if left < 0:
-                return
-            if not line.strip():
-                continue
-            try:
-                yield schema.parse(line, kind, f"{path}, line {number}", _RESTORE)
-            except schema.NotJson:
-                if not line.endswith(b"\n"):
-                    return  # torn, or being written
-                raise
-
-
-# ------------------------------------------------------------------------------------------------ values
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON data; floats that JSON lacks become the strings inf, -inf and nan."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    if callable(getattr(value, "item", None)):  # a scalar of NumPy or torch
-        return _plain(value.item())
-    return str(value)
 
 
 def _scalar(value: Any) -> float:

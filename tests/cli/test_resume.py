@@ -180,7 +180,7 @@ MOMENTS = {
     "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "of_part", 3),
     "between two analyses of a step": dying(one_model, "_measurement", 4),
-    "inside a line of measurements": lambda first: setattr(records, "_write_line", torn_line),
+    "inside a line of measurements": lambda first: setattr(records, "write_line", torn_line),
     "inside a validation": dying(LitCausalLM, "validation_step", 3),
     "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),
 }
