@@ -2,8 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -77,30 +75,26 @@ def _written(number: int, step: "Step", root: Path) -> list[str]:
 def _check(number: int, argv: list[str]) -> None:
     """Refuses what the command's own parser would: the last step's mistakes are told before the first one runs."""
     verb, *rest = argv
+    module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
     if verb == "fit":  # reads its recipe with Lightning's parser, when it runs
         return
     try:
-        Recipe(_function(verb), rest).read()
+        Recipe(getattr(module, verb), rest).read()
     except InputError as error:
         raise InputError(f"steps: {number}, {verb}: {error}") from error
 
 
-def _function(verb: str) -> Callable[..., int]:
-    module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
-    return getattr(module, verb)
-
-
 def _run(commands: list[list[str]], *, plan: bool, engine: str) -> int:
     """Runs all steps; one that failed, or whose model cannot be had, ends nothing: the others have numbers, too."""
-    from lit_layers.papers.recipe import PLANNED
+    from lit_layers.papers.recipe import OVER_WORKERS, PLANNED
 
     whole = 0
     for number, argv in enumerate(commands, start=1):
         if plan and argv[0] not in PLANNED:
             continue
         argv = [*argv, "--plan"] if plan else argv
-        if not plan and engine != "process" and argv[0] != "fit":
-            argv = [*argv, "--engine", engine] if "engine" in signature(_function(argv[0])).parameters else argv
+        if engine != "process" and argv[0] in OVER_WORKERS:
+            argv = [*argv, "--engine", engine]
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:])
         if code not in (0, FAILED, REFUSED):
