@@ -383,11 +383,10 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
     assert set(table[table["audit"].str.startswith("suspect")]["step"]) == {1000, 2000}
 
 
-def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says_so(
-    series: Path, tmp_path: Path, capsys
-) -> None:
+def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says_so(tmp_path: Path, capsys) -> None:
+    root = make_series(tmp_path / "pythia", steps=(0, 512, 1000, 2000, 3000, 143000), suspect=(1000, 2000))
     page = tmp_path / "page.html"
-    assert main(["report", str(series), "--out", str(page), "--allow-suspect"]) == 0
+    assert main(["report", str(root), "--out", str(page), "--allow-suspect"]) == 0
     assert capsys.readouterr().err == ""
     grids = [figure.steps for figure in page_figures(page)]
     assert {1000, 2000} <= {step for steps in grids for step in steps}
