@@ -42,10 +42,9 @@ from lit_layers import records
 from lit_layers.cli.training_display import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
-from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.modules import adamw, warmup_cosine
 from lit_layers.training.run_log import RunLog
-from lit_layers.training.trainer import DEFAULTS
+from lit_layers.training.trainer import DEFAULTS, StepSampler
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
 TARGETS = {BARE: 0.95, NANO: 1.0}

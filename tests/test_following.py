@@ -23,7 +23,7 @@ from lit_layers.measuring.following import _complete, follow
 from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.measuring_aside import MeasuringAside
+from lit_layers.training.watching import MeasuringAside
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, template

@@ -283,8 +283,8 @@ class EvalText(Batches):
         ends = np.append(starts[1:], shards.num_tokens(self.split))
         first, last = (int(share * len(starts)) for share in self.documents)
         counts = (ends[first:last] - starts[first:last] - 1) // self.num_tokens
-        kept = np.flatnonzero(counts)
-        return np.asarray(starts[first:last])[kept], counts[kept]
+        long_enough = np.flatnonzero(counts)
+        return np.asarray(starts[first:last])[long_enough], counts[long_enough]
 
 
 def duplicate_windows(windows: Tensor, others: Tensor) -> Tensor:

@@ -134,8 +134,8 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     }
     model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
     added = [[token["id"], token["content"], token["special"]] for token in parts["added_tokens"]]
-    kept = [model, added, _without_offsets(parts["normalizer"]), _without_offsets(parts["pre_tokenizer"])]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    deciding = [model, added, _without_offsets(parts["normalizer"]), _without_offsets(parts["pre_tokenizer"])]
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

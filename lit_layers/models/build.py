@@ -210,8 +210,8 @@ def architecture_hash(model: nn.Module) -> str:
     """
     network: Network = getattr(model, "_orig_mod", model)
     fields = network.config.to_dict()
-    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _OF_A_FILE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    options = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _OF_A_FILE}
+    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class LayeredModel:
 
     def __repr__(self) -> str:
         kind, proof = type(self.model).__name__, self.family.proof
-        told = "" if proof is None else ", proof=" + "; ".join(f"{name}: {value}" for name, value in proof.items())
-        return f"LayeredModel({kind}, num_layers={self.num_layers}, dim={self.dim}, origin={self.origin!r}{told})"
+        shown = "" if proof is None else ", proof=" + "; ".join(f"{name}: {value}" for name, value in proof.items())
+        return f"LayeredModel({kind}, num_layers={self.num_layers}, dim={self.dim}, origin={self.origin!r}{shown})"
 
     @property
     def origin(self) -> str:

@@ -155,8 +155,8 @@ class Finetuning(SavedVariants):
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
         recipe = {**asdict(self.recipe), "tokenizer": self._tokenizer()}
-        own = {"parallel": self.parallel, "recipe": recipe, "corpus": self._shards().corpus_hash}
-        return super().settings(model, variant) | own
+        options = {"parallel": self.parallel, "recipe": recipe, "corpus": self._shards().corpus_hash}
+        return super().settings(model, variant) | options
 
     def train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Quality, Quality]:
         recipe = self.recipe
@@ -333,8 +333,9 @@ class TaskFinetuning(SavedVariants):
         return f" on {self.recipe.task}"
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
-        own = {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "scorer": f"lm-eval {lm_eval_version()}"}
-        return super().settings(model, variant) | own
+        scorer = f"lm-eval {lm_eval_version()}"
+        options = {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "scorer": scorer}
+        return super().settings(model, variant) | options
 
     def train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Scores, Scores]:
         rows = [self._tokens_of(*texts) for texts in self.texts]

@@ -16,7 +16,8 @@ from lit_layers.models.build import vit
 from lit_layers.models.pixels import mixup, set_pixel_statistics_
 from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
 from lit_layers.training.datamodules import LitImageData
-from lit_layers.training.modules import MODEL_RANGES, LitModule, WeightedMean, warmup_cosine
+from lit_layers.training.losses import WeightedMean
+from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_cosine
 from lit_layers.training.sharding import are_sharded, built_once
 
 

@@ -444,5 +444,6 @@ def _records(result: Mapping[str, Any], variant: Variant, training: Training) ->
 
 
 def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
-    known: int = view.model.config.vocab_size
-    check_texts(view, num_tokens, vocab_size, known=known, tokenizer="the tokenizer", place=place)
+    check_texts(
+        view, num_tokens, vocab_size, known=view.model.config.vocab_size, tokenizer="the tokenizer", place=place
+    )

@@ -66,10 +66,10 @@ class CriticalSharpness(L.Callback):
             return
         started = time.perf_counter()
         before, self._before = self._before, []
-        found = self._measured(pl_module, before, batch, batch_idx)
+        scalars = self._measured(pl_module, before, batch, batch_idx)
         self.paused_seconds += time.perf_counter() - started
-        if found:
-            self._log(trainer, axis_step(trainer), found)
+        if scalars:
+            self._log(trainer, axis_step(trainer), scalars)
 
     def _measured(
         self, pl_module: L.LightningModule, before: list[Tensor], batch: Any, batch_idx: int
@@ -81,7 +81,7 @@ class CriticalSharpness(L.Callback):
         modes = {module: module.training for module in pl_module.modules()}
         try:
             pl_module.eval()
-            found = critical_step(lambda step: _loss(pl_module, weights, before, after, step, batch, batch_idx))
+            critical = critical_step(lambda step: _loss(pl_module, weights, before, after, step, batch, batch_idx))
         except ValueError as error:  # a training is not ended by what watches it
             logger.warning("critical sharpness: %s", error)
             return {}
@@ -89,11 +89,11 @@ class CriticalSharpness(L.Callback):
             for module, training in modes.items():
                 module.training = training
             _put_(weights, after)
-        if math.isnan(found.step):
-            logger.info("critical sharpness: no critical step between %g and %g updates", found.low, found.high)
+        if math.isnan(critical.step):
+            logger.info("critical sharpness: no critical step between %g and %g updates", critical.low, critical.high)
             return {}
-        sharpness = 2 / (found.step * self._rate)
-        return {"train/critical_step": found.step, "train/critical_sharpness": sharpness}
+        sharpness = 2 / (critical.step * self._rate)
+        return {"train/critical_step": critical.step, "train/critical_sharpness": sharpness}
 
     @staticmethod
     def _log(trainer: L.Trainer, step: int, scalars: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_layers.training import LitCausalLM
-from lit_layers.training.datamodules import StepSampler
+from lit_layers.training.trainer import StepSampler
 from tests.support.random_text import CONTEXT, VOCABULARY
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": CONTEXT}

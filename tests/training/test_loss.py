@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers.training import loss as loss_module
-from lit_layers.training.modules import next_token_loss
+from lit_layers.training.losses import next_token_loss
 
 
 def _case(rows: int = 30, columns: int = 24, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,10 @@ from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint
 from lit_layers.training.checkpoints import Origin, kept, published, refuse_another_tokenizer, saved_steps, step_folder
-from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import RunFolder
 from lit_layers.training.run_log import RunLog
-from lit_layers.training.trainer import StepSeed
+from lit_layers.training.trainer import StepSampler, StepSeed
 from tests.support.random_text import RandomText
 from tests.support.series_hub import make_series, make_step, served, template
 from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module

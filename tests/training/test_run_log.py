@@ -16,9 +16,9 @@ from lit_layers.data import TokenShards
 from lit_layers.errors import InputError
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback
-from lit_layers.training.datamodules import StepSampler
 from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.trainer import StepSampler
 from tests.support import tiny_training
 from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomBlocks, RandomTokens, fit, module
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lit_layers.training.datamodules import StepSampler
+from lit_layers.training.trainer import StepSampler
 
 
 def test_an_epoch_holds_every_sample_once_and_epochs_differ():
