@@ -205,6 +205,8 @@ class Range:
         return None
 
 
+Device = Literal["auto", "cpu", "cuda"]
+Engine = Literal["process", "ray"]
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 VALUES_MB = 64  # of the values of prompts that a run keeps beside its measurements

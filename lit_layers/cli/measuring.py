@@ -15,7 +15,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,11 +132,11 @@ class Checkpoints:
     shard: str = AUTO
     stream_blocks: bool = False
     root: Path | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
-    engine: Literal["process", "ray"] = "process"
+    engine: Engine = "process"
     plan: bool = False
 
     def are_series(self, model: str) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import layerwise
@@ -15,18 +15,17 @@ from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name
 from lit_layers.measuring import canary
-from lit_layers.measuring.one_checkpoint import Device, DoesNotFit, Dtype, Measurer, Tell, device_of, silent
+from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
 from lit_layers.measuring.over_workers import over_workers
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import at_once
 from lit_layers.series.weight_files import Fingerprint, Memory
 
-Engine = Literal["process", "ray"]
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 
 
@@ -132,19 +131,19 @@ def analyze_series(
         )
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
+    told, root = progress or silent, Path(root)
     measurer = Measurer(
         series=series,
-        root=Path(root),
+        root=root,
         stream_blocks=stream_blocks,
         device=device_of("cpu" if engine == "ray" else device),  # each worker has its own
         dtype=dtype,
         kept_mb=kept_mb,
-        earlier=SeriesMeasurements(Path(root)),
-        tell=progress or silent,
+        earlier=SeriesMeasurements(root),
+        tell=told if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
     )
-    measuring = _Measuring(
-        measurer=measurer, allow_suspect=allow_suspect, keep_downloads=keep_downloads, shard=shard, values_mb=values_mb
-    )
+    how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
+    measuring = _Measuring(measurer=measurer, tell=told, shard=shard, **how)
     measuring.choose(analyses)
     with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
         return measuring.run(device if engine == "ray" else None)
@@ -173,13 +172,14 @@ class _Measuring:
     """One call on one series."""
 
     measurer: Measurer
+    tell: Tell
     allow_suspect: bool
     keep_downloads: bool
     shard: tuple[int, int]
     values_mb: int
 
     def __post_init__(self) -> None:
-        self.series, self.earlier, self.tell = self.measurer.series, self.measurer.earlier, self.measurer.tell
+        self.series, self.earlier = self.measurer.series, self.measurer.earlier
         checkpoints, root = len(self.series.checkpoints), self.measurer.root
         self.earlier.store.values = ValueFiles(root, self.values_mb, checkpoints=checkpoints)
         self.memory = self.series.memory or Memory(root)
@@ -243,9 +243,9 @@ class _Measuring:
         return self.result
 
     def _one_by_one(self, due: Sequence[Checkpoint], num_before: int, total: int) -> None:
+        tell = silent if self.series.is_alone else self.tell
         for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=num_before):
-            if not self.series.is_alone:
-                self.tell(number, total, checkpoint.name)
+            tell(number, total, checkpoint.name)
             try:
                 measured = self.measurer.measure(checkpoint, fetched)
             except InputError as error:
@@ -258,15 +258,14 @@ class _Measuring:
                 self.measurer.release()
                 if not self.keep_downloads:
                     checkpoint.source.drop()
-        if not self.series.is_alone:
-            self.tell(total, total, "")
+        tell(total, total, "")
 
     def _over_workers(self, due: Sequence[Checkpoint], device: Device) -> None:
         left = {checkpoint.name: (checkpoint, self._not_known(checkpoint)) for checkpoint in due}
         self.result.num_known += sum(len(self.analyses[name]) - len(mine) for name, (_, mine) in left.items())
         unread = {checkpoint.name for checkpoint in due if self._is_unread(checkpoint)}
         for task, outcome in over_workers(
-            self.measurer, [*left.values()], device=device, unread=unread, keep_downloads=self.keep_downloads
+            self.measurer, [*left.values()], self.tell, device=device, unread=unread, keep_downloads=self.keep_downloads
         ):
             checkpoint, _ = left[task.checkpoint]
             if outcome.failure is not None:

@@ -26,10 +26,10 @@ from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
+from lit_layers.schema import Device
 from lit_layers.series import Checkpoint, OneModel, Series
 from lit_layers.series.auditing import SeriesMeasurements
 
-Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
 STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
@@ -91,18 +91,17 @@ class Measurer:
             raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
         everything = self.analyses[checkpoint.name]
         analyses = everything if analyses is None else analyses
-        tell = self.tell if self.series.is_alone else silent
         try:
             if self.stream_blocks:
                 streamed: Any
                 with self.model(checkpoint, self.dtype) as streamed:
                     self._check(streamed, everything)
-                    return self._walk(streamed, checkpoint, analyses, tell)
+                    return self._walk(streamed, checkpoint, analyses)
             view, fingerprint = self._whole(checkpoint, everything)
             seen = canary.provenance_of(view, fingerprint, self.earlier.store)
             folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
             way = functools.partial(one_model.in_one_pass, kept_mb=self.kept_mb, folder=folder)
-            return self._keep(checkpoint, view, analyses, way, tell, fingerprint, seen)
+            return self._keep(checkpoint, view, analyses, way, fingerprint, seen)
         except torch.OutOfMemoryError as error:
             self.release()
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
@@ -155,7 +154,6 @@ class Measurer:
         view: Any,
         analyses: Sequence[Analysis],
         way: one_model.Way,
-        tell: Tell,
         fingerprint: str,
         seen: dict[str, Any],
     ) -> list[Measurement]:
@@ -180,11 +178,11 @@ class Measurer:
                 provenance=source,
                 weights_hash=fingerprint,
                 way=way,
-                starting=lambda analysis: tell(analyses.index(analysis), len(analyses), analysis.name),
+                starting=lambda analysis: self.tell(analyses.index(analysis), len(analyses), analysis.name),
                 same=same,
             )
         ]
-        tell(len(analyses), len(analyses), "")
+        self.tell(len(analyses), len(analyses), "")
         return measured
 
     def _check(self, view: Any, analyses: Sequence[Analysis]) -> None:
@@ -198,9 +196,7 @@ class Measurer:
             raise DoesNotFit(str(error)) from error.__cause__
         self.fitting.add(id(analyses))
 
-    def _walk(
-        self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis], tell: Tell
-    ) -> list[Measurement]:
+    def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> list[Measurement]:
         """Block by block."""
         place, bird = self.root / UNFINISHED, canary.Canary()
 
@@ -212,7 +208,7 @@ class Measurer:
             chosen = layerwise([*(analyses if is_whole else due), bird])
             folder = place / _key(view, chosen)
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
-            outcomes = walk(view, chosen, folder, tell)
+            outcomes = walk(view, chosen, folder, self.tell)
             source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
             for analysis in due:
                 outcome = outcomes[analysis.name]
@@ -221,8 +217,8 @@ class Measurer:
                 yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
             shutil.rmtree(folder)
 
-        hashed = view.kept_weights_hash(place, lambda: tell(0, 1, "hashing the weights"))
-        measured = self._keep(checkpoint, view, analyses, way, tell, hashed, {})
+        hashed = view.kept_weights_hash(place, lambda: self.tell(0, 1, "hashing the weights"))
+        measured = self._keep(checkpoint, view, analyses, way, hashed, {})
         for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
             leftover.unlink()
         with contextlib.suppress(OSError):  # another measurement is under way there

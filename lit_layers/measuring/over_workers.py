@@ -16,12 +16,13 @@ import torch
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.measuring import ray_workers
-from lit_layers.measuring.one_checkpoint import Device, Measurer, device_of, silent
+from lit_layers.measuring.one_checkpoint import Measurer, Tell, device_of, silent
 from lit_layers.measuring.plan import counted, texts_of
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.records import Measurement, UnwrittenStore
+from lit_layers.schema import Device
 from lit_layers.series import Checkpoint
 from lit_layers.series.auditing import read_weights
 from lit_layers.series.checkpoint import fetched_ahead
@@ -83,6 +84,7 @@ class CheckpointWorker:
 def over_workers(
     measurer: Measurer,
     due: Sequence[tuple[Checkpoint, Sequence[Analysis]]],
+    tell: Tell,
     *,
     device: Device,
     unread: set[str],
@@ -100,13 +102,13 @@ def over_workers(
     carried = CheckpointWorker(_carried(measurer), device, threads, keep_downloads)
     with ray_workers.RayWorkers(carried, threads=threads, gpu=device, memory=memory) as workers:
 
-        def tell(done: int, under_way: Sequence[Task]) -> None:
+        def show(done: int, under_way: Sequence[Task]) -> None:
             what = ", ".join(dict.fromkeys(task.checkpoint for task in under_way[:2]))
-            measurer.tell(done, total, f"{workers.description}: {what}" if what else workers.description)
+            tell(done, total, f"{workers.description}: {what}" if what else workers.description)
 
-        for task, outcome in ray_workers.hand_out(jobs, workers, tell):
+        for task, outcome in ray_workers.hand_out(jobs, workers, show):
             yield task, outcome or Outcome(failure=_lost(task))
-    measurer.tell(total, total, "")
+    tell(total, total, "")
 
 
 def _lost(task: Task) -> InputError:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lit_layers.errors import InputError
 
@@ -41,22 +41,10 @@ class Event(NamedTuple):
     is_lost: bool = False
 
 
-class Workers(Protocol):
-    """What an engine offers."""
-
-    def start(self, number: int) -> None:
-        """Asks for so many workers more: each says that it is ready, sooner or later."""
-        ...
-
-    def send(self, worker: int, task: Any, following: Any | None) -> None: ...
-
-    def next_event(self) -> Event | None:
-        """Waits for one, for a moment."""
-        ...
-
-
 def hand_out(
-    jobs: Sequence[Job[T]], workers: Workers, tell: Callable[[int, Sequence[T]], None] = lambda done, under_way: None
+    jobs: Sequence[Job[T]],
+    workers: "RayWorkers",
+    tell: Callable[[int, Sequence[T]], None] = lambda done, under_way: None,
 ) -> Iterator[tuple[T, Any]]:
     """Yields each task with its result, in the order in which they are done; None where it lost too many workers.
 
@@ -187,6 +175,7 @@ class RayWorkers:
         return f"{number} worker{'' if number == 1 else 's'}"
 
     def start(self, number: int) -> None:
+        """Asks for so many workers more: each says that it is ready, sooner or later."""
         remote = self.ray.remote(max_restarts=0, max_task_retries=0, **self._options)(_Host)
         for _ in range(number):
             self._number += 1
@@ -198,6 +187,7 @@ class RayWorkers:
         self._expected[self._actors[worker].do.remote(task, following)] = worker
 
     def next_event(self) -> Event | None:
+        """Waits for one, for a moment."""
         ready, _ = self.ray.wait([*self._expected], num_returns=1, timeout=LOOK)
         if not ready:
             return None

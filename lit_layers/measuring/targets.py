@@ -13,10 +13,11 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import is_gguf
 from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series
-from lit_layers.measuring.one_checkpoint import Device, device_of
+from lit_layers.measuring.one_checkpoint import device_of
 from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
+from lit_layers.schema import Device
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
 

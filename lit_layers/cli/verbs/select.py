@@ -11,7 +11,7 @@ from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_file
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Range, refuse_outside
+from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
 if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
@@ -78,7 +78,7 @@ class SelectOptions:
     penalty: Annotated[float | None, NOT_NEGATIVE] = None
     max_iterations: Annotated[int | None, COUNT] = None
     cache: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     out: Path | None = None
     export: Path | None = None
     keep_lm_head: bool = False

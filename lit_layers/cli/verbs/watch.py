@@ -14,7 +14,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
 from lit_layers.measuring.offline import SeriesResult
 from lit_layers.measuring.targets import targets_of
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Range
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, Range
 from lit_layers.series.checkpoint import Series
 
 INTERVAL = Range(0, math.inf, above=True, words="a positive number of seconds")
@@ -33,11 +33,11 @@ def watch(
     tokenizer: str | None = OWN_TOKENIZER,
     stream_blocks: bool = False,
     allow_suspect: bool = False,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     dtype: Literal["float32", "float64"] = "float32",
     kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB,
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB,
-    engine: Literal["process", "ray"] = "process",
+    engine: Engine = "process",
     metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
