@@ -279,11 +279,13 @@ class LightningCheckpoints(_LocalSeries):
         by_step: dict[int, list[Path]] = {}
         for path in paths:
             by_step.setdefault(_read(path)["global_step"], []).append(path)
-        first = by_step[min(by_step)][0]
-        try:
-            prefix = expected.prefix_in(unwrapped(_read(first)["state_dict"]), self.model)
-        except InputError as error:
-            raise InputError(f"{first}: {error}") from error
+        prefix = ""
+        for step in sorted({min(by_step), max(by_step)}):  # a mean of the weights begins as their copy
+            path = by_step[step][0]
+            try:
+                prefix = expected.prefix_in(unwrapped(_read(path)["state_dict"]), self.model)
+            except InputError as error:
+                raise InputError(f"{path}: {error}") from error
 
         return Listing(
             checkpoints=tuple(
@@ -306,12 +308,14 @@ class LightningCheckpoints(_LocalSeries):
         return str(path.relative_to(self.root))
 
     def _config(self) -> Path:
-        beside = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]
+        steps = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]
+        beside = [self.root, *steps]
         for folder in beside if self.config is None else [self.config]:
             if (folder / CONFIG).is_file():
                 return folder
         raise InputError(
-            f"config: expected a folder with the config.json of the models in {self.root}, got {self.config}"
+            f"config: expected the config.json of the models in {self.config or self.root}, and there is none: put it "
+            "beside the .ckpt files"
         )
 
 

@@ -75,6 +75,25 @@ def test_an_average_beside_the_network_has_to_be_told_from_it_by_name(tmp_path, 
     assert "no tensor of a GPT2LMHeadModel below the submodule 'nett'; such tensors are below: 'net', 'ema'" in said
 
 
+def test_an_average_that_begins_as_a_copy_has_to_be_named_too(tmp_path):
+    """As an exponential mean of the weights does."""
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, _ = project(tmp_path, model, "ema.{}", "net.{}", other=0.5)
+    first = torch.load(files / f"{STEPS[0]}.ckpt")
+    state = first["state_dict"]
+    copied = {name: state[name.replace("ema.", "net.")] for name in state}
+    torch.save(first | {"state_dict": copied}, files / f"{STEPS[0]}.ckpt")
+    with pytest.raises(InputError, match=rf"{STEPS[-1]}.ckpt: the submodules 'ema' and 'net' each hold a GPT2LMHead"):
+        list(LightningCheckpoints(files))
+
+
+def test_the_config_may_lie_beside_the_files(tmp_path):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, hashes = project(tmp_path, model, "net.{}")
+    (tmp_path / "step-000000000" / "config.json").rename(files / "config.json")
+    assert [weights_hash(checkpoint.load()) for checkpoint in LightningCheckpoints(files)] == hashes
+
+
 def test_a_compiled_copy_with_the_same_weights_is_no_second_network(tmp_path):
     model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
     files, hashes = project(tmp_path, model, "net.{}", "fast._orig_mod.{}")
