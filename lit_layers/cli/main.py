@@ -1,6 +1,7 @@
 """`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -23,6 +24,7 @@ COMMANDS = {  # each a file of `verbs`
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,9 +95,10 @@ def run_verb(command: str, rest: list[str]) -> int:
         code = _refuse(str(error), command)
         return FAILED if isinstance(error, RunLostError) else code
     except OSError as error:
-        if error.filename is None:  # not about a file that was named
+        if error.filename is None and error.errno not in _FULL:  # not about a file that was named
             raise
-        return _refuse(f"{str(error.filename)[:200]}: {(error.strerror or str(error)).lower()}", command)
+        where = "cannot write" if error.filename is None else str(error.filename)[:200]
+        return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
         return INTERRUPTED

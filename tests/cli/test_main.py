@@ -1,3 +1,4 @@
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,15 @@ def test_the_installed_console_script_answers():
     script = Path(sys.executable).with_name("lit-layers")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
     assert "usage: lit-layers COMMAND" in done.stdout
+
+
+def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, tmp_path, capsys):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lit_layers.cli.quick_help.answer", full)
+    assert main(["audit", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "lit-layers audit: error: cannot write: no space left on device\n"
+    monkeypatch.setattr("lit_layers.cli.main._FULL", ())
+    with pytest.raises(OSError, match="No space left"):
+        main(["audit", str(tmp_path)])
