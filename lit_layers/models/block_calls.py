@@ -156,6 +156,7 @@ def hand_on(num_values: int, last: Tensor | None = None, layout: Layout | None =
         layout_here = layout.at(state, None if last is None else last.shape[1])
         return layout_here.returned(layout_here.taken(state, args) if last is None else last, num_values)
 
+    forward.hands_on = True  # no weight is needed
     return forward
 
 

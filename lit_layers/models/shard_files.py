@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class ShardFiles:
         self._folder = Path(self.model) if os.path.isdir(self.model) else None
         self.local = self._folder is not None
         self._paths: dict[str, Path] = {}
+        # By name: of a tensor that is put together from stored ones, their names, and how.
+        self.put_together: dict[str, tuple[list[str], Callable[[], Tensor]]] = {}
         if os.path.isfile(self.model):
             raise InputError(
                 f"expected a folder with a model, {model} is a file: a GGUF file is read as a whole, by analyze"
@@ -119,32 +121,38 @@ class ShardFiles:
 
     def read(self, name: str) -> Tensor:
         """A tensor as stored: a view of the mapped file, whose pages become resident as they are touched."""
+        if name in self.put_together:
+            return self.put_together[name][1]()
         with self._mapped(self.shard_of[name]) as file:
             return file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from the header of its file."""
+        """The shape of a stored tensor, from the header of its file."""
         with self._mapped(self.shard_of[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor as stored."""
+        if name in self.put_together:
+            return sum(map(self.num_bytes, self.put_together[name][0]))
         tensor = self.read(name)
         return tensor.numel() * tensor.element_size()
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """A tensor as flat pieces as stored, one resident at a time."""
         count, start = 1, 0
+        whole = self.read(name) if name in self.put_together else None
         while start < count:
-            flat = self.read(name).reshape(-1)
+            flat = (self.read(name) if whole is None else whole).reshape(-1)
             count, step = len(flat), max(1, PIECE // flat.element_size())
             yield flat[start : start + step]
             start += step
 
     def warm(self, name: str) -> None:
         """Has the operating system read a tensor into its page cache: the next one to read it need not wait."""
-        for piece in self.pieces(name):
-            piece.view(torch.uint8)[::4096].sum()
+        for part in self.put_together[name][0] if name in self.put_together else [name]:
+            for piece in self.pieces(part):
+                piece.view(torch.uint8)[::4096].sum()
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that change when a file is exchanged: commit, or names, sizes and times of the shards."""

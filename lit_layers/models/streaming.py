@@ -1,5 +1,6 @@
 """A model that is read block by block: the layered view of one that need not fit into memory."""
 
+import functools
 import hashlib
 import json
 import os
@@ -20,7 +21,8 @@ from lit_layers.files.durable import replace_file
 from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, softened, split_arguments
 from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
-from lit_layers.models.families.structure import is_proven
+from lit_layers.models.families.proof import NotShown
+from lit_layers.models.families.structure import is_proven, proven
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import class_of, is_timm
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
@@ -44,28 +46,46 @@ class StreamedModel(LayeredModel):
     All modules are there, but hold no memory (meta device), until `resident(layer)` reads a block and converts it to
     `dtype`; leaving it frees the block. `enter` gives layer 0 of a batch and the arguments of every block: masks and
     rotary tables do not depend on the states. What stands before block 1 is read when a batch passes it, of embeddings
-    only the rows that are looked up; the final norm is always there. The head is not: no logits, no logit lens.
+    only the rows that are looked up; the final norm is always there. The head is not: no logits, no logit lens. A model
+    without a row is proven first, on all its weights.
 
     Raises:
-        InputError: a model of no known family, weights that do not fill it, a block too large for the device.
+        InputError: a model that is no row of blocks, weights that do not fill it, a block too large for the device.
     """
 
     def __init__(self, files: ShardFiles, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.files, self._device, self._dtype = files, device, dtype
         network = skeleton(files, device=device, dtype=dtype)
         super().__init__(network)
-        if not is_proven(self.family):
-            raise InputError(
-                f"no layered view of {type(network).__name__} block by block: it has no row in "
-                "lit_layers/models/families/rows.py, and its structure is shown by its weights; open it whole"
-            )
         self._stored = self._find_tensors()
         self._paths = {id(block): path for path, block in network.named_modules()}
         self._expect_every_tensor()
         self.num_loads = 0
         self._prefetch, self._room = Prefetch(files, device), Room(device)
+        if not is_proven(self.family):
+            self._prove()
         if (norm := self.family.final_norm(network)) is not None:
             self._fill_(norm)
+
+    def _prove(self) -> None:
+        """Shows on all its weights that a model without a row is one of blocks. Each block, and the head, is read as
+        often as a pass of the proof runs it: about ten times.
+
+        Raises:
+            InputError: it is none, or uses weights of modules that it does not call.
+        """
+        kind, outlined = type(self.model).__name__, self.family
+        with _Lookups(self), self._filled_on_the_way(blocks_too=True):
+            try:
+                self.family = proven(self.model, self._device)
+            except NotShown as reason:
+                raise InputError(f"no layered view of {kind} block by block: {reason}; open it whole") from reason
+        if self.family.blocks != outlined.blocks:
+            raise InputError(
+                f"no layered view of {kind} block by block: without weights its blocks seem to be {outlined.blocks}, "
+                f"and with them {self.family.blocks}; open it whole"
+            )
+        self.blocks = self.family.block_list(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -169,8 +189,10 @@ class StreamedModel(LayeredModel):
 
     def _find_tensors(self) -> dict[str, str]:
         """The name in the files of every parameter and buffer; tied ones are saved once."""
-        name_of = str if self.family.package == "timm" else name_finder(self.model)
-        stored_as = {name_of(stored): stored for stored in self.files.shard_of}
+        if self.family.package == "timm":
+            stored_as = {stored: stored for stored in self.files.shard_of}
+        else:
+            stored_as = named_in_files(self.model, self.files)
         groups: dict[int, list[str]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             groups.setdefault(id(tensor), []).append(name)
@@ -186,6 +208,8 @@ class StreamedModel(LayeredModel):
         for name, tensor in self.model.state_dict().items():
             if name not in self._stored:
                 raise InputError(f"the weights of {self.files.model} do not fill {kind}: no tensor {name}")
+            if self._stored[name] in self.files.put_together:
+                continue  # its shape is seen when it is read
             if self.files.local and (shape := self.files.shape(self._stored[name])) != tuple(tensor.shape):
                 raise InputError(
                     f"the weights of {self.files.model} do not fit {kind}: {name} has the shape {shape}, its "
@@ -251,16 +275,27 @@ class StreamedModel(LayeredModel):
         return forward
 
     @contextmanager
-    def _filled_on_the_way(self) -> Iterator[None]:
-        """Whatever is called before the blocks has its own tensors by then; embeddings are looked up without."""
-        inside = {id(part) for block in self.blocks for part in block.modules()}
+    def _filled_on_the_way(self, *, blocks_too: bool = False) -> Iterator[None]:
+        """Whatever is called before the blocks has its own tensors by then; embeddings are looked up without. A block
+        has them too, if wanted, and whatever is called then has them as long as its call lasts."""
+        blocks = dict.fromkeys(self.blocks)
+        inside = {id(part) for block in blocks for part in block.modules()}
+        before: dict[nn.Module, list[tuple]] = {}
 
         def fill(module: nn.Module, args: tuple) -> None:
-            if not isinstance(module, nn.Embedding):
-                self._fill_(module, recurse=False)
+            hands_on = getattr(vars(module).get("forward"), "hands_on", False)
+            if not isinstance(module, nn.Embedding) and not hands_on:
+                before[module] = self._fill_(module, recurse=module in blocks)
 
-        outside = [module for module in self.model.modules() if id(module) not in inside]
-        handles = [module.register_forward_pre_hook(fill) for module in outside]
+        def empty(module: nn.Module, args: tuple, output: Any) -> None:
+            for part, name, tensor in before.pop(module, ()):
+                _put_(part, name, tensor)
+
+        called = [module for module in self.model.modules() if id(module) not in inside]
+        called += blocks if blocks_too else []
+        handles = [module.register_forward_pre_hook(fill) for module in called]
+        if blocks_too:
+            handles += [module.register_forward_hook(empty, always_call=True) for module in called]
         try:
             yield
         finally:
@@ -347,14 +382,46 @@ def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
     with META:
         network = build(config, dtype=dtype)
-    for module in network.modules():
-        if module._non_persistent_buffers_set:
-            for name in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-            network._init_weights(module)  # which is how from_pretrained gives these their values
+    _compute_buffers_(network)
     if kind.main_input_name == "pixel_values" and files.has(PREPROCESSOR):
         keep_preprocessor_(network, json.loads(files.fetch(PREPROCESSOR).read_text(encoding="utf-8")))
     return network
+
+
+_UNSET = {True: torch.nan, False: -(2**30)}  # by whether a buffer is of floating point
+
+
+@torch.no_grad()
+def _compute_buffers_(network: Network) -> None:
+    """Gives buffers that no file holds their values, as from_pretrained does: by each model's own `_init_weights`, of a
+    part or of what holds it.
+
+    Raises:
+        InputError: a buffer that is then as it was.
+    """
+    buffers: dict[str, Tensor] = {}
+    for path, module in network.named_modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
+                unset = 0 if buffer.dtype == torch.bool else _UNSET[buffer.is_floating_point()]
+                module._buffers[name] = buffers[f"{path}.{name}"] = torch.full_like(buffer, unset, device="cpu")
+    if buffers:
+        _initialise_(network, network)
+    for name, buffer in buffers.items():
+        is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _UNSET[False]
+        if bool(is_unset.any()):
+            raise InputError(
+                f"{type(network).__name__} cannot be read block by block: no file holds its buffer {name}, and nothing "
+                "computes it; open it whole"
+            )
+
+
+def _initialise_(module: nn.Module, model: Network) -> None:
+    """Parts before what holds them, each by the innermost model that it is in."""
+    model = module if hasattr(module, "_init_weights") else model
+    for part in module.children():
+        _initialise_(part, model)
+    model._init_weights(module)
 
 
 def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
@@ -368,13 +435,47 @@ def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     return model
 
 
-def name_finder(network: Network) -> Callable[[str], str]:
-    """What transformers calls a tensor of a checkpoint: the trunk's name added or taken away, older names renewed."""
+def named_in_files(network: Network, files: ShardFiles) -> dict[str, str]:
+    """What files call each tensor of a model: the trunk's name added or taken away, older names renewed.
+
+    Where transformers puts one tensor together from several (a layer's experts), `files` has it under another name.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    names, prefix = network.state_dict(), network.base_model_prefix
-    return lambda stored: rename_source_key(stored, renamings, converters, prefix, names)[0]
+    prefix, names, stored_as = network.base_model_prefix, network.state_dict(), {}
+    parts: dict[str, dict[str, list[str]]] = {}
+    for stored in sorted(files.shard_of, key=dot_natural_key):
+        name, pattern = rename_source_key(stored, renamings, converters, prefix, names)
+        stored_as[name] = stored if pattern is None else f"{name}, put together"
+        if pattern is not None:
+            parts.setdefault(name, {}).setdefault(pattern, []).append(stored)
+    for name, of_patterns in parts.items():
+        converter = next(each for each in converters if next(iter(of_patterns)) in each.source_patterns)
+        convert = functools.partial(_put_together, network, files, name, of_patterns, converter)
+        files.put_together[stored_as[name]] = [stored for part in of_patterns.values() for stored in part], convert
+    return stored_as
+
+
+def _put_together(
+    network: Network, files: ShardFiles, name: str, parts: dict[str, list[str]], converter: Any
+) -> Tensor:
+    tensors: dict[str, Any] = {pattern: [files.read(stored) for stored in names] for pattern, names in parts.items()}
+    for operation in converter.operations:
+        tensors = operation.convert(
+            tensors,
+            source_patterns=converter.source_patterns,
+            target_patterns=converter.target_patterns,
+            full_layer_name=name,
+            model=network,
+            config=network.config,
+        )
+    whole = list(tensors.values())
+    if len(whole) != 1 or not isinstance(whole[0], Tensor):
+        raise InputError(
+            f"{files.model} stores {name} of {type(network).__name__} in a way that is only read whole: open it so"
+        )
+    return whole[0]

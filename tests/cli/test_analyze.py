@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import lit_layers
 from lit_layers import records
 from lit_layers.analyses import layerwise
 from lit_layers.cli.main import main
-from lit_layers.models.build import causal_lm, save
+from lit_layers.models.build import causal_lm, quiet, save
 from tests.support.forked import run_command
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
 from tests.support.series_hub import served
+from tests.support.tiny_configs import tiny_model
 
 ROOT = Path(__file__).parents[2]
 STREAM = ROOT / "recipes" / "analyses" / "stream.yaml"
@@ -39,6 +41,18 @@ def recipe(tmp_path_factory) -> Path:
     text = text.replace("num_sequences: 8, num_tokens: 64", "num_sequences: 2, num_tokens: 16")
     path.write_text(text.replace("k: [4, 16, 32]", "k: [4]"))
     return path
+
+
+@pytest.fixture(scope="module")
+def without_row(tmp_path_factory, corpus) -> Path:
+    """A model that is taken apart by structure, as others save theirs."""
+    folder = tmp_path_factory.mktemp("hub") / "opt"
+    network = tiny_model("OPTForCausalLM", "opt", vocab_size=300, max_position_embeddings=128)
+    with quiet():
+        network.save_pretrained(folder, max_shard_size="20KB")
+    for file in (corpus / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    return folder
 
 
 def analyze(*arguments) -> int:
@@ -70,6 +84,21 @@ def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
     assert_same_numbers(one, other)
     assert {m.step for m in one} == {2}
+
+
+def test_a_folder_of_a_model_without_a_row_is_measured_streamed_or_whole_with_the_same_numbers(
+    without_row, recipe, corpus, tmp_path
+):
+    found = []
+    for root, options in (("streamed", ["--stream-blocks"]), ("whole", [])):
+        assert analyze(without_row, *options, "--corpus", corpus, "--config", recipe, "--root", tmp_path / root) == 0
+        found.append(records.read(tmp_path / root / "measurements.jsonl"))
+    assert_same_numbers(*found)
+    streamed, whole = (measurements[0].provenance for measurements in found)
+    assert streamed["origin"] == whole["origin"] == "structure"
+    assert streamed["proof"] == whole["proof"]
+    numbers = lit_layers.layers(without_row, ["prompt_entropy"], texts=["one two three four"] * 3)
+    assert numbers.frame["value"].notna().all()
 
 
 def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path):

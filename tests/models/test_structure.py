@@ -367,3 +367,23 @@ def test_a_model_that_diverges_is_taken_apart_as_it_was_before():
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
     assert LayeredModel(model).num_layers == 3
+
+
+@pytest.mark.parametrize("kind", ["without a row", "llama"])
+def test_a_model_that_accelerate_calls_under_autocast_is_looked_at_in_the_precision_of_its_weights(kind):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model: Any = tiny(kind) if kind == "llama" else tiny_model("OPTForCausalLM", "opt")
+    batch = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
+    expected = LayeredModel(model).trajectory(batch)
+    try:
+        prepared: Any = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(copy.deepcopy(model))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    rounded = prepared(**batch).logits
+    found = LayeredModel(prepared).trajectory(batch)
+    torch.testing.assert_close(found.hidden, expected.hidden, rtol=0, atol=0)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    assert (rounded - expected.logits).abs().max() > 1e-3, "else nothing is shown"
+    torch.testing.assert_close(prepared(**batch).logits, rounded, rtol=0, atol=0)

@@ -69,8 +69,8 @@ def is_timm(model: nn.Module) -> bool:
     return type(model).__module__.split(".")[0] == "timm"
 
 
-def probe_of(model: Network) -> Probe:
-    """The probe of a model of timm or transformers.
+def probe_of(model: Network, device: torch.device | None = None) -> Probe:
+    """The probe of a model of timm or transformers; of texts on a device, where that is another than its weights'.
 
     Raises:
         InputError: another model, or one that takes neither texts nor images of a known size.
@@ -84,7 +84,7 @@ def probe_of(model: Network) -> Probe:
     options = (("use_cache", False),) if has_cache else ()
     if "input_ids" in takes:
         columns = tuple(name for name in COLUMNS if name in takes)
-        return Probe({"input_ids": _texts(model)}, columns, options, by_name)
+        return Probe({"input_ids": _texts(model).to(device or _device(model))}, columns, options, by_name)
     side = _from_configs(model.config, "image_size")
     if "pixel_values" not in takes or side is None:
         raise InputError(
@@ -108,7 +108,7 @@ def _texts(model: Network) -> Tensor:
     length = min(NUM_TOKENS, limit) if limit > 0 else NUM_TOKENS
     rows = [[plain[(7919 * (start + place)) % len(plain)] for place in range(length)] for start in (1, 1, 37)]
     rows[1][-1] = plain[(7919 * 101) % len(plain)]
-    return torch.tensor(rows, device=_device(model))
+    return torch.tensor(rows)
 
 
 def _noise(model: Network, channels: int, side: int) -> Tensor:

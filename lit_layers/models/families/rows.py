@@ -5,7 +5,7 @@ found that way. A new one is a row and a tiny model in the replay test.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import Layout, hand_on
+from lit_layers.models.block_calls import Layout, hand_on, replaced
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
@@ -176,8 +176,11 @@ def clip_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
-    """A call as transformers' models are called."""
-    return model(**inputs, **options, return_dict=True)
+    """A call as transformers' models are called, in the precision of their weights: accelerate has a model in training
+    called under autocast, and its blocks, which are called alone here, are not."""
+    plain = vars(model).get("_original_forward")
+    with replaced([model], [plain]) if plain is not None else nullcontext():
+        return model(**inputs, **options, return_dict=True)
 
 
 def by_pixels(model: Network, inputs: Inputs, options: Options) -> Tensor:

@@ -145,7 +145,7 @@ def by_structure(model: Network) -> Family:
     key, weights = _digest(model), _state_of(model)
     if key not in found or _SHOWN.get(model) != weights:
         try:
-            found[key] = _outlined(model) if next(model.parameters()).device == META else _proven(model)
+            found[key] = _outlined(model) if next(model.parameters()).device == META else proven(model)
         except NotShown as reason:
             if not (isinstance(reason, NotFinite) and key in found):
                 raise InputError(
@@ -173,18 +173,24 @@ def _digest(model: Network) -> str:
     return hashlib.blake2b("\n".join([*shapes, told, str(attention), str(device)]).encode()).hexdigest()
 
 
-def _proven(model: Network) -> Family:
+def proven(model: Network, device: torch.device | None = None) -> Structured:
+    """The family of a model, shown on its weights; on this device, where they lie elsewhere between its calls.
+
+    Raises:
+        NotShown: an identity that does not hold.
+    """
     versions = {id(tensor): tensor._version for tensor in _tensors(model)}
     buffers = {id(buffer): buffer.clone() for buffer in model.buffers()}
     modules = [id(module) for module in model.modules()]
-    device = next(model.parameters()).device
+    place: torch.device = device or next(model.parameters()).device
     with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.random.fork_rng(devices=[place] if place.type == "cuda" else []),
         torch.inference_mode(False),
         torch.no_grad(),
+        torch.autocast(place.type, enabled=False),
         evaluating(model),
     ):
-        probe = probe_of(model)
+        probe = probe_of(model, place)
         family, beside = _found(model, probe)
         try:
             try:
