@@ -281,6 +281,12 @@ def test_measurements_of_other_runs_or_without_a_step_are_counted_not_drawn(tmp_
     assert "1 measurement without a step is not drawn" in text
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is not about when metrics emerge: with 154 checkpoints that takes seconds."""
+    monkeypatch.setattr("lit_layers.report.emergence_page.times_of_run", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_series(tmp_path_factory.mktemp("series") / "pythia", suspect=(1000, 2000))
@@ -333,6 +339,7 @@ def test_of_many_weight_files_the_table_has_the_number_and_the_rest_follows(tmp_
     assert table[5:8] == [f"model-{n}-of-3.safetensors {str(n) * 12}" for n in (1, 2, 3)]
 
 
+@pytest.mark.usefixtures("untimed")
 def test_the_page_has_the_same_table_with_whole_hashes_on_touch(series: Path, tmp_path: Path) -> None:
     page = write_report(series, tmp_path / "page.html")
     assert "Step Revision Commit Weights hash Audit Weight files" in shown(page)
@@ -360,6 +367,7 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_bet
     assert [version["torch"] for version in found["analyses"]["lens"]["versions"]] == ["2.15.0", "2.16.0"]
 
 
+@pytest.mark.usefixtures("untimed")
 def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_command_say_so(
     series: Path, tmp_path: Path, capsys
 ) -> None:

@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,12 +24,6 @@ from tests.support.undrawn import leave_undrawn
 wandb = pytest.importorskip("wandb")
 AXIS = "trainer/global_step"
 RUN_ID = "a1b2c3d4"
-# A child would otherwise talk to the W&B process of its parent.
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("WANDB")},
-    "PYTHONPATH": str(Path(__file__).parents[1]),
-    "WANDB_MODE": "offline",
-}
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
@@ -360,21 +353,26 @@ def test_without_a_key_auto_is_offline_and_says_so_in_one_line(
 
 @pytest.mark.slow
 def test_an_unreachable_server_means_offline_under_the_same_id_within_seconds(tmp_path: Path) -> None:
-    code = (
-        "import logging, sys, time; logging.basicConfig(); from lit_layers.report import WandbMirror; import wandb;"
-        "m = WandbMirror(init_timeout=2.0, mode=sys.argv[2]); since = time.monotonic();"
-        "m.open(sys.argv[1], run_id='a1b2c3d4', config={}); print(time.monotonic() - since);"
-        "m.log_step(1, 8, {'train/loss': 1.0}, []); m.finish()"
-    )
-    environment = {**ENVIRONMENT, "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    del environment["WANDB_MODE"]
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run([*command, "auto"], env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[0]) < 60, "W&B by itself waits for 90 seconds"
-    assert "cannot be reached" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert read_back(tmp_path).curve("train/loss") == [(1, 1.0)]
+    said = tmp_path / "said"
+
+    def unreachable() -> int:
+        os.environ.update(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
+        del os.environ["WANDB_MODE"]
+        with said.open("w", buffering=1) as file:
+            os.dup2(file.fileno(), 2)
+            sys.stderr = file
+            logging.getLogger("lit_layers").addHandler(logging.StreamHandler(file))
+            mirror, since = WandbMirror(init_timeout=2.0, mode="auto"), time.monotonic()
+            mirror.open(tmp_path / "run", run_id=RUN_ID, config={})
+            waited = time.monotonic() - since
+            mirror.log_step(1, 8, {"train/loss": 1.0}, [])
+            mirror.finish()
+        return 0 if waited < 60 else 7  # W&B by itself waits for 90 seconds
+
+    assert run_forked(unreachable) == 0
+    assert "cannot be reached" in said.read_text()
+    assert "Traceback" not in said.read_text()
+    assert read_back(tmp_path / "run").curve("train/loss") == [(1, 1.0)]
 
 
 def test_online_without_a_server_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
