@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test soak real site lint constraints clean
 demo: $(VENV)/.ready
-	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml
+	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml --resume last
 
 # A file's tests stay together, as they share what is costly to make. Three processes for two cores: many tests wait.
 test: $(VENV)/.ready

@@ -102,6 +102,9 @@ def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_
     before = (tmp_path / "run" / "measurements.jsonl").read_bytes()
     assert main(["fit", "--config", str(recipe)]) == 2
     assert "already holds a run with checkpoints up to step 3" in capsys.readouterr().err
+    recipe.write_text(recipe.read_text() + "\nif_exists: overwrite\n")  # which is not the user's word
+    assert main(["fit", "--config", str(recipe)]) == 2
+    assert "--resume last or --if_exists overwrite" in capsys.readouterr().err
     # Asked to overwrite, but with an option that does not fit: what was there stays.
     wrong = ["--if_exists", "overwrite", "--data.num_tokens", "400"]
     assert main(["fit", "--config", str(recipe), *wrong]) == 2

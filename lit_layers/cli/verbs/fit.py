@@ -87,7 +87,7 @@ class RunOptions:
 
     Args:
         root: The run's folder, e.g. checkpoints/my_run.
-        if_exists: What to do where root already holds a run.
+        if_exists: What to do where root already holds a run; overwrite counts on the command line alone.
         resume: Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a new
             folder starts the run.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
@@ -270,7 +270,8 @@ def main(argv: list[str]) -> int:
         if options.plan:
             return _plan(cli)
         if cli.trainer.is_global_zero and not cli.folder.resume:
-            refuse_a_used_folder(Path(options.root), options.if_exists)
+            is_typed = any(word.partition("=")[0].replace("-", "_") == "__if_exists" for word in argv)
+            refuse_a_used_folder(Path(options.root), options.if_exists if is_typed else "refuse")
         return _train(cli)
 
 
