@@ -7,11 +7,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError
 from lit_layers.report.own_wandb_run import current_runs
 from lit_layers.schedule import Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
-from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, watch
+from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, submodule, watch
 
 
 class EmergenceTrainerCallback(TrainerCallback):
@@ -68,12 +67,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         if self.model is not None:
-            try:
-                model = model.get_submodule(self.model)
-            except AttributeError as error:
-                raise InputError(
-                    f"model: {type(model).__name__} has no submodule {self.model!r}; name the one with the network"
-                ) from error
+            model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps
         self._options["loggers"] = self.loggers or (current_runs() if "wandb" in (args.report_to or ()) else [])
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)

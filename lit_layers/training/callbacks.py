@@ -27,7 +27,7 @@ from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, save_step
 from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.training.watching import UNKNOWN, MeasuringAside, Scalars, StepMeasurer, Watcher
+from lit_layers.training.watching import UNKNOWN, MeasuringAside, Scalars, StepMeasurer, Watcher, submodule
 
 
 def plan_run(
@@ -135,14 +135,7 @@ class _AtSteps(L.Callback):
 
     def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
         name = self.model or ("model" if isinstance(getattr(pl_module, "model", None), nn.Module) else None)
-        if name is None:
-            return pl_module
-        try:
-            return pl_module.get_submodule(name)
-        except AttributeError as error:
-            raise InputError(
-                f"model: {type(pl_module).__name__} has no submodule {name!r}; name the one that holds the network"
-            ) from error
+        return pl_module if name is None else submodule(pl_module, name)
 
 
 def _last_of_us(trainer: L.Trainer) -> _AtSteps:

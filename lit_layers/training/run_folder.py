@@ -7,7 +7,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import lightning as L
 
@@ -19,6 +19,7 @@ from lit_layers.models.build import true_vocab_size
 from lit_layers.schema import RUN_FILE, run_facts
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
 from lit_layers.training.datamodules import LitStepData, LitTextData
+from lit_layers.training.run_log import Mirror
 
 CONFIG_FILE = "config.yaml"
 _TO_GO_ON = ("run", "id", "config")
@@ -29,10 +30,6 @@ _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
     "data": {"num_workers", "validation_batch_size"},
 }
-
-
-class Mirror(Protocol):
-    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any]) -> None: ...
 
 
 def refuse_a_used_folder(root: Path, if_exists: Literal["refuse", "overwrite"]) -> None:

@@ -33,20 +33,10 @@ from lit_layers.models.families import Network
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, bytes_of_model, trained
 from lit_layers.records import Record
-from lit_layers.schema import (
-    BATCH,
-    COUNT,
-    COUNT_OR_NONE,
-    LEARNING_RATE,
-    MANY,
-    SEED,
-    SHARE,
-    WEIGHT_DECAY,
-    Range,
-    refuse_outside,
-)
+from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
 from lit_layers.training.checkpoints import writable_folder, write_folder
-from lit_layers.training.modules import LitModule
+from lit_layers.training.datamodules import DATA_RANGES
+from lit_layers.training.modules import MODEL_RANGES, LitModule
 from lit_layers.training.trainer import StepSeed, new_trainer
 
 _AGAIN = "take it away to train that variant again"
@@ -54,14 +44,11 @@ RESULT, MODEL = "finetuned.json", "model"
 WHEN: tuple[str, str] = ("before", "after")
 BETAS = (0.9, 0.999)
 _RANGES = {
-    **dict.fromkeys(("num_tokens", "num_epochs", "steps", "max_steps", "num_train", "num_validation", "limit"), COUNT),
+    **MODEL_RANGES,
+    **DATA_RANGES,
+    **dict.fromkeys(("num_epochs", "steps", "max_steps", "limit"), COUNT),
     **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
-    **dict.fromkeys(("batch_size", "validation_batch_size"), BATCH),
-    "num_validation_sequences": COUNT,
-    "warmup_steps": COUNT_OR_NONE,
-    "seed": SEED,
-    "weight_decay": WEIGHT_DECAY,
-    "min_lr_ratio": SHARE,
+    "batch_size": BATCH,
     "gradient_clip": Range(0, MANY, above=True),
 }
 

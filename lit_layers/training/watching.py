@@ -211,6 +211,20 @@ class StepMeasurer:
         return self._wandb_runs[id(run)]
 
 
+def submodule(model: nn.Module, name: str) -> nn.Module:
+    """The network in a module.
+
+    Raises:
+        InputError: it has none of that name.
+    """
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(
+            f"model: {type(model).__name__} has no submodule {name!r}; name the one that holds the network"
+        ) from error
+
+
 def plain_model(model: nn.Module) -> nn.Module:
     """The network itself, out of what torch.compile or DistributedDataParallel put around it."""
     while (inner := getattr(model, "_orig_mod", None)) is not None or type(model).__name__ in _WRAPPERS:
