@@ -42,7 +42,7 @@ from lit_layers.clock.layer_statistics import MONOTONICITY
 from lit_layers.clock.model_forecasts import error_rows
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence_page import time_text
+from lit_layers.report.emergence_charts import time_text
 from lit_layers.report.side_by_side import Line, difference
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"

@@ -19,7 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.emergence_page import (
+from lit_layers.report.emergence_charts import (
     MOST_LETTERS,
     at_text,
     layer_fronts,

@@ -17,7 +17,7 @@ from lit_layers.functional.emergence import bootstrap_counts, emergence_times
 from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store
 from lit_layers.report import write_report
-from lit_layers.report.emergence_page import sentence
+from lit_layers.report.emergence_charts import sentence
 
 AXIS = np.linspace(0, 11, 16)
 STEPS = np.round(np.exp2(AXIS) - 1)

@@ -129,7 +129,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 def _show(clock: "Clock", axis: str) -> None:
     from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, of_the_model
-    from lit_layers.report.emergence_page import time_text
+    from lit_layers.report.emergence_charts import time_text
 
     for run in clock.runs:
         pairs = of_the_model(clock, run)
