@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -115,12 +116,9 @@ def correlate(
     group = group or table.group
     corrected = []
     if table.corrected is not None:
-        there = ~np.isnan(table.values(table.corrected))
-        try:
-            corrected = _coefficients(table.values(table.corrected)[there], y[there], options)
-        except UndefinedError:
-            corrected = []
-    alone = [(name, _r(table, name, x), _r(table, name, y)) for name in covariates]
+        defined = ~np.isnan(table.values(table.corrected))
+        with suppress(UndefinedError):
+            corrected = _coefficients(table.values(table.corrected)[defined], y[defined], options)
     return Findings(
         metric=table.metric,
         score=table.score,
@@ -136,8 +134,8 @@ def correlate(
                 r_metric=of_x.value,
                 r_score=of_y.value,
             )
-            for name, of_x, of_y in alone
-            if of_x is not None and of_y is not None
+            for name in covariates
+            if (of_x := _r(table, name, x)) is not None and (of_y := _r(table, name, y)) is not None
         ],
         groups=_groups(table, x, y, group, options) if group else [],
         group=group,
@@ -154,12 +152,10 @@ def _row(
     """A coefficient with its interval, every one from the same resamples of models; `facts` replace its own."""
     whole, n = statistic(*columns), len(columns[0])
     low, high, note = None, None, facts.pop("note", "")
-    try:
-        if n >= _FEWEST_DRAWN:
+    if n >= _FEWEST_DRAWN:
+        with suppress(UndefinedError):
             drawn = correlation.bootstrap_rows(lambda rows: statistic(*(c[rows] for c in columns)).value, n, **options)
             low, high = drawn.low, drawn.high
-    except UndefinedError:
-        low = None
     if low is None:
         note = ", ".join(filter(None, [note, "too few models for an interval"]))
     row = {"name": name, "value": whole.value, "low": low, "high": high, "p": whole.p, "n": n, "df": whole.df}
@@ -222,10 +218,10 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     """The correlation within groups, pooled, and that of each group of 3 or more."""
     labels = table.frame[group]
     codes, title = labels.factorize()[0], table.title(group)  # -1 for a model of no group
-    there = codes >= 0
+    columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.within_group_correlation
-        rows = [_row(f"Within equal {lowered(title)}", within, x[there], y[there], codes[there], options=options)]
+        rows = [_row(f"Within equal {lowered(title)}", within, *columns, options=options)]
     except UndefinedError as error:
         raise InputError(
             f"group: expected groups of several models with different metrics and scores, {group} leaves none"
@@ -233,22 +229,19 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     for code, label in enumerate(labels.dropna().unique()):
         members = codes == code
         name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
-        try:
-            if members.sum() >= 3:
+        if members.sum() >= 3:
+            with suppress(UndefinedError):
                 rows.append(_row(name, correlation.pearson, x[members], y[members], options=options))
-        except UndefinedError:
-            continue
     return rows
 
 
 def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
     """How a column goes with another one, over the models that have both; None where undefined."""
     covariate = table.values(name)
-    there = ~np.isnan(covariate)
-    try:
-        return correlation.pearson(column[there], covariate[there])
-    except UndefinedError:
-        return None
+    defined = ~np.isnan(covariate)
+    with suppress(UndefinedError):
+        return correlation.pearson(column[defined], covariate[defined])
+    return None
 
 
 def confounders(table: ModelTable) -> dict[str, float]:
@@ -411,10 +404,7 @@ def _choices(
     repeats: int,
     options: Mapping[str, Any],
 ) -> list[Choice]:
-    """Both directions of a metric, or the rule picked among several on the other models.
-
-    Where no other model has them, what halves of the tasks would choose.
-    """
+    """Both directions of a metric, or the rule picked among several on other models, else by halves of the tasks."""
     shared = _shared(model, keys, first)
     if shared is None:
         return []

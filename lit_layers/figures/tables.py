@@ -294,7 +294,7 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
     middles = sorted({point.tags["middle"] for point in points if "middle" in point.tags})
     row = look_up(metric)
     half = None if row.of_full or row.secondary or not middles else middles[(len(middles) - 1) // 2]
-    loops = (None, usual_loops(points))
+    loops = (None, usual_loops(point.tags for point in points))
     return [
         point
         for point in points
@@ -304,9 +304,9 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
     ]
 
 
-def usual_loops(points: Iterable[Point]) -> int | None:
-    """Returns the published number of loops, or the nearest to it that any of these points has."""
-    loops = {int(point.tags["loops"]) for point in points if "loops" in point.tags}
+def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
+    """Returns the published number of loops, or the nearest to it that any of these tags has."""
+    loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
 

@@ -131,7 +131,7 @@ def lines_of(
 
     That is 3, or the nearest to it that was measured.
     """
-    loops = usual_loops(p for p in points if p.tags["variant"] == LOOPED)
+    loops = usual_loops(p.tags for p in points if p.tags["variant"] == LOOPED)
     lines = []
     for name in variants:
         members = [p for p in points if p.tags["variant"] == name and at(p) is not None]

@@ -13,7 +13,7 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.figures import Chart, layer_matrix, layer_surface
 from lit_layers.figures.maps import has_surface
-from lit_layers.figures.tables import matching, select, variants_of
+from lit_layers.figures.tables import matching, select, usual_loops, variants_of
 from lit_layers.identity import settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
@@ -45,7 +45,7 @@ def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
     name = name or measurement.analysis
     points: list[Point] = []
     layers: dict[tuple[str, str], dict[int, float]] = {}
-    loops = _default_loops(measurement)
+    loops = usual_loops(record.tags for record in measurement.records)
     for record in measurement.records if measurement.error is None else ():
         if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
             continue
@@ -142,9 +142,3 @@ def _table_row(measurement: Measurement, record: Record) -> list[Any]:
     place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
     count = [record.stderr, record.low, record.high, record.n]
     return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
-
-
-def _default_loops(measurement: Measurement) -> str | int | float | None:
-    """The number of loops that has curves: 3, or the nearest to it that was measured; None without any."""
-    loops = {record.tags["loops"] for record in measurement.records if "loops" in record.tags}
-    return min(loops, key=lambda number: (abs(float(number) - 3), float(number)), default=None)

@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, Literal
 
 from lit_layers import records
@@ -111,12 +110,13 @@ class WandbMirror:
         mode = self._chosen_mode()
         if mode == "disabled":
             return
-        self._wandb = _import_wandb()
-        if self._wandb is None:
+        try:
+            import wandb
+        except ImportError:
             install = "pip install 'lit_layers[wandb]'"
             self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._adds_later()}")
             return
-        self._errors = _errors(self._wandb)
+        self._wandb, self._errors = wandb, _errors(wandb)
         if not self._take_lock():
             self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
             return
@@ -165,13 +165,14 @@ class WandbMirror:
         """Closes the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
         if self._run is not None and exit_code == 0:  # one that was cut short is gone on with, and sends it at its end
             self._log_table()
-        if self._run is not None:
-            try:
-                self._run.finish(exit_code=exit_code)
-            except self._errors as error:
-                self.give_up(_first_line(error))
-            else:
-                self._stop()
+        if self._run is None:  # to begin with, or given up over the table
+            return
+        try:
+            self._run.finish(exit_code=exit_code)
+        except self._errors as error:
+            self.give_up(_first_line(error))
+        else:
+            self._stop()
 
     def closing_line(self) -> str:
         """Returns one line on where to look: the run's address, or how to see and upload an offline run."""
@@ -421,14 +422,6 @@ def _summary(name: str) -> str | None:
     """What a run's summary keeps of a curve: the best value of a score, else the last."""
     better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
     return {"lower": "min", "higher": "max", None: None}[better]
-
-
-def _import_wandb() -> ModuleType | None:
-    try:
-        import wandb
-    except ImportError:
-        return None
-    return wandb
 
 
 def _errors(wandb: Any) -> tuple[type[Exception], ...]:
