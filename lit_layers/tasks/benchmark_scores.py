@@ -37,8 +37,8 @@ from lit_layers.tasks.benchmark_rows import (
     normalized_error,
     normalized_score,
 )
+from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
-from lit_layers.tasks.order_likelihoods import OrderLikelihoods
 
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there

@@ -1,4 +1,4 @@
-"""Scores of a task by lm-eval, of the Hub's data or of rows at hand: the only file that imports it.
+"""Scores of a task by lm-eval, of the Hub's data or of rows at hand.
 
 lm-eval is optional and takes seconds to import: functions do, where they need it.
 """
@@ -6,7 +6,6 @@ lm-eval is optional and takes seconds to import: functions do, where they need i
 import contextlib
 import functools
 import hashlib
-import inspect
 import io
 import math
 import re
@@ -25,13 +24,20 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.downloads import HUB_ERRORS, reason
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.functional.block_schedules import Schedule
-from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
 from lit_layers.tasks.catalogue import unknown_task
-from lit_layers.tasks.order_likelihoods import Likelihood, OrderLikelihoods, Request
+from lit_layers.tasks.lm_eval_model import (
+    Likelihood,
+    OrderLikelihoods,
+    Request,
+    longest_first,
+    nothing_computed,
+    num_tokens,
+    speaker,
+)
 
 INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
 SHOT_SEED = 1234  # lm-eval's own
@@ -148,11 +154,11 @@ class LmEvalScorer:
             chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
             wrapped = self._wrap(model.model)
             likelihoods = OrderLikelihoods(path, schedules, wrapped.encoded(chosen))
-        waiting, last_line = sorted(likelihoods.waiting(), key=_longest_first), time.monotonic()
+        waiting, last_line = sorted(likelihoods.waiting(), key=longest_first), time.monotonic()
         if not waiting:
             return likelihoods
         held = SharedPrefixes(schedules, model.num_layers).num_held * model.dim * model.dtype.itemsize
-        size = max(1, min(self.batch_size, MAX_STATES // (held * min(_num_tokens(waiting[0]), wrapped.max_length))))
+        size = max(1, min(self.batch_size, MAX_STATES // (held * min(num_tokens(waiting[0]), wrapped.max_length))))
         of_first = likelihoods.of(schedules[0])
         try:
             in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
@@ -172,8 +178,8 @@ class LmEvalScorer:
             tell(f"orders are scored one by one: {type(error).__name__}: {' '.join(str(error).split())}")
         return likelihoods
 
-    def score(self, model: Network, known: Callable[[Request], Likelihood | None] | None = None) -> TaskScores:
-        """What the model makes of every row; `known` are likelihoods that need not be computed.
+    def score(self, model: Network, computed: Callable[[Request], Likelihood | None] | None = None) -> TaskScores:
+        """What the model makes of every row; `computed` are likelihoods that are there already.
 
         Raises:
             InputError: lm-eval is not installed, does not know the task, or cannot have its data; an input that the
@@ -185,10 +191,8 @@ class LmEvalScorer:
 
         with _quiet():
             loaded = self._load()
-            for task in loaded["tasks"].values():
-                task.set_fewshot_seed(seed=SHOT_SEED)  # every score draws the same examples
             wrapped = self._wrap(model)
-            wrapped.known = known or _unknown
+            wrapped.computed = computed or nothing_computed
             results: Any = evaluate(
                 lm=wrapped,
                 task_dict=loaded,
@@ -196,9 +200,9 @@ class LmEvalScorer:
                 bootstrap_iters=0,  # errors are taken from the rows; it would start a process for each core
                 log_samples=True,
             )
-        (samples,) = results["samples"].values()
+        (samples,), (task,) = results["samples"].values(), loaded["tasks"].values()
         rows_hash = None if self.rows is None else self.rows.content_hash()
-        return _scores(samples, next(iter(loaded["tasks"].values())), num_cut=wrapped.num_cut, rows_hash=rows_hash)
+        return _scores(samples, task, num_cut=wrapped.num_cut, rows_hash=rows_hash)
 
     def requests(self) -> list[Any]:
         """What is asked of a model for one score, as lm-eval has it, in any order: its `arguments` are texts.
@@ -206,13 +210,10 @@ class LmEvalScorer:
         Raises:
             InputError: as for `score`, whatever the model.
         """
-        lm_eval_version()
         with _quiet():
-            loaded = self._load()
-            for task in loaded["tasks"].values():
-                task.set_fewshot_seed(seed=SHOT_SEED)
-                task.build_all_requests(limit=self.limit)
-        return [request for task in loaded["tasks"].values() for request in task.instances]
+            (task,) = self._load()["tasks"].values()
+            task.build_all_requests(limit=self.limit)
+        return list(task.instances)
 
     def training_texts(self) -> list[tuple[str, str]]:
         """What is asked, without examples, and the right answer of each training row, in their order.
@@ -221,7 +222,6 @@ class LmEvalScorer:
             InputError: as for `score`, whatever the model; a task without training rows, or whose answers do not stand
                 after what is asked.
         """
-        lm_eval_version()
         with _quiet():
             (task,) = self._load()["tasks"].values()
             if not task.has_training_docs():
@@ -241,6 +241,8 @@ class LmEvalScorer:
         return rows
 
     def _load(self) -> Any:
+        """lm-eval's dictionary of the one task, which draws the same examples each time."""
+        lm_eval_version()
         if self._loaded is None:
             try:
                 if self.rows is not None:
@@ -256,19 +258,21 @@ class LmEvalScorer:
                 ) from error
             if len(loaded["tasks"]) != 1:
                 raise InputError(f"task: {self.name!r} is {len(loaded['tasks'])} tasks of lm-eval: name one of them")
-            for task in loaded["tasks"].values():
-                if task.get_config("num_fewshot") is None:
-                    task.set_config(key="num_fewshot", value=0)
-                if self.max_new_tokens is not None and task.get_config("output_type") == "generate_until":
-                    task.set_config("generation_kwargs", {"max_gen_toks": self.max_new_tokens}, update=True)
+            (task,) = loaded["tasks"].values()
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            if self.max_new_tokens is not None and task.get_config("output_type") == "generate_until":
+                task.set_config("generation_kwargs", {"max_gen_toks": self.max_new_tokens}, update=True)
             self._loaded = loaded
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=SHOT_SEED)
         return self._loaded
 
     def _wrap(self, model: Network) -> Any:
         """The model as lm-eval takes it; the same for every order of its blocks."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
-            wrapped = _speaker()(
+            wrapped = speaker()(
                 pretrained=model,
                 tokenizer=name,
                 revision=revision,
@@ -282,139 +286,6 @@ class LmEvalScorer:
             self._wrapped = model, wrapped
         self._wrapped[1].num_cut = 0
         return self._wrapped[1]
-
-
-def _unknown(request: Request) -> None:
-    """Of a request nothing is known."""
-
-
-def _num_tokens(request: Request) -> int:
-    return len(request[1]) + len(request[2])
-
-
-def _longest_first(request: Request) -> tuple[int, Sequence[int], Sequence[int]]:
-    return -_num_tokens(request), request[1], request[2]
-
-
-@functools.cache
-def _speaker() -> Any:
-    """lm-eval's wrapper of transformers' models, made so that many orders of one model are scored quickly.
-
-    Texts become tokens once, logits are computed where a continuation stands alone, padding rows of the vocabulary
-    take no part, and inputs that lost their beginning are counted.
-    """
-    from lm_eval.models.huggingface import HFLM
-
-    base: Any = HFLM
-
-    class Speaker(base):
-        num_cut = 0
-        known: Callable[[Request], Likelihood | None]
-        _keep: int | None = None  # the last positions whose logits are needed
-        _next_logits: Callable[[torch.Tensor], torch.Tensor] | None = None  # in place of the model's, of many orders
-
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.known = _unknown
-            self._encoded: dict[tuple[str, bool | None], list[int]] = {}
-            self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-            key = (string, add_special_tokens)
-            if key not in self._encoded:
-                self._encoded[key] = super().tok_encode(string, add_special_tokens=add_special_tokens, **options)
-            return self._encoded[key]
-
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-            for _, _, continuation in requests:
-                if not continuation or len(continuation) > self.max_length:
-                    raise InputError(
-                        f"a continuation has {len(continuation)} tokens, the model takes 1 to {self.max_length}"
-                    )
-            self.num_cut = sum(_num_tokens(request) > self.max_length + 1 for request in requests)
-            likelihoods = [self.known(request) for request in requests]
-            missing = [row for row, likelihood in enumerate(likelihoods) if likelihood is None]
-            missing.sort(key=lambda row: _longest_first(requests[row]))
-            for start in range(0, len(missing), int(self.batch_size)):
-                rows = missing[start : start + int(self.batch_size)]
-                for row, likelihood in zip(rows, self._of_batch([requests[row] for row in rows]), strict=True):
-                    likelihoods[row] = likelihood
-            return likelihoods
-
-        def encoded(self, requests: Any) -> list[Request]:
-            """Requests as `_loglikelihood_tokens` is given them."""
-            encoded: list[Request] = []
-            self.known = lambda request: encoded.append(request) or (0.0, False)
-            self.loglikelihood(requests, disable_tqdm=True)
-            self.known = _unknown
-            return encoded
-
-        def in_orders(
-            self, requests: list[Request], orders: SharedPrefixes, model: LayeredModel, *, in_tuple: bool
-        ) -> dict[int, list[Likelihood]]:
-            """The likelihoods of one batch in each order, by its number: of each, the base is given the next state."""
-            walk: list[Iterator[tuple[tuple[int, ...], torch.Tensor]]] = []
-            by_order: dict[int, list[Likelihood]] = {}
-            indices: tuple[int, ...] = ()
-
-            def next_logits(ids: torch.Tensor) -> torch.Tensor:
-                nonlocal indices
-                if not walk:
-                    walk.append(orders.states(model.embedded({"input_ids": ids}, in_tuple=in_tuple)))
-                indices, hidden = next(walk[0])
-                return model.readout(hidden[:, -(self._keep or 0) :])
-
-            self._next_logits = next_logits
-            try:
-                while len(by_order) < orders.num_orders:
-                    likelihoods = self._of_batch(requests)
-                    by_order |= dict.fromkeys(indices, likelihoods)
-            finally:
-                self._next_logits = None
-            return by_order
-
-        def _of_batch(self, requests: list[Request]) -> list[Likelihood]:
-            lengths = [*map(_num_tokens, requests)]
-            longest = min(max(lengths), self.max_length + 1)
-            needed = [
-                longest - min(length, longest) + len(request[2])
-                for length, request in zip(lengths, requests, strict=True)
-            ]
-            self._keep = max(needed)
-            try:
-                return super()._loglikelihood_tokens(requests, disable_tqdm=True)
-            finally:
-                self._keep = None
-
-        def tok_batch_encode(
-            self, strings: Any, *args: Any, left_truncate_len: int | None = None, **options: Any
-        ) -> Any:
-            if left_truncate_len:
-                self.num_cut += sum(len(self.tok_encode(text)) > left_truncate_len for text in strings)
-            return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
-
-        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
-            if self._next_logits is not None:
-                with torch.no_grad():
-                    return self._next_logits(inps)
-            options = {} if self._keep is None or not self._takes_keep else {"logits_to_keep": self._keep}
-            with torch.no_grad():
-                return self.model(inps, use_cache=False, **options).logits[..., : true_vocab_size(self.model)]
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            longest = max(request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests)
-            if longest >= self.max_length:
-                raise InputError(
-                    f"max_new_tokens: {longest} leave no room for a prompt in a model of {self.max_length} tokens: "
-                    "ask for fewer"
-                )
-            return super().generate_until(requests, disable_tqdm=disable_tqdm)
-
-        def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
-            padding = list(range(true_vocab_size(self.model), self.model.config.vocab_size)) or None
-            return super()._model_generate(context, max_length, stop, suppress_tokens=padding, **options)
-
-    return Speaker
 
 
 def _load_rows(rows: LocalRows) -> Any:

@@ -12,8 +12,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import lm_eval_scorer
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import LIKELIHOODS, BenchmarkScores
+from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.tasks.order_likelihoods import OrderLikelihoods
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.tiny_models import tiny
 
