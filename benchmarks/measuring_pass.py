@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, Trajectory
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.next_token_probe import passes
+from lit_layers.analyses.probes.next_token_probe import passes
 from lit_layers.data.batches import Batches
 from lit_layers.measuring.one_model import in_one_pass, measure
 from lit_layers.models.build import weights_hash

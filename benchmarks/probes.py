@@ -57,7 +57,7 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    from lit_layers.functional.probe import fit_logistic_probes
+    from lit_layers.functional.probes.logistic import fit_logistic_probes
 
     warnings.simplefilter("ignore")
     features, labels, test, test_labels = problem(options, options.layer)

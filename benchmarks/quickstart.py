@@ -20,7 +20,7 @@ from rounds import Row, add_options, finish
 import lit_layers.analyses
 from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.next_token_probe import passes
+from lit_layers.analyses.probes.next_token_probe import passes
 from lit_layers.data import EvalText
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models import causal_lm

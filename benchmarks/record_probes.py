@@ -15,7 +15,7 @@ import torch
 from rounds import Row, add_options, finish
 from torch import Tensor
 
-from lit_layers.functional.record_probe import RecordProbes, fit_record_probes
+from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
 
 WANTED = {"cold": 20.0, "warm": 5.0}  # CPU minutes for 13 layers
 LAYERS = 13

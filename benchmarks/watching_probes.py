@@ -13,7 +13,7 @@ import time
 import torch
 from rounds import Row, add_options, finish
 
-from lit_layers.functional.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.watching_probe import fit_watching_probes
 
 WANTED = 60.0  # CPU seconds for 13 layers
 LAYERS = 13

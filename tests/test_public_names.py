@@ -15,9 +15,9 @@ RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
 PLUMBING = {
+    "probes.lbfgs",
     "jacobian.block_call",
-    "jacobian.attention",
-    "jacobian.attention_maps",
+    "jacobian.block_attention",
     "jacobian.linear_cut",
     "jacobian.one_token",
 }

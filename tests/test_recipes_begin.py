@@ -12,7 +12,7 @@ import yaml
 
 from lit_layers.analyses import NextTokenProbe, Probe
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.task_probes import OnTask
+from lit_layers.analyses.probes.task_probes import OnTask
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText, prepare
 from lit_layers.errors import InputError

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.layerwise import Key, joined
-from lit_layers.analyses.readout_scores import MAX_LOGITS
+from lit_layers.analyses.readouts.readout_scores import MAX_LOGITS
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -22,7 +22,7 @@ from lit_layers.functional.attention_patterns import (
     sink_mass,
     uniform_attention,
 )
-from lit_layers.functional.jacobian.attention_maps import Heads, read_heads
+from lit_layers.functional.jacobian.block_attention import Heads, read_heads
 from lit_layers.functional.jacobian.block_call import Unsupported
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory

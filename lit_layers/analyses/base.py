@@ -1,6 +1,5 @@
 """What an analysis is: data in, records out; its options, and the hidden states that it measures."""
 
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -12,9 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
-import torch
-from torch import Tensor
-
+from lit_layers.analyses.states import at_least_float32, first_rows
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import as_batches
@@ -29,12 +26,8 @@ from lit_layers.models.workload import Work, passes_of
 from lit_layers.moved import public_path
 from lit_layers.records import Record
 
-# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
-# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
-States = Literal["resid", "hf", "normed"]
 ALL = range(2**62)  # numbers of parts
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
-STATES: tuple[States, ...] = ("resid", "hf", "normed")
 Dtype = Literal["float32", "bfloat16"]
 NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
 
@@ -442,16 +435,6 @@ def in_bfloat16(analysis: Analysis) -> Analysis:
     return dataclasses.replace(analysis, dtype="bfloat16")
 
 
-def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """The batches up to that many rows."""
-    for batch in batches:
-        rows = min(count, len(next(iter(batch.values()))))
-        yield {name: values[:rows] for name, values in batch.items()}
-        count -= rows
-        if not count:
-            return
-
-
 def _choices(kind: Any) -> list[Any]:
     """What a type's `Literal` names; None first where the type allows it; none where it has no `Literal`."""
     if get_origin(kind) is Literal:
@@ -475,41 +458,6 @@ def describe(value: Any) -> Any:
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     return {"class_path": public_path(type(value)), "init_args": describe(fields)}
-
-
-def final_norm(model: LayeredModel) -> torch.nn.Module | None:
-    """The norm after the last block; None where there is none (BERT)."""
-    return model.family.final_norm(model.model)
-
-
-def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
-    """The hidden states of a layer as the convention has them."""
-    norm = final_norm(model)
-    if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
-        return hidden
-    with torch.no_grad():
-        return norm(hidden)
-
-
-def at_least_float32(model: LayeredModel) -> LayeredModel:
-    """The model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
-
-    The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
-    anew, as a cast has rounded it.
-    """
-    if model.dtype not in (torch.float16, torch.bfloat16):
-        return model
-    if isinstance(model, SharedPass):
-        return model.converted(at_least_float32)
-    fresh = copy.deepcopy(model.model).float()
-    for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
-        if module._non_persistent_buffers_set:
-            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
-            with torch.no_grad():
-                fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
-                for parameter, value in kept:
-                    parameter.copy_(value)
-    return LayeredModel(fresh)
 
 
 # Of 0..1: far above the rounding of six printed digits, far below what two sets of photographs differ by.
@@ -548,18 +496,6 @@ def _digits(values: tuple[float, ...]) -> str:
     return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
 
 
-def real_tokens(batch: Batch) -> list[Tensor]:
-    """The token ids of each text, (tokens,), without its padding, so that it cannot matter on which side it was."""
-    ids = batch["input_ids"]
-    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    return [row[real] for row, real in zip(ids, mask, strict=True)]
-
-
-def without_first(mask: Tensor, count: int) -> Tensor:
-    """A mask (batch, tokens) without the first real tokens of each text."""
-    return mask & (mask.cumsum(-1) > count)
-
-
 def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:
     """The orders of blocks that an analysis's options of those names ask for, the full model first.
 
@@ -574,11 +510,3 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
         return variants(model.num_layers, options.variants, **given)
     except (TypeError, ValueError) as error:
         raise InputError(f"{place}{error}") from error
-
-
-def evenly_spread(first: int, last: int, count: int) -> list[int]:
-    """At most `count` whole numbers from `first` to `last`, both among them (the last alone for one)."""
-    if count == 1 or first == last:
-        return [last]
-    count = min(count, last - first + 1)
-    return [first + round(index * (last - first) / (count - 1)) for index in range(count)]

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis, States, in_convention
+from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError, refused
 from lit_layers.models.shared_pass import pieces, row_digests

@@ -10,28 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import (
-    Analysis,
-    DividedAnalysis,
-    at_least_float32,
-    final_norm,
-    in_convention,
-)
-from lit_layers.analyses.statistics import complete, gap, left_out, nothing_defined, summarize, with_halves
+from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.states import at_least_float32, final_norm, in_convention
+from lit_layers.analyses.statistics import TagDict, complete, gap, left_out, nothing_defined, summarize, with_halves
 from lit_layers.data.batches import Batches
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional import geometry
 from lit_layers.functional.curves import exponential_law
-from lit_layers.functional.regression import Normalize, PredictionResidual, prediction_residual
+from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import Part, Work, of_texts
 from lit_layers.records import Record
 
-Tags = dict[str, str | int | float]
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
-CONTROL: Tags = {"control": "relabelled_vocabulary"}
+CONTROL: TagDict = {"control": "relabelled_vocabulary"}
 EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this one in its code
 
 
@@ -119,7 +113,7 @@ class NextTokenResidual(Analysis):
             yield from self._of_layer(layer, whole, of_halves[:, layer], rows, tags)
         yield from self._law(curve[1:], of_halves[:, 1:, 0], rows, tags)
 
-    def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, Tags]:
+    def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
         """Which layers are no gap, which rows are of texts that are finite at each of these, and how many are not."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
@@ -137,11 +131,11 @@ class NextTokenResidual(Analysis):
         return prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
 
     def _of_layer(
-        self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows", counts: Tags
+        self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows", counts: TagDict
     ) -> Iterator[Record]:
         """Of a fit of one or two labellings and the values (halves, 2) of the halves."""
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
-        controls: list[Tags] = [{}, CONTROL]
+        controls: list[TagDict] = [{}, CONTROL]
         assert whole.held_out is not None
         for column, control in enumerate(controls[: len(whole.value)]):
             tags = self._tags(rows) | counts | control
@@ -154,7 +148,7 @@ class NextTokenResidual(Analysis):
         tags = self._tags(rows) | counts
         yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
 
-    def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: Tags) -> Iterator[Record]:
+    def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
         """Of the values (layers,) of layers 1..L, and of the halves (halves, layers)."""
         tags, missing = self._tags(rows) | counts, left_out("layers", curve.isnan())
         if missing and len(curve) >= 3:
@@ -169,12 +163,12 @@ class NextTokenResidual(Analysis):
                 yield Record(metric=metric, value=value.item(), n=rows.num_texts, tags=tags)
 
     def _spread(
-        self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: Tags, layer: int | None = None
+        self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
         tags = tags | ({"num_half_texts": rows.num_texts // 2} if len(halves) else {})
         return with_halves(metric, value.item(), halves, n, layer=layer, tags=tags)
 
-    def _tags(self, rows: "_Rows") -> Tags:
+    def _tags(self, rows: "_Rows") -> TagDict:
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
 
     def _rows(self) -> "_Rows":
@@ -394,7 +388,7 @@ class ConceptAlignment(DividedAnalysis):
             )
             counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
             named = {"category_id": category.id, "group": category.group, **counts}
-            tags: Tags = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
+            tags: TagDict = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
             for row, layer in enumerate(layers.tolist()):
                 yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
 
@@ -420,7 +414,7 @@ def _two_points(states: Tensor, category: Category) -> Tensor:
 
 
 def _alignment_records(
-    alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: Tags
+    alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
 ) -> Iterator[Record]:
     """Of one layer and category; a value that is undefined there is left out."""
     mean = alignment.mean[row]

@@ -25,6 +25,7 @@ from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
+TagDict = dict[str, str | int | float]
 ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, and their order
 
 

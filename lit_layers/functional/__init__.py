@@ -9,7 +9,6 @@ from lit_layers.moved import MOVED
 
 if TYPE_CHECKING:
     from lit_layers.functional.attention_patterns import *
-    from lit_layers.functional.attentive_probe import *
     from lit_layers.functional.block_schedules import *
     from lit_layers.functional.correlation import *
     from lit_layers.functional.coupling import *
@@ -22,20 +21,19 @@ if TYPE_CHECKING:
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.summaries import *
-    from lit_layers.functional.jacobian.to_last_layer import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
-    from lit_layers.functional.probe import *
-    from lit_layers.functional.record_probe import *
-    from lit_layers.functional.regression import *
-    from lit_layers.functional.representation_distance import *
+    from lit_layers.functional.probes.attentive import *
+    from lit_layers.functional.probes.logistic import *
+    from lit_layers.functional.probes.record_probe import *
+    from lit_layers.functional.probes.regression import *
+    from lit_layers.functional.probes.watching_probe import *
     from lit_layers.functional.sharpness import *
     from lit_layers.functional.similarity import *
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
-    from lit_layers.functional.watching_probe import *
 
-_METRICS = (
+_FILES = (
     "trajectory",
     "entropy",
     "geometry",
@@ -43,26 +41,29 @@ _METRICS = (
     "attention_patterns",
     "ngrams",
     "sharpness",
-    "representation_distance",
     "similarity",
     "invariance",
     "jacobian.routes",
     "jacobian.summaries",
-    "jacobian.to_last_layer",
-    "attentive_probe",
     "coupling",
-    "probe",
-    "record_probe",
-    "regression",
-    "watching_probe",
+    "probes.logistic",
+    "probes.regression",
+    "probes.attentive",
+    "probes.record_probe",
+    "probes.watching_probe",
+    "curves",
+    "correlation",
+    "layer_selection",
+    "emergence.curve_times",
+    "emergence.forecast",
+    "emergence.lead_lag",
+    "block_schedules",
 )
-_FILES = (*_METRICS, "curves", "correlation", "emergence.curve_times", "emergence.forecast", "layer_selection")
-_FILES = (*_FILES, "emergence.lead_lag", "block_schedules")
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a command's help reads block_schedules alone and need not wait for torch.
-    if not name.startswith("_") and name not in (*_FILES, "jacobian", "emergence"):
+    if not name.startswith("_") and name not in (*_FILES, "jacobian", "emergence", "probes"):
         for file in _FILES:
             defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)
             if getattr(defined, "__module__", None) == f"{__name__}.{file}":

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import States
 from lit_layers.analyses.layerwise import Key, StatesAnalysis, walk
+from lit_layers.analyses.states import States
 from lit_layers.identity import (
     CANARY,
     NUM_SUMS,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis, at_least_float32
+from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis
+from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.measuring.undisturbed import one_line, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights

@@ -9,14 +9,15 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.features import TaskReader, TextPooling, text_features
-from lit_layers.analyses.label_probe import Fitted, ProbeOptions, RowScores, fit_layer, of_log_proba, score_rows
+from lit_layers.analyses.probes.probe_fits import Fitted, ProbeOptions, fit_layer
+from lit_layers.analyses.probes.probe_scores import RowScores, of_log_proba, score_rows
+from lit_layers.analyses.probes.task_features import TaskReader, TextPooling, text_features
 from lit_layers.data.image_files import Pictures
 from lit_layers.data.images import Normalise, eval_pixels, image_size, image_source, statistics
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
 from lit_layers.functional.geometry import pool
-from lit_layers.functional.probe import LogisticProbes
+from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.analyses.base import at_least_float32
+from lit_layers.analyses.states import at_least_float32
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import Pooling, pool
-from lit_layers.functional.probe import LogisticProbes
-from lit_layers.functional.regression import RidgeProbes
+from lit_layers.functional.probes.logistic import LogisticProbes
+from lit_layers.functional.probes.regression import RidgeProbes
 from lit_layers.models.saved import open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 

@@ -11,7 +11,7 @@ from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
-from lit_layers.functional.probe import LogisticProbes
+from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.build import save
 from lit_layers.models.shard_files import ShardFiles

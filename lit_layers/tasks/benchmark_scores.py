@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, at_least_float32, variants_of
+from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, variants_of
+from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash

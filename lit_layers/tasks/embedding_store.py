@@ -20,8 +20,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lit_layers.analyses.base import States
-from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
+from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling, text_features
+from lit_layers.analyses.states import States
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused

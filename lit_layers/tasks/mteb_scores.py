@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis, States, at_least_float32
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis
 from lit_layers.analyses.changed_texts import Invariance
-from lit_layers.analyses.features import LayerFeatures, TextPooling
+from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash

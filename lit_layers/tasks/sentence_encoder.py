@@ -12,7 +12,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.analyses.features import TextPooling
+from lit_layers.analyses.probes.task_features import TextPooling
 from lit_layers.errors import InputError
 from lit_layers.schema import Count
 

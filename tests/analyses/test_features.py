@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from lit_layers.analyses.features import LayerFeatures, TextPooling, text_features
+from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.errors import InputError

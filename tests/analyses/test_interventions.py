@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import readout_scores
-from lit_layers.analyses.readout_scores import Interventions
+from lit_layers.analyses.readouts import readout_scores
+from lit_layers.analyses.readouts.readout_scores import Interventions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.measuring import one_model

@@ -10,7 +10,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.analyses import LabelProbe, label_probe
+from lit_layers.analyses import LabelProbe
+from lit_layers.analyses.probes import probe_fits
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.measuring.one_model import measure
@@ -144,17 +145,17 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
 ):
     name = {"fixed_c": "fit_logistic_probes", "watch": "fit_watching_probes", "record": "fit_record_probes"}[estimator]
 
-    fitter = getattr(label_probe, name)
+    fitter = getattr(probe_fits, name)
 
     def fit(features, labels, *, device, **options):
         assert torch.device(device).type == fitted_on
         return fitter(features, labels, **options)
 
-    monkeypatch.setattr(label_probe, name, fit)
+    monkeypatch.setattr(probe_fits, name, fit)
     model, labels = SimpleNamespace(device=torch.device(model_is_on)), torch.arange(20) % 2
     probe, features = analysis(*split, estimator=estimator), torch.randn(2, 20, 3)
     layers = torch.tensor([True, True])
-    fitting = label_probe.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
+    fitting = probe_fits.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
     probes = probe.probes(model, [], [fitting])
     parts = list(probes.parts(model))
     assert [layer for _, _, layer in parts] == [0, 1]
@@ -165,13 +166,13 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
 def test_a_warm_start_begins_at_the_last_probes_of_the_same_labels_and_changes_little(estimator, split, monkeypatch):
     name, starts = {"fixed_c": "fit_logistic_probes", "record": "fit_record_probes"}[estimator], []
 
-    fitter = getattr(label_probe, name)
+    fitter = getattr(probe_fits, name)
 
     def fit(*given, start, **options):
         starts.append(start)
         return fitter(*given, start=start, **options)
 
-    monkeypatch.setattr(label_probe, name, fit)
+    monkeypatch.setattr(probe_fits, name, fit)
     model = LayeredModel(tiny("vit", torch.float64))
     options = {"estimator": estimator, "random_labels": True, "pooling": ("cls", "mean")}
     cold, warm = analysis(*split, **options), analysis(*split, **options, warm_start=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.layer_geometry import LayerSimilarity
+from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.similarity import layer_stages
 from lit_layers.measuring import one_model

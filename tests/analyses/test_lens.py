@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import Lens, readout_scores
+from lit_layers.analyses import Lens
+from lit_layers.analyses.readouts import readout_scores
 from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval

@@ -11,9 +11,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.analyses import NextTokenProbe, label_probe
-from lit_layers.analyses.features import permuted
-from lit_layers.analyses.next_token_probe import (
+from lit_layers.analyses import NextTokenProbe
+from lit_layers.analyses.probes import probe_fits
+from lit_layers.analyses.probes.next_token_probe import (
     _look,
     _together,
     class_of,
@@ -21,11 +21,12 @@ from lit_layers.analyses.next_token_probe import (
     duplicates,
     most_frequent,
     passes,
-    real_tokens,
 )
+from lit_layers.analyses.probes.task_features import permuted
+from lit_layers.analyses.states import real_tokens
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
-from lit_layers.functional.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
@@ -171,14 +172,14 @@ def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, spli
 @pytest.mark.parametrize("estimator", ["watch", "record"])
 def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch, estimator):
     name, texts = {"watch": "fit_watching_probes", "record": "fit_record_probes"}[estimator], []
-    of = getattr(label_probe, name)
+    of = getattr(probe_fits, name)
 
     def spy(features, *given, groups, **options):
         assert len(groups) == features.shape[1]
         texts.append(groups.tolist())
         return of(features, *given, groups=groups, **options)
 
-    monkeypatch.setattr(label_probe, name, spy)
+    monkeypatch.setattr(probe_fits, name, spy)
     records = run(model, *split, estimator=estimator, positions_per_sequence=2)
     assert records
     assert max(map(texts[0].count, texts[0])) == 2
@@ -191,7 +192,7 @@ def test_rows_of_one_document_are_held_out_together_where_none_is_a_fold_of_its_
         groups_of.append(groups)
         return fit_watching_probes(features, labellings, groups=groups, **options)
 
-    monkeypatch.setattr(label_probe, "fit_watching_probes", spy)
+    monkeypatch.setattr(probe_fits, "fit_watching_probes", spy)
     texts_of_a_document = {}
     for count in (1, 10, 100):  # of 150 texts; of 100 a document has more than a fifth
         monkeypatch.setattr(Listed, "origins", lambda self, count=count: torch.arange(150) // count)

@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss, r2_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import Probe, SampleSizeSweep
-from lit_layers.analyses.task_probes import over_seeds, sizes, subsets
+from lit_layers.analyses.probes.task_probes import over_seeds, sizes, subsets
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError

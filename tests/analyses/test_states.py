@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_layers.analyses.base import at_least_float32, in_convention
+from lit_layers.analyses.states import at_least_float32, in_convention
 from lit_layers.models.build import save
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_layers.analyses.features import text_features
+from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.functional.probe import fit_logistic_probes
-from lit_layers.functional.regression import fit_ridge_probes
+from lit_layers.functional.probes.logistic import fit_logistic_probes
+from lit_layers.functional.probes.regression import fit_ridge_probes
 from lit_layers.models.build import quiet, save, vit
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
@@ -299,7 +299,7 @@ def test_an_export_is_replaced_when_asked_and_may_keep_its_head(home, tmp_path, 
 def test_features_are_kept_and_found_again(home, tmp_path, capsys, monkeypatch):
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--cache", tmp_path / "cache"]
     first = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "a")
-    monkeypatch.setattr("lit_layers.analyses.features._write", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr("lit_layers.analyses.probes.task_features._write", lambda *_: pytest.fail("made again"))
     again = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "b")
     assert first.replace("/a/", "/b/") == again
     assert len(list((tmp_path / "cache").iterdir())) == 3

@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import f1_score
 
 from lit_layers.functional.curves import macro_f1_interval, row_counts
-from lit_layers.functional.probe import macro_f1
+from lit_layers.functional.probes.logistic import macro_f1
 
 
 def by_loop(labels: torch.Tensor, predictions: torch.Tensor, resamples: int, seed: int, confidence: float):

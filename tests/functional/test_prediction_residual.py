@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 
-from lit_layers.functional.regression import prediction_residual
+from lit_layers.functional.probes.regression import prediction_residual
 
 
 def random(*shape, seed=0):

@@ -13,8 +13,9 @@ from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from lit_layers.functional import _checks, probe
-from lit_layers.functional.probe import fit_logistic_probes, macro_f1
+from lit_layers.functional import _checks
+from lit_layers.functional.probes import lbfgs, logistic
+from lit_layers.functional.probes.logistic import fit_logistic_probes, macro_f1
 
 
 def problem(num_classes=3, n=120, dim=6, layers=3, seed=0):
@@ -158,7 +159,7 @@ def test_layers_fitted_side_by_side_are_those_fitted_alone(monkeypatch, num_clas
     alone = fit_logistic_probes(features, labels)
     assert len(set(alone.num_iterations.tolist())) > 1
     groups = [slice(0, 3), slice(3, 4)]  # as on a GPU
-    monkeypatch.setattr(probe, "layers_at_once", lambda *given: groups)
+    monkeypatch.setattr(logistic, "layers_at_once", lambda *given: groups)
     together = fit_logistic_probes(features, labels)
     assert together.num_iterations.tolist() == alone.num_iterations.tolist()
     torch.testing.assert_close(together.weight, alone.weight, atol=1e-8, rtol=0)
@@ -276,7 +277,7 @@ def test_the_minimiser_finds_its_step_however_wrong_the_preconditioner(guess):
         away = points - centers
         return (curvature * away**2 / 2 + away**4 / 4).sum(1), curvature * away + away**3
 
-    found = probe.minimize(
+    found = lbfgs.minimize(
         evaluate,
         torch.zeros_like(centers),
         lambda g: guess * g,
@@ -295,7 +296,7 @@ def test_a_problem_without_a_way_down_stops_and_is_not_converged():
     def is_done(point, value, slope, direction):
         return slope.abs().amax(1) < 1e-6
 
-    found = probe.minimize(evaluate, torch.zeros(2, 1), lambda g: g, is_done, 50)
+    found = lbfgs.minimize(evaluate, torch.zeros(2, 1), lambda g: g, is_done, 50)
     assert found.done.tolist() == [False, True]
     assert found.point.flatten().tolist() == [0, 3]
     assert found.num_iterations.tolist() == [1, 1]
@@ -373,7 +374,7 @@ def test_rows_read_in_pieces_give_the_same_probes(monkeypatch, num_classes, dtyp
     expected = fit_logistic_probes(features, labels)
     before = features.clone()
     monkeypatch.setattr(_checks, "CHUNK", 100)
-    monkeypatch.setattr(probe, "CHUNK", 100)
+    monkeypatch.setattr(logistic, "CHUNK", 100)
     found = fit_logistic_probes(features, labels)
     assert torch.equal(features, before)  # what is centred is a copy
     np.testing.assert_allclose(found.mean, features.double().mean(1), rtol=1e-14)
@@ -388,7 +389,7 @@ def test_rows_read_in_pieces_give_the_same_probes(monkeypatch, num_classes, dtyp
 def test_a_fit_holds_one_copy_of_one_mapped_layer(tmp_path):
     script = """
 import sys, torch
-from lit_layers.functional.probe import fit_logistic_probes
+from lit_layers.functional.probes.logistic import fit_logistic_probes
 from lit_layers.models.costs import most_ever  # of this process alone
 torch.set_num_threads(1)
 layers, rows, dim = 4, 60_000, 512  # 123 MB each

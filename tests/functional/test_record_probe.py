@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from lit_layers.functional import record_probe
-from lit_layers.functional.record_probe import C_GRID, fit_record_probes, held_out_rows
+from lit_layers.functional.probes import record_probe
+from lit_layers.functional.probes.record_probe import C_GRID, fit_record_probes, held_out_rows
 from tests.functional.test_watching_probe import CLASSES, problem
 
 

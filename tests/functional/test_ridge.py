@@ -8,7 +8,7 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional import _checks
-from lit_layers.functional.regression import fit_ridge_probes, r_squared
+from lit_layers.functional.probes.regression import fit_ridge_probes, r_squared
 
 
 def problem(n=90, dim=6, layers=3, outputs=(), seed=0):

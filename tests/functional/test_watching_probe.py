@@ -10,10 +10,10 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from lit_layers.functional import probe, watching_probe
-from lit_layers.functional.probe import PrincipalRows
-from lit_layers.functional.record_probe import fold_numbers, held_out_rows
-from lit_layers.functional.watching_probe import best_share, calibration, fit_watching_probes
+from lit_layers.functional.probes import logistic, watching_probe
+from lit_layers.functional.probes.logistic import PrincipalRows
+from lit_layers.functional.probes.record_probe import fold_numbers, held_out_rows
+from lit_layers.functional.probes.watching_probe import best_share, calibration, fit_watching_probes
 
 CLASSES = 6
 
@@ -282,7 +282,7 @@ def test_layers_and_labellings_side_by_side_are_each_one_s_own(monkeypatch):
     for given, in_groups in zip((labels, other), fit_watching_probes(features, [labels, other]), strict=True):
         alone = [fit_watching_probes(features[layer : layer + 1], [given])[0] for layer in range(3)]
         for found in (together[given is other], in_groups):
-            expected = probe.together(alone)
+            expected = logistic.together(alone)
             torch.testing.assert_close(found.weight, expected.weight, atol=1e-10, rtol=0)
             torch.testing.assert_close(found.c, expected.c)
 

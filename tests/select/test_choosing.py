@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from lit_layers.analyses.label_probe import ProbeOptions
+from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import row_counts
 from lit_layers.select.choosing import Choice, choose

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.functional.probe import fit_logistic_probes
-from lit_layers.functional.regression import RidgeProbes, fit_ridge_probes
+from lit_layers.functional.probes.logistic import fit_logistic_probes
+from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.select import ProbeHead
 from tests.support.exports import CLASSES, head_of
 

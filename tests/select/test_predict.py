@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
-from lit_layers.analyses.features import text_features
+from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.data.batches import encode_texts
 from lit_layers.errors import InputError
-from lit_layers.functional.regression import RidgeProbes
+from lit_layers.functional.probes.regression import RidgeProbes
 from lit_layers.models.build import save, vit
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import ProbeHead, export, load_classifier

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer, train_bpe
 from lit_layers.functional.geometry import Pooling, pool
-from lit_layers.functional.probe import LogisticProbes, fit_logistic_probes
+from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
 from lit_layers.models.costs import Cost, Machine
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import ProbeHead

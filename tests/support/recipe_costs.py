@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import yaml
 
-from lit_layers.analyses.task_probes import OnTask
+from lit_layers.analyses.probes.task_probes import OnTask
 from lit_layers.cli.verbs import fit
 from lit_layers.data import batches
 from lit_layers.data.prompt_texts import CorpusTexts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from lit_layers.analyses.features import text_features
+from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel

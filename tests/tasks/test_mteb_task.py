@@ -15,7 +15,7 @@ import torch
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.linear_model import LogisticRegression
 
-from lit_layers.analyses.features import text_features
+from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze
 from lit_layers.models.build import weights_hash

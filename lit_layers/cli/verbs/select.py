@@ -211,7 +211,7 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
 
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """The layer chosen for a model."""
-    from lit_layers.analyses.label_probe import ProbeOptions
+    from lit_layers.analyses.probes.probe_fits import ProbeOptions
     from lit_layers.models.costs import layer_latencies
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.select.choosing import choose
@@ -313,7 +313,7 @@ def _opened(
     """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
     import torch
 
-    from lit_layers.analyses.base import at_least_float32
+    from lit_layers.analyses.states import at_least_float32
     from lit_layers.measuring.one_checkpoint import device_of
     from lit_layers.models.saved import load
     from lit_layers.models.view import LayeredModel

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_layers.functional.jacobian.attention import Attention, Expansion, Replay, expect_single_tokens
+from lit_layers.functional.jacobian.block_attention import Attention, Expansion, Replay, expect_single_tokens
 from lit_layers.functional.jacobian.block_call import Call, Unsupported, pull_back
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)

@@ -1,8 +1,8 @@
 """Block Jacobians from calls of the block on one token: the cost does not grow with the length of the prompt.
 
 A block of a transformer mixes tokens in its attention only. So the block itself is called on single tokens, and where
-it attends, the answer is attention's first-order expansion around the whole prompt (`attention`). Value and derivative
-at that point are exact, hence so is the Jacobian. Parallel and post-norm blocks are nothing special.
+it attends, the answer is attention's first-order expansion around the whole prompt (`block_attention.py`). Value and
+derivative at that point are exact, hence so is the Jacobian. Parallel and post-norm blocks are nothing special.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lit_layers.functional.jacobian.attention import (
+from lit_layers.functional.jacobian.block_attention import (
     Attention,
     Done,
     Expansion,

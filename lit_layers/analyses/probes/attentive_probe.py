@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lit_layers.analyses.base import Analysis, at_least_float32
-from lit_layers.analyses.label_probe import LabelProbe, TagDict, label_scores
-from lit_layers.analyses.statistics import complete, left_out, with_a_value
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.probes.label_probe import LabelProbe, label_scores
+from lit_layers.analyses.states import at_least_float32
+from lit_layers.analyses.statistics import TagDict, complete, left_out, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.attentive_probe import fit_attentive_probe
+from lit_layers.functional.probes.attentive import fit_attentive_probe
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record

@@ -1,34 +1,23 @@
-"""How tokens travel through the layers, their paths as a picture, and how alike states are: of different layers, and of
-one layer where the blocks before it run in another order."""
+"""How alike states are: of different layers, and of one layer where the blocks before it run in another order."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import (
-    DividedAnalysis,
-    PromptAnalysis,
-    States,
-    evenly_spread,
-    in_convention,
-    variants_of,
-    without_first,
-)
-from lit_layers.analyses.layerwise import Key, LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
+from lit_layers.analyses.base import DividedAnalysis, variants_of
+from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
-    Sample,
     complete,
     gap,
     left_out,
     mean_of_defined,
-    median_of_defined,
     summarize,
-    summarize_all,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -36,206 +25,10 @@ from lit_layers.functional._checks import widened
 from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
-from lit_layers.functional.trajectory import WalkedPath, principal_paths
-from lit_layers.metrics import is_in, look_up
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.view import Trajectory as PromptTrajectory
 from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
-
-
-@dataclass(kw_only=True)
-class Trajectory(LayerwiseAnalysis):
-    """Shape, growth and steps of the paths that tokens take through the layers.
-
-    Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
-    so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each is averaged
-    over the tokens of a prompt, then over prompts; a median (tag `statistic`) is the median over prompts of the median
-    over tokens. The tag `num_undefined_tokens` counts tokens without a value, of all prompts: those whose state is zero
-    or not finite, and from a step of length zero on for the line shape. A metric of the whole path is NaN where no
-    token has one; the layers up to there keep theirs.
-
-    `tokens` "all" are the real ones without the first `drop_first` (mostly a sink, whose path is unlike any other),
-    "last" the last of these alone. The model runs in float32 or wider. `states="hf"` ends each path after the final
-    norm (preset "paper"): one large last step.
-    """
-
-    LEAST: ClassVar = {"drop_first": 0}
-    PRESETS: ClassVar = {"paper": {"states": "hf"}}
-    carried = 8  # the sum of the steps, in float64
-
-    batches: Batches
-    name: str = "trajectory"
-    tokens: Literal["all", "last"] = "all"
-    drop_first: int = 1
-    states: States = "resid"
-    preset: Literal["paper"] | None = None
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return Work()
-
-    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
-        return _TrajectoryRun(model, self.resolved(model))
-
-
-class _TrajectoryRun(LayerwiseRun):
-    """Of each batch the walked path of its kept tokens, and which tokens those are, `kept`."""
-
-    def __init__(self, model: LayeredModel, options: Trajectory) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        position = mask.cumsum(-1)
-        kept = mask & (position > self.options.drop_first)
-        if self.options.tokens == "last":
-            kept = kept & (position == position[:, -1:])
-        path = WalkedPath()
-        path.start(in_convention(self.model, self.options.states, 0, hidden)[kept])
-        self._keep(batch, kept, path)
-
-    def visit(self, visit: Visit) -> None:
-        kept, path = self._kept(self.of_batch(visit.batch))
-        here = kept.to(visit.mask.device)
-        before = in_convention(self.model, self.options.states, visit.layer - 1, visit.before)
-        after = in_convention(self.model, self.options.states, visit.layer, visit.after)
-        path.step(before[here], after[here])
-        self._keep(visit.batch, kept, path)
-        if visit.layer == self.model.num_layers:
-            del self.state[visit.batch, "total"]  # (tokens, dim), of which nothing more is asked
-
-    def records(self) -> Iterator[Record]:
-        tags = self.options.tags_of("states")
-        groups = [_of_prompts(path, kept) for kept, path in map(self._kept, self.batches())]
-        samples: list[Sample] = []
-        for metric in groups[0]:
-            samples += _samples(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
-        yield from summarize_all(samples)
-
-    @staticmethod
-    def _kept(state: dict[str, Tensor]) -> tuple[Tensor, WalkedPath]:
-        return state.pop("kept"), WalkedPath(state)
-
-    def _keep(self, batch: int, kept: Tensor, path: WalkedPath) -> None:
-        self.state.update({(batch, name): tensor for name, tensor in {"kept": kept, **path.state}.items()})
-
-
-def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
-    """Per metric and row (layer): mean over a prompt's tokens, median, number of tokens without a value."""
-    statistics = {}
-    for metric, values in _of_tokens(path).items():
-        kept = kept.to(values.device)  # where there is no float64, values are on the CPU
-        placed = values.new_full((len(values), *kept.shape), torch.nan)
-        placed[:, kept] = values  # (rows, batch, tokens)
-        missing = (placed.isnan() & kept).sum(-1)
-        statistics[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
-    return statistics  # (3, rows, batch) each
-
-
-def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
-    """Per metric the values (rows, paths); metrics of a whole path have one row."""
-    norms, lengths = path.state["norms"], path.state["lengths"]
-    values = {  # what breaks off leaves the layers before alone
-        "line_shape_score": path.running_line_shape_score("nan", so_far=True),
-        "equidistance": path.equidistance("nan")[None],
-        "growth_rate": path.growth_rates("nan", so_far=True),
-        "state_norm": norms.where(norms.isfinite(), torch.nan),
-    }
-    if len(norms) > 2:  # one block has no deviation of growth
-        values["expodistance"] = path.expodistance("nan")[None]
-    return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
-
-
-def _samples(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterator[Sample]:
-    means, medians, missing = statistics  # (rows, prompts) each
-    about, of_path = look_up(metric), is_in(metric, "path")
-    rows: list[tuple[int, int | None]] = [(-1, None)] if of_path else []
-    if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
-        places = enumerate(range(len(means)), start=min(1, about.first_layer))
-        rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
-    for row, layer in rows:
-        counts = left_out("tokens", int(missing[row].sum()))
-        yield Sample(metric, means[row], layer, tags=tags | counts)
-        if about.median and (layer is None or not of_path):
-            yield Sample(metric, medians[row], layer, tags=tags | counts, statistic="median")
-
-
-LEAST_TOKENS = 3  # a plane needs them
-
-
-@dataclass(kw_only=True)
-class PathsInPlane(PromptAnalysis):
-    """Where tokens are at every layer, in the plane of the last layer's first two principal components.
-
-    Per prompt or image: `path`, the coordinate of a token (tag `token`, counted among the real ones) at a layer along
-    an axis (tag `axis`, 1 or 2), and `path_variance`, the share of the last layer's variance along it; both with the
-    tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over prompts.
-
-    Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
-    others; of an image the class token); of these at most `num_tokens`, evenly spread, are recorded. Each prompt, and
-    each checkpoint, has axes of its own. Only the first `num_prompts` prompts are measured; one of fewer than 3 tokens,
-    or whose tokens end on a line or nowhere, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends
-    each path after the final norm. The model runs in float32 or wider. Source: definitions as in
-    `lit_layers.functional.trajectory`.
-    """
-
-    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 1, "drop_first": 0}
-
-    batches: Batches
-    name: str = "paths_in_plane"
-    num_prompts: int = 2
-    num_tokens: int = 24
-    drop_first: int = 1
-    states: Literal["resid", "hf"] = "resid"
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return Work(parts=(Part("spectra", passes.texts, (passes.tokens // passes.texts,)),))
-
-    def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
-        tokens = list(range(self.drop_first, int(trajectory.mask.sum())))
-        if len(tokens) < LEAST_TOKENS:
-            nowhere = torch.full((2,), torch.nan, dtype=torch.float64)
-            return _Paths([], nowhere.new_empty(trajectory.num_layers + 1, 0, 2), nowhere)
-        kept = torch.stack(
-            [
-                in_convention(model, self.states, layer, hidden)[0][trajectory.mask[0]][self.drop_first :]
-                for layer, hidden in enumerate(trajectory.hidden)
-            ]
-        )
-        places, explained = principal_paths(kept, undefined="nan")
-        shown = evenly_spread(0, len(tokens) - 1, self.num_tokens)
-        return _Paths([tokens[index] for index in shown], places[:, shown].cpu(), explained.cpu())
-
-    def combine(self, model: LayeredModel, prompts: "list[_Paths]") -> Iterable[Record]:
-        if not any(paths.tokens for paths in prompts):
-            raise InputError(
-                f"{self.name}: no prompt has {LEAST_TOKENS} tokens after the first {self.drop_first}: give longer "
-                "prompts or a smaller drop_first"
-            )
-        tags = self.tags_of("states")
-        yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in prompts]), tags=tags)
-        for prompt, paths in enumerate(prompts, start=1):
-            if not paths.explained.isnan().any():
-                yield from _plane_records(paths, {"prompt": prompt, **tags})
-
-
-class _Paths(NamedTuple):
-    """Of one prompt, in float64 on the CPU."""
-
-    tokens: list[int]
-    places: Tensor  # (layers + 1, tokens, 2)
-    explained: Tensor  # (2,) NaN where there is no plane
-
-
-def _plane_records(paths: _Paths, tags: dict[str, str | int | float]) -> Iterable[Record]:
-    for axis, share in enumerate(paths.explained.tolist(), start=1):
-        yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
-    for layer, places in enumerate(paths.places.tolist()):
-        for token, place in zip(paths.tokens, places, strict=True):
-            for axis, value in enumerate(place, start=1):
-                yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})
-
 
 Mode = Literal["token", "flattened"]
 Rows = Literal["tokens", "prompts"]
@@ -393,9 +186,6 @@ def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> 
     sizes = {name: getattr(stages, name) for name in SIZES}
     for metric, value in {**sizes, "block_contrast": stages.contrast}.items():
         yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})
-
-
-# ------------------------------------------------------------------------------------------------ in another order
 
 
 @dataclass(kw_only=True)

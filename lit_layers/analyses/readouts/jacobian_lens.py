@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, at_least_float32, first_rows
-from lit_layers.analyses.readout_scores import FullModel, Rows, check_head, rows_of
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
+from lit_layers.analyses.states import at_least_float32, first_rows
 from lit_layers.analyses.statistics import summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.files.lens_files import read_lens, write_lens
-from lit_layers.functional.jacobian.to_last_layer import jacobians_to_last_layer
+from lit_layers.functional.jacobian.routes import jacobians_to_last_layer
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record

@@ -9,17 +9,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite
-from lit_layers.functional.probe import (
+from lit_layers.functional.probes.lbfgs import Minimum, minimize
+from lit_layers.functional.probes.logistic import (
     LogisticProbes,
-    Minimum,
     PrincipalRows,
     Softmax,
     checked_classes,
     layers_at_once,
-    minimize,
     together,
 )
-from lit_layers.functional.record_probe import fold_numbers, held_out_rows
+from lit_layers.functional.probes.record_probe import fold_numbers, held_out_rows
 
 STEPS = 8
 SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)

@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite
-from lit_layers.functional.probe import (
+from lit_layers.functional.probes.lbfgs import Minimum, minimize
+from lit_layers.functional.probes.logistic import (
     LogisticProbes,
-    Minimum,
     PrincipalRows,
     Softmax,
     check_start,
     checked_classes,
     layers_at_once,
-    minimize,
     together,
 )
 

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import FollowingAnalysis, real_tokens
-from lit_layers.analyses.label_probe import Fitting, SplitProbe
-from lit_layers.analyses.statistics import complete, left_out, nothing_defined, summarize_ratio
+from lit_layers.analyses.base import FollowingAnalysis
+from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.states import real_tokens
+from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
-from lit_layers.functional.probe import macro_f1
-from lit_layers.functional.record_probe import NUM_FOLDS
+from lit_layers.functional.probes.logistic import macro_f1
+from lit_layers.functional.probes.record_probe import NUM_FOLDS
 from lit_layers.models import workload
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, Work
@@ -121,7 +122,6 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
             )
 
 
-Tags = dict[str, str | int | float]
 MAX_LOGITS = 2**28  # of one forward pass: 1 GB in float32
 
 
@@ -207,7 +207,7 @@ class NextTokenProbe(SplitProbe):
             layers, kept = complete(torch.cat(defined, dim=1))
             if not layers.any():
                 raise nothing_defined(self.name)
-            tags: Tags = {**left_out("", ~kept)}
+            tags: TagDict = {**left_out("", ~kept)}
             if tags:  # drawn and counted anew without the texts of these rows
                 rows = kept.split([len(problem.train), len(problem.test)])
                 broken = [
@@ -223,7 +223,7 @@ class NextTokenProbe(SplitProbe):
         if not layers.all():
             train, test = train[layers], test[layers]
 
-        def scores(log_proba: Tensor, tags: Tags, layer: int) -> Iterator[Record]:
+        def scores(log_proba: Tensor, tags: TagDict, layer: int) -> Iterator[Record]:
             return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
         labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
@@ -293,7 +293,7 @@ class NextTokenProbe(SplitProbe):
             (len(train_texts), len(test_texts)),
         )
 
-    def _coverage(self, problem: "_Problem", tags: Tags) -> list[Record]:
+    def _coverage(self, problem: "_Problem", tags: TagDict) -> list[Record]:
         tags = {
             **tags,
             "num_classes": len(problem.classes),
@@ -307,7 +307,7 @@ class NextTokenProbe(SplitProbe):
                 tags[f"num_{name}_wanted"] = requested
         return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
 
-    def _references(self, problem: "_Problem", head: "_Head | None", counts: Tags) -> Iterator[Record]:
+    def _references(self, problem: "_Problem", head: "_Head | None", counts: TagDict) -> Iterator[Record]:
         share = torch.bincount(problem.train_classes).double() / len(problem.train)
         log_share = share.log().expand(len(problem.test), -1)
         yield from self._scores(
@@ -315,7 +315,7 @@ class NextTokenProbe(SplitProbe):
         )
         if head is None or not head.log_loss.isfinite().all():
             return  # no head, or one behind a broken layer
-        tags: Tags = {"reference": "lm_head", **counts}
+        tags: TagDict = {"reference": "lm_head", **counts}
         covered = problem.test_classes >= 0
         hit = head.top == problem.test.targets
         yield from self._share("accuracy", hit[covered], problem.test.text[covered], tags=tags)
@@ -325,7 +325,7 @@ class NextTokenProbe(SplitProbe):
         yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed", **counts})
 
     def _scores(
-        self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: Tags, layer: int | None = None
+        self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
         """Of predictions (test rows,) and log-probabilities (test rows, classes)."""
         covered = problem.test_classes >= 0
@@ -338,7 +338,9 @@ class NextTokenProbe(SplitProbe):
         value = macro_f1(truth, predicted[covered])
         yield Record(metric="macro_f1", value=value, layer=layer, n=len(truth), tags=tags)
 
-    def _mean(self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> list[Record]:
+    def _mean(
+        self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict
+    ) -> list[Record]:
         """Over rows, with an interval over texts: the same thing with one row a text."""
         _, num_texts = self._problem().num_texts
         counts = torch.bincount(text, minlength=num_texts)
@@ -347,7 +349,9 @@ class NextTokenProbe(SplitProbe):
             replace(record, n=len(values)) for record in summarize_ratio(metric, sums, counts, layer=layer, tags=tags)
         ]
 
-    def _share(self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: Tags) -> list[Record]:
+    def _share(
+        self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict
+    ) -> list[Record]:
         records = self._mean(metric, hits, text, layer=layer, tags=tags)
         if self.positions_per_sequence > 1:
             return records
@@ -381,7 +385,7 @@ _Broken = tuple[frozenset[int], frozenset[int]]  # texts of train and of test wh
 
 class _Gaps(NamedTuple):
     layers: Tensor  # (layers + 1,) False where there is no probe
-    tags: Tags
+    tags: TagDict
     broken: _Broken
 
 

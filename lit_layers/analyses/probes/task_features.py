@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.analyses.base import STATES, States, in_convention
+from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, first_rows, variants_of
+from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, variants_of
+from lit_layers.analyses.states import first_rows
 from lit_layers.analyses.statistics import Tags, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError

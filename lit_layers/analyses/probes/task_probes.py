@@ -11,22 +11,25 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import FollowingAnalysis
-from lit_layers.analyses.features import LayerFeatures, TaskReader, TaskRows, TextPooling, permuted, text_features
-from lit_layers.analyses.label_probe import (
-    ProbeAnalysis,
-    ProbeOptions,
+from lit_layers.analyses.probes.probe_fits import ProbeAnalysis, ProbeOptions, fit_layer
+from lit_layers.analyses.probes.probe_scores import (
     RowScores,
-    TagDict,
-    Tags,
     curve_records,
-    fit_layer,
     of_log_proba,
     score_records,
     score_rows,
 )
-from lit_layers.analyses.statistics import complete, left_out, nothing_defined
+from lit_layers.analyses.probes.task_features import (
+    LayerFeatures,
+    TaskReader,
+    TaskRows,
+    TextPooling,
+    permuted,
+    text_features,
+)
+from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
 from lit_layers.errors import InputError
-from lit_layers.functional.probe import LogisticProbes
+from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, of_texts
@@ -178,7 +181,7 @@ class Probe(OnTask):
             of "record", within the rule by which its fits end.
         seed: of permuted labels and of new weights.
 
-    The other arguments are those of every analysis on a task (`lit_layers.analyses.task_probes`).
+    The other arguments are those of every analysis on a task (`OnTask`).
     """
 
     kind = "probe"

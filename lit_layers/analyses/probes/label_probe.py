@@ -1,0 +1,218 @@
+"""What a linear probe of each layer tells of the label of a text or image."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import FollowingAnalysis
+from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.states import real_tokens
+from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
+from lit_layers.errors import InputError
+from lit_layers.functional.curves import (
+    wilson_interval,
+)
+from lit_layers.functional.geometry import pool
+from lit_layers.functional.probes.logistic import macro_f1
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import Work, passes_of
+from lit_layers.records import Record
+
+Pooling = Literal["cls", "mean", "last"]
+
+
+@dataclass(kw_only=True)
+class LabelProbe(SplitProbe):
+    """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
+
+    The feature of a row is one vector per layer, tag `pooling`: "mean" of its real tokens (of an image the patches
+    alone: no class, distillation or register token), "cls", the first token, or "last", the last real one (of an image
+    the last patch). Several may be given; each has probes of its own. Layer 0 under "cls" is the same vector for every
+    image, so that its probe knows the class shares alone.
+
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` are
+    what the class frequencies in training give on the same rows, and those tagged `control="random_labels"` come from
+    probes fitted to permuted labels. A training row that is also a test row, pixel for pixel or token for token, is
+    left out; `num_duplicates` counts these. Every label of the test rows must be among the training rows'. A layer at
+    which fewer than half of all rows have finite features has no probe; a row whose features are not finite at another
+    layer is left out of all, and counted in `num_undefined`.
+
+    Features are standardised, `c` multiplies the sum of the losses and `tolerance` is on the gradient, as in
+    `lit_layers.functional.fit_logistic_probes`; a layer whose probe has not converged has the tag
+    `num_not_converged`. Intervals: Wilson's for the accuracy, bootstrap over test rows for the loss. The model runs in
+    float32 or wider. Held in memory: layers x rows x width for each pooling and split (13 x 10,000 x 192 x 4 B =
+    0.1 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
+    """
+
+    name: str = "label_probe"
+    pooling: Pooling | tuple[Pooling, ...] = "mean"
+
+    def work(self, model: LayeredModel) -> Work | None:
+        train, test = (passes_of(model, batches, kept=False) for batches in (self.train, self.test))
+        if train is None or test is None:
+            return None
+        # of as many classes as the model has; labels of texts are only known when they are read
+        number = (1 + self.random_labels) * len(self._poolings())
+        probes = self.fits_a_layer(model, number, train.texts, model.num_classes or 2)
+        held = 4.0 * (model.num_layers + 1) * (train.texts + test.texts) * model.dim * len(self._poolings())
+        return train + test + probes + Work(host=held)
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self.problem(model)
+
+    def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
+        for split in ("train", "test"):
+            yield from ((split, batch) for batch in getattr(self, split))
+
+    def reads(self, model: LayeredModel, part: tuple[str, Batch]) -> Sequence[Batch]:
+        return [part[1]]
+
+    def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, dict[Pooling, Tensor]]:
+        split, batch = part
+        return split, self._features(model, batch)
+
+    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> FollowingAnalysis:
+        problem = self.problem(model)
+        of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
+        for split, of_batch in results:
+            of_splits[split].append(of_batch)
+        results.clear()
+        train, test = (
+            {pooling: torch.cat([batch.pop(pooling) for batch in batches], dim=1) for pooling in self._poolings()}
+            for batches in of_splits.values()
+        )
+        train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
+        parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
+        layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
+        if not layers.any():
+            raise nothing_defined(self.name)
+        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test], scored=in_test)
+        fittings = []
+        for pooling in self._poolings():
+            tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
+            features, held_out = train[pooling], test[pooling]
+            if not kept.all() or not layers.all():
+                features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
+            scores = partial(label_scores, problem)
+            fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
+        return self.probes(model, [*self.majority(problem)], fittings)
+
+    def _poolings(self) -> tuple[Pooling, ...]:
+        return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        poolings = self._poolings()
+        if not poolings:
+            raise InputError(f"{self.name}: expected at least one pooling, got none")
+        if len(set(poolings)) < len(poolings):
+            raise InputError(f"{self.name}: expected each pooling once, got {list(poolings)}")
+        if "cls" in poolings and model.family.sees_images and not model.has_class_token:
+            kind = type(model.model).__name__
+            raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
+
+    def problem(self, model: LayeredModel) -> "LabelProblem":
+        """The labels of both splits, as numbers of classes, without a model's help."""
+        train, test = (self._rows(model, split) for split in ("train", "test"))
+        test_keys = set(test.keys)
+        kept = torch.tensor([key not in test_keys for key in train.keys])
+        num_duplicates = int((~kept).sum())
+        beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
+        classes, train_classes = train.labels[kept].unique(return_inverse=True)
+        if len(classes) < 2:
+            held = f"only the label {classes.item()}" if len(classes) else "nothing"
+            raise InputError(
+                f"{self.name}: train holds {held}{beside}, and a probe needs two labels: give more or other rows"
+            )
+        places = torch.searchsorted(classes, test.labels).clamp(max=len(classes) - 1)
+        if (unseen := test.labels[classes[places] != test.labels]).numel():
+            raise InputError(
+                f"{self.name}: no training row has the label {unseen[0].item()} of {len(unseen)} of the "
+                f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
+            )
+        everyone = torch.ones(len(places), dtype=torch.bool)
+        return LabelProblem(kept, train_classes, places, everyone, len(classes), num_duplicates)
+
+    def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
+        all_labels: list[Tensor] = []
+        keys: list[bytes] = []
+        for batch in getattr(self, split):
+            if "labels" not in batch:
+                raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
+            labels, inputs = batch["labels"], _inputs(model, batch)
+            if labels.is_floating_point() or labels.shape != (len(inputs),):
+                raise InputError(
+                    f"{self.name}: expected one integer label for each of {len(inputs)} rows of a batch of {split}, "
+                    f"got {labels.dtype} of shape {tuple(labels.shape)}"
+                )
+            if labels.min() < 0:
+                raise InputError(f"{self.name}: expected labels of 0 and above in {split}, got {int(labels.min())}")
+            all_labels.append(labels.cpu().long())
+            keys += [_key(row) for row in inputs]
+        if not all_labels:
+            raise InputError(f"{self.name}: {split} holds no rows")
+        return _Rows(torch.cat(all_labels), keys)
+
+    def _features(self, model: LayeredModel, batch: Batch) -> dict[Pooling, Tensor]:
+        """Per pooling the vectors (layers + 1, rows, dim) of a batch, on the CPU: only these are kept of it."""
+        trajectory, features = model.trajectory(batch), {}
+        for pooling in self._poolings():
+            first = model.num_prefix_tokens if pooling == "mean" else 0
+            mask = trajectory.mask[:, first:]
+            pooled = [pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden]
+            features[pooling] = torch.stack(pooled).to(model.dtype).cpu()
+        return features
+
+    def majority(self, problem: "LabelProblem") -> Iterator[Record]:
+        share = torch.bincount(problem.train).double() / len(problem.train)
+        tags: TagDict = {
+            "reference": "majority",
+            "num_classes": problem.num_classes,
+            "num_train_rows": len(problem.train),
+            "num_duplicates": problem.num_duplicates,
+        }
+        yield from label_scores(problem, share.log().expand(len(problem.test), -1), tags)
+
+
+class _Rows(NamedTuple):
+    labels: Tensor  # (rows,)
+    keys: list[bytes]  # equal for equal rows
+
+
+class LabelProblem(NamedTuple):
+    kept: Tensor  # (rows of train,) False for those of test
+    train: Tensor  # (kept rows,) numbers of classes
+    test: Tensor  # (test rows,)
+    scored: Tensor  # (rows of test,) False for those left out of the test rows
+    num_classes: int
+    num_duplicates: int
+
+
+def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
+    """What tells rows apart: images, or texts without their padding."""
+    if model.family.sees_images:
+        return list(batch["pixel_values"])
+    return real_tokens(batch)
+
+
+def _key(row: Tensor) -> bytes:
+    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+
+
+def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
+    """Of log-probabilities (test rows, classes)."""
+    truth, predicted = problem.test, log_proba.argmax(-1)
+    hits = predicted == truth
+    place: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}
+    (accuracy,) = summarize("accuracy", hits, **place)
+    low, high = wilson_interval(int(hits.sum()), len(hits))
+    yield replace(accuracy, low=low, high=high)
+    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], **place)
+    yield Record(metric="macro_f1", value=macro_f1(truth, predicted), layer=layer, n=len(truth), tags=tags)

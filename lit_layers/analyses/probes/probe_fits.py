@@ -1,0 +1,198 @@
+"""How linear probes of layers are fitted, and how their work is divided over layers."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import FollowingAnalysis, StagedAnalysis
+from lit_layers.analyses.probes.task_features import permuted
+from lit_layers.analyses.statistics import TagDict
+from lit_layers.data.batches import Batches
+from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
+from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
+from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
+from lit_layers.functional.probes.watching_probe import fit_watching_probes
+from lit_layers.models.view import LayeredModel
+from lit_layers.models.workload import Work, fits
+from lit_layers.records import Record
+
+Key = tuple[Any, ...]  # of a labelling at a layer
+
+
+# "fixed_c": logistic, at the option `c`. "watch": as near the best c's as seconds allow (`fit_watching_probes`).
+# "record": at the c that rows held out choose (`fit_record_probes`). Of numbers the latter two leave rows out.
+Estimator = Literal["fixed_c", "watch", "record"]
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How a layer's probe is fitted."""
+
+    c: float = 1.0
+    penalty: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    estimator: Estimator = "fixed_c"
+
+
+Fitted = LogisticProbes | RidgeProbes
+
+
+def fit_labellings(
+    features: Tensor,
+    labellings: Sequence[Tensor],
+    options: ProbeOptions,
+    *,
+    num_classes: int | None,
+    groups: Tensor | None = None,
+    starts: Sequence[LogisticProbes | None] | None = None,
+    device: torch.device | None = None,
+) -> Sequence[Fitted]:
+    """The probe of one layer for each labelling of its features (rows, dim): ridge where `num_classes` is None.
+
+    Rows of one number in `groups` (rows,) are held out together; `starts` are probes of similar problems.
+    """
+    layer, starts = features[None], starts or [None] * len(labellings)
+    if num_classes is None:
+        penalty = options.penalty if options.estimator == "fixed_c" else None
+        return [fit_ridge_probes(layer, targets, penalty=penalty) for targets in labellings]
+    how: dict[str, Any] = {"num_classes": num_classes, "device": device}
+    if options.estimator == "watch":  # decomposes the features once for all labellings
+        return fit_watching_probes(layer, labellings, groups=groups, **how)
+    how["max_iterations"] = options.max_iterations
+    if options.estimator == "record":
+        earlier = [start if isinstance(start, RecordProbes) else None for start in starts]
+        return [
+            fit_record_probes(layer, targets, groups=groups, start=start, **how)
+            for targets, start in zip(labellings, earlier, strict=True)
+        ]
+    how |= {"c": options.c, "tolerance": options.tolerance}
+    return [
+        fit_logistic_probes(layer, targets, start=start, **how)
+        for targets, start in zip(labellings, starts, strict=True)
+    ]
+
+
+def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_classes: int | None) -> Fitted:
+    """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
+    return fit_labellings(features, [targets], options, num_classes=num_classes)[0]
+
+
+@dataclass(kw_only=True)
+class ProbeAnalysis(StagedAnalysis):
+    """Linear probes of every layer: how they are fitted, and what those of the next checkpoint can begin with.
+
+    `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
+    work; "record" those at the c that rows held out choose, whose fits have up to `max_iterations` each.
+    """
+
+    LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
+    POSITIVE = ("c", "tolerance")
+    ADDED: ClassVar = {"estimator": "fixed_c"}
+
+    c: float = 1.0
+    tolerance: float = 1e-6
+    max_iterations: int = 1000
+    seed: int = 0
+    estimator: Estimator = "fixed_c"
+    _earlier: dict[Key, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def probe_options(self) -> ProbeOptions:
+        return ProbeOptions(
+            self.c, tolerance=self.tolerance, max_iterations=self.max_iterations, estimator=self.estimator
+        )
+
+    def fits_a_layer(self, model: LayeredModel, number: float, rows: int, num_classes: int) -> Work:
+        """What so many probes of each layer take; without classes regressions."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
+        return fits(model, number=number * (model.num_layers + 1), rows=rows, num_classes=num_classes, **options)
+
+    def fitted(
+        self, features: Tensor, labellings: Mapping[Key, Tensor], num_classes: int | None, *, warm: bool, **how: Any
+    ) -> Sequence[Fitted]:
+        """As `fit_labellings`; if `warm`, each from the last checkpoint's probes of its key, width and classes."""
+        starts = {
+            key: earlier
+            for key, targets in labellings.items()
+            if (earlier := self._earlier.get(key)) is not None
+            and earlier.weight.shape[1] == features.shape[1]
+            and torch.equal(earlier.classes, targets.unique())
+        }
+        how |= {"num_classes": num_classes, "starts": [starts.get(key) for key in labellings]}
+        probes = fit_labellings(features, [*labellings.values()], self.probe_options(), **how)
+        if warm and self.estimator != "watch":
+            pairs = zip(labellings, probes, strict=True)
+            self._earlier |= {key: probe for key, probe in pairs if isinstance(probe, LogisticProbes)}
+        return probes
+
+
+class Fitting(NamedTuple):
+    """Features that probes are fitted to, of those layers that the mask `layers` (layers + 1,) holds."""
+
+    features: Tensor  # (layers, rows, dim)
+    labels: Tensor  # (rows,)
+    test: Tensor  # (layers, test rows, dim)
+    layers: Tensor
+    num_classes: int
+    tags: TagDict
+    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # of log-probabilities, tags and layer
+    groups: Tensor | None = None  # (rows,): rows of one number are held out together
+
+
+@dataclass(kw_only=True)
+class SplitProbe(ProbeAnalysis):
+    """Logistic probes of all layers, fitted on rows of `train` and scored on rows of `test`.
+
+    Of the estimators but "fixed_c" the record `probe_c` says which c, and `n` of how many rows. `warm_start`: "record"
+    and "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the
+    rule by which its fits end.
+    """
+
+    ADDED: ClassVar = {**ProbeAnalysis.ADDED, "warm_start": False}
+
+    train: Batches
+    test: Batches
+    random_labels: bool = True
+    warm_start: bool = False
+
+    def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> FollowingAnalysis:
+        """The probes of all layers, a part each: every process holds the features of all."""
+        parts = [
+            (number, place, layer)
+            for number, fitting in enumerate(fittings)
+            for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
+        ]
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+
+        def of_part(part: tuple[int, int, int]) -> list[tuple[int, Record]]:
+            number, place, layer = part
+            return [(number, record) for record in self._of_layer(fittings[number], place, layer, device)]
+
+        def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
+            """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
+            yield from references
+            of_layers = [each for result in results for each in result]
+            of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
+            yield from (record for _, record in of_layers)
+
+        return FollowingAnalysis(self, parts, of_part, records)
+
+    def _of_layer(self, fitting: Fitting, place: int, layer: int, device: torch.device) -> Iterator[Record]:
+        """Of one layer's probes of the labels and of the control; its features stand at a place of all layers'."""
+        controls, labellings = [dict(fitting.tags)], [fitting.labels]
+        if self.random_labels:
+            controls.append({**fitting.tags, "control": "random_labels"})
+            labellings.append(permuted(fitting.labels, self.seed))
+        keys = [(tags.get("pooling"), tags.get("control"), layer) for tags in controls]
+        how: dict[str, Any] = {"warm": self.warm_start, "groups": fitting.groups, "device": device}
+        by_key = dict(zip(keys, labellings, strict=True))
+        probes = self.fitted(fitting.features[place], by_key, fitting.num_classes, **how)
+        for probe, tags in zip(probes, controls, strict=True):
+            assert isinstance(probe, LogisticProbes), "labels are classes"
+            flag = {} if probe.converged.all() else {"num_not_converged": 1}
+            yield from fitting.scores(probe.log_proba(fitting.test[[place]])[0], {**tags, **flag}, layer)
+            if self.estimator != "fixed_c":
+                yield Record(metric="probe_c", value=probe.c.item(), layer=layer, n=len(fitting.labels), tags=tags)

@@ -1,0 +1,1 @@
+"""Readouts: what each layer, or a model in another order of its blocks, predicts through norm and head."""

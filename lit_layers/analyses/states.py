@@ -1,0 +1,83 @@
+"""The hidden states that analyses look at: in which convention and precision, and of which prompts and tokens."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_layers.models.shared_pass import SharedPass
+from lit_layers.models.view import Batch, LayeredModel
+
+# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
+# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
+States = Literal["resid", "hf", "normed"]
+
+
+STATES: tuple[States, ...] = ("resid", "hf", "normed")
+
+
+def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """The batches up to that many rows."""
+    for batch in batches:
+        rows = min(count, len(next(iter(batch.values()))))
+        yield {name: values[:rows] for name, values in batch.items()}
+        count -= rows
+        if not count:
+            return
+
+
+def final_norm(model: LayeredModel) -> torch.nn.Module | None:
+    """The norm after the last block; None where there is none (BERT)."""
+    return model.family.final_norm(model.model)
+
+
+def in_convention(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
+    """The hidden states of a layer as the convention has them."""
+    norm = final_norm(model)
+    if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
+        return hidden
+    with torch.no_grad():
+        return norm(hidden)
+
+
+def at_least_float32(model: LayeredModel) -> LayeredModel:
+    """The model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
+
+    The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
+    anew, as a cast has rounded it.
+    """
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return model
+    if isinstance(model, SharedPass):
+        return model.converted(at_least_float32)
+    fresh = copy.deepcopy(model.model).float()
+    for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
+        if module._non_persistent_buffers_set:
+            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+            with torch.no_grad():
+                fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
+                for parameter, value in kept:
+                    parameter.copy_(value)
+    return LayeredModel(fresh)
+
+
+def real_tokens(batch: Batch) -> list[Tensor]:
+    """The token ids of each text, (tokens,), without its padding, so that it cannot matter on which side it was."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    return [row[real] for row, real in zip(ids, mask, strict=True)]
+
+
+def without_first(mask: Tensor, count: int) -> Tensor:
+    """A mask (batch, tokens) without the first real tokens of each text."""
+    return mask & (mask.cumsum(-1) > count)
+
+
+def evenly_spread(first: int, last: int, count: int) -> list[int]:
+    """At most `count` whole numbers from `first` to `last`, both among them (the last alone for one)."""
+    if count == 1 or first == last:
+        return [last]
+    count = min(count, last - first + 1)
+    return [first + round(index * (last - first) / (count - 1)) for index in range(count)]
