@@ -200,13 +200,13 @@ def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
 def _tokenizer(model: Any, named: str | Path | None) -> str:
     if named is not None:
         return str(named)
-    own = getattr(model, "name_or_path", "") if isinstance(model, nn.Module) else str(model)
-    if not own:
+    carried = getattr(model, "name_or_path", "") if isinstance(model, nn.Module) else str(model)
+    if not carried:
         raise InputError(
             f"tokenizer: a {type(model).__name__} in memory carries none; name a folder or a name on the Hub, or give "
             "batches"
         )
-    return own
+    return carried
 
 
 def _called(model: Any) -> str:

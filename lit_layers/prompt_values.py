@@ -68,8 +68,8 @@ class ValueFiles:
 
     def write(self, measurement: Measurement) -> None:
         """Writes the values of a measurement, whole or not at all; where there are none, what is there stays."""
-        kept = [record for record in measurement.records if _is_kept(record)] if self.limit else []
-        if not kept:
+        records = [record for record in measurement.records if _is_kept(record)] if self.limit else []
+        if not records:
             return
         path = path_of(self.root, measurement)
         run_lock.check(path)
@@ -77,7 +77,7 @@ class ValueFiles:
             if self._sizes is None:
                 folder = self.root / FOLDER
                 self._sizes = {each: each.stat().st_size for each in folder.glob("*/*.parquet") if each.is_file()}
-            content = _content(measurement, kept)
+            content = _content(measurement, records)
             others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
             total = sum(self._sizes.values()) - self._sizes.get(path, 0)
             if len(content) > min(self.share - sum(others), self.limit - total, MAX_BYTES):
@@ -144,12 +144,12 @@ def _is_mean(values: ByPrompt, value: float) -> bool:
     return bool(abs(defined.mean() - value) <= _ROUNDING * max(np.abs(defined).max(), 1e-30))
 
 
-def _content(measurement: Measurement, kept: list[Record]) -> bytes:
+def _content(measurement: Measurement, records: list[Record]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    metrics, layers, tags = zip(*map(key_of, kept), strict=True)
-    vectors: Any = [record.by_prompt for record in kept]
+    metrics, layers, tags = zip(*map(key_of, records), strict=True)
+    vectors: Any = [record.by_prompt for record in records]
     offsets = np.cumsum([0, *map(len, vectors)], dtype=np.int32)
     values = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors), pa.float32()))
     columns = [pa.array(metrics, pa.string()), pa.array(layers, pa.int32()), pa.array(tags, pa.string()), values]

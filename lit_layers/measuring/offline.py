@@ -131,7 +131,7 @@ def analyze_series(
         )
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
-    told, root = progress or silent, Path(root)
+    tell, root = progress or silent, Path(root)
     measurer = Measurer(
         series=series,
         root=root,
@@ -140,10 +140,10 @@ def analyze_series(
         dtype=dtype,
         kept_mb=kept_mb,
         earlier=SeriesMeasurements(root),
-        tell=told if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
+        tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
     )
     how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
-    measuring = _Measuring(measurer=measurer, tell=told, shard=shard, **how)
+    measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, **how)
     measuring.choose(analyses)
     with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
         return measuring.run(device if engine == "ray" else None)

@@ -109,9 +109,9 @@ def measure_missing(
 
 @dataclass
 class Attempt:
-    """The result of an analysis of an undisturbed model, made at once or in turns: `found`, or else why it failed."""
+    """The result of an analysis of an undisturbed model, made at once or in turns: `result`, or else why it failed."""
 
-    found: Any = None
+    result: Any = None
     error: str | None = None
     failure: Exception | None = None  # what `error` says, in the process where it was raised
     seconds: float = 0.0
@@ -126,7 +126,7 @@ class Attempt:
         action: Callable[[Any], Any],
         weights_hash: str | None = None,
     ) -> Any:
-        """Does something with the model and leaves no trace of it, whatever happens; returns what is `found`."""
+        """Does something with the model and leaves no trace of it, whatever happens; returns the result."""
         started = time.perf_counter()
         try:
             analysis.adopt_batches_()
@@ -135,14 +135,14 @@ class Attempt:
                 view.turn(analysis.name)
             with undisturbed(view.model, self.random_state):
                 self.facts = self.facts or describe_run(view, analysis, weights_hash)
-                self.found = action(view)
+                self.result = action(view)
         except Exception as failure:
             logger.debug("%s failed", analysis.name, exc_info=True)
-            self.found, self.error, self.failure = None, one_line(failure), failure
+            self.result, self.error, self.failure = None, one_line(failure), failure
         if isinstance(model, SharedPass):
             model.renew()
         self.seconds += time.perf_counter() - started
-        return self.found
+        return self.result
 
     def end(self, model: nn.Module | LayeredModel, analysis: Analysis) -> None:
         """Nothing more is asked of the model: what a pass kept for the analysis is let go."""
@@ -227,7 +227,7 @@ class Shares:
             return
         self._places.pop(name, None)
         if attempt.error is None:
-            attempt.found = self._parts.pop(name)
+            attempt.result = self._parts.pop(name)
         attempt.end(self.model, analysis)
 
 
@@ -239,9 +239,9 @@ def _announce(analysis: Analysis, model: SharedPass) -> None:
 def sendable(attempt: Attempt) -> Attempt:
     """An attempt as it is sent to another process: a value that cannot be sent is an error of its own."""
     try:
-        return replace(attempt, found=pickle.dumps(attempt.found), failure=None)
+        return replace(attempt, result=pickle.dumps(attempt.result), failure=None)
     except Exception as failure:
-        return replace(attempt, found=None, error=attempt.error or one_line(failure), failure=None)
+        return replace(attempt, result=None, error=attempt.error or one_line(failure), failure=None)
 
 
 def join_shares(
@@ -258,8 +258,8 @@ def join_shares(
     """
 
     def join(view: LayeredModel) -> list[Record]:
-        found = [pickle.loads(share.found) if isinstance(share.found, bytes) else share.found for share in shares]
-        return collect(analysis, analysis.join(view, found))
+        results = [pickle.loads(each.result) if isinstance(each.result, bytes) else each.result for each in shares]
+        return collect(analysis, analysis.join(view, results))
 
     seconds = max(share.seconds for share in shares)
     attempt = next((share for share in shares if share.error is not None), None)
@@ -279,7 +279,7 @@ def _measurement(
     tokens: int | None = None,
     provenance: dict[str, Any] | None = None,
 ) -> Measurement:
-    records = [] if attempt.error is not None else attempt.found
+    records = [] if attempt.error is not None else attempt.result
     outcome: dict[str, Any] = {"records": records, "seconds": attempt.seconds, "error": attempt.error}
     facts = {**attempt.facts, **(provenance or {})}
     return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=facts, **outcome)

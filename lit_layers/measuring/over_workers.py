@@ -34,11 +34,11 @@ OF_A_PROCESS = 2**30  # bytes that torch and the other libraries take
 
 @dataclass(frozen=True)
 class Task:
-    """`known` is what the record says of the checkpoint; `is_unread` asks for its weights, for the audit."""
+    """`earlier` is what the record says of the checkpoint; `is_unread` asks for its weights, for the audit."""
 
     checkpoint: str
     analyses: tuple[str, ...]
-    known: tuple[Measurement, ...]
+    earlier: tuple[Measurement, ...]
     is_unread: bool
 
 
@@ -71,7 +71,7 @@ class CheckpointWorker:
             torch.set_num_threads(self.threads)  # as where they are handed out: sums are rounded alike
             self.measurer.device = device_of(self.device)
             earlier = self.measurer.earlier
-            earlier.store = UnwrittenStore(earlier.store.path, task.known)
+            earlier.store = UnwrittenStore(earlier.store.path, task.earlier)
             measured = self.measurer.measure(checkpoint, fetched, analyses)
             return Outcome(tuple(measured), weights=read_weights(checkpoint) if task.is_unread else None)
         except InputError as error:
@@ -131,7 +131,7 @@ def _jobs(
     """A job for each task, and the bytes of memory that a worker needs for any; `whole`: all analyses in one."""
     jobs, memory, counts = [], 0.0, {}
     for checkpoint, analyses in due:
-        known = _known(measurer, checkpoint)
+        earlier = _earlier(measurer, checkpoint)
         groups: dict[Any, list[Analysis]] = {}
         for number, each in enumerate(analyses):
             groups.setdefault("all" if whole else texts_of(each) or number, []).append(each)
@@ -142,10 +142,10 @@ def _jobs(
                 counts[key] = _counted(checkpoint, group)
             cost, held = counts[key]
             memory = max(memory, held)
-            task = Task(checkpoint.name, names, known, is_unread=number == 0 and checkpoint.name in unread)
+            task = Task(checkpoint.name, names, earlier, is_unread=number == 0 and checkpoint.name in unread)
             jobs.append(ray_workers.Job(checkpoint.name, task, cost))
-    kept = 0 if memory == 0 else measurer.kept_mb * 2**20
-    return jobs, int(MARGIN * (memory + kept) + OF_A_PROCESS) if memory else 0
+    states = measurer.kept_mb * 2**20
+    return jobs, int(MARGIN * (memory + states) + OF_A_PROCESS) if memory else 0
 
 
 def _counted(checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[float, float]:
@@ -158,7 +158,7 @@ def _counted(checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[floa
     return math.inf, 0.0
 
 
-def _known(measurer: Measurer, checkpoint: Checkpoint) -> tuple[Measurement, ...]:
+def _earlier(measurer: Measurer, checkpoint: Checkpoint) -> tuple[Measurement, ...]:
     """What is measured of a checkpoint; of other steps of its run, where it stands alone, whose they are."""
     run = measurer.earlier.run_of(checkpoint)
     of_run = [each for each in measurer.earlier.store if each.run == run]

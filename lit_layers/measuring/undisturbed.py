@@ -72,14 +72,14 @@ def shown(names: list[str]) -> str:
 @contextmanager
 def kept_gradients(model: nn.Module) -> Iterator[None]:
     """Without this a backward pass would add to the gradients that training accumulates."""
-    kept = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
-    for parameter, _, _ in kept:
+    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+    for parameter, _, _ in before:
         parameter.grad = None
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter, grad, requires_grad in kept:
+        for parameter, grad, requires_grad in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
 

@@ -269,7 +269,7 @@ class Ranks:
 
 
 def _following(analysis: StagedAnalysis, shares: Sequence[Attempt], view: LayeredModel) -> DividedAnalysis:
-    results = analysis.in_order([pickle.loads(share.found) for share in shares])
+    results = analysis.in_order([pickle.loads(share.result) for share in shares])
     return analysis.then(analysis.prepared(view), results)
 
 
