@@ -60,6 +60,18 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 
+def refuse_kernels(settings: Any, name: str | Path) -> None:
+    """Refuses attention of the Hub anywhere in a config.json: code that runs where the package `kernels` is installed.
+
+    Raises:
+        InputError: naming it.
+    """
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key.startswith(("attn_implementation", "_attn_implementation")) and "/" in str(value):
+            raise InputError(f"{name}: expected {key} sdpa or eager in its config.json, got {value}, which is code")
+        refuse_kernels(value, name)
+
+
 def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
     from transformers import PreTrainedConfig
 
@@ -67,11 +79,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
         return load_gguf(GgufFile(name), dtype=dtype)
 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    if "/" in str(settings.get("attn_implementation")):  # of the Hub: code, where the package `kernels` is installed
-        asked = settings["attn_implementation"]
-        raise InputError(
-            f"{name}: expected attn_implementation sdpa or eager in its config.json, got {asked}, which is code"
-        )
+    refuse_kernels(settings, name)
     refuse_beyond_memory(SimpleNamespace(**settings))
     if is_timm(settings):
         model = _open_timm(name, revision)
@@ -150,6 +158,7 @@ def outline(settings: dict[str, Any], name: str) -> nn.Module:
                 return model
             from transformers import AutoConfig
 
+            refuse_kernels(settings, name)
             options = {key: value for key, value in settings.items() if key != "model_type"}
             kind, config = class_of(settings, name), AutoConfig.for_model(settings["model_type"], **options)
             return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
@@ -282,6 +291,7 @@ def _open_timm(name: str, revision: str | None = None, *, head: bool = True) -> 
 def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
     import transformers
 
+    refuse_kernels(settings, folder)
     named = (settings.get("architectures") or ["AutoModel"])[0].lower()
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for auto in (getattr(transformers, name) for name in _AUTO):

@@ -24,7 +24,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.structure import is_proven, proven
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
-from lit_layers.models.saved import class_of, is_timm
+from lit_layers.models.saved import class_of, is_timm, refuse_kernels
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
 from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
 
@@ -371,6 +371,7 @@ def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> 
 def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     import transformers
 
+    refuse_kernels(files.config, files.model)
     kind = class_of(files.config, files.model)
     if files.config.get("quantization_config"):
         raise InputError(f"{files.model} is quantized, and only plain weights are read: use the model it was made from")

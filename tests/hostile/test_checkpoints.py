@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
-from lit_layers.models.saved import load, open_plainly
+from lit_layers.models.saved import load, open_plainly, outline
 from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
+from lit_layers.models.streaming import StreamedModel
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
 from tests.support.saved_models import saved, saved_vit
@@ -177,3 +178,32 @@ def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(corpus, tmp_pa
         assert main_code == 2
         assert "Traceback" not in capsys.readouterr().err
     assert not canary.exists()
+
+
+def _streamed(folder: str) -> StreamedModel:
+    return StreamedModel(ShardFiles(folder), device=torch.device("cpu"))
+
+
+def test_attention_of_the_hub_is_code_wherever_a_config_names_it(tmp_path, monkeypatch):
+    """transformers would fetch and import it, where the package `kernels` is installed."""
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("it is fetched")
+    )
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda *_: True)
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    for more in (
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": "paged|evil/kernel"},
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"text_config": {"_attn_implementation": "evil/kernel"}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(plain | more))
+        for opened in (
+            load,
+            open_plainly,
+            _streamed,
+            lambda folder, more=more: outline(plain | more, folder),
+        ):
+            with pytest.raises(InputError, match="attn_implementation.* sdpa or eager in its config.json, got .*evil"):
+                opened(str(tmp_path))
