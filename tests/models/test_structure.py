@@ -387,3 +387,18 @@ def test_a_model_that_accelerate_calls_under_autocast_is_looked_at_in_the_precis
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
     assert (rounded - expected.logits).abs().max() > 1e-3, "else nothing is shown"
     torch.testing.assert_close(prepared(**batch).logits, rounded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype):
+    model = toy("gated").to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.gate.zero_()
+    assert ("computed", "float32") in LayeredModel(model).family.proof.items()
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name != "gate")
+    with torch.no_grad():
+        model.gate.fill_(0.005)
+    with pytest.raises(InputError, match="the readout of the last state gives other logits"):
+        LayeredModel(model)

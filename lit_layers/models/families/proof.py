@@ -6,12 +6,13 @@ over what it was called with, is another function than the model. So the model i
 changed, and the chain must follow.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_layers.models.block_calls import BlockCall, replaced
 from lit_layers.models.families.probe import CANNOT_CALL, PositionTables, Probe, Watched, watch
@@ -34,6 +35,34 @@ def apart(one: Tensor, other: Tensor) -> float:
     """The largest distance of two rows (.., dim), as part of the second one's length."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
+
+
+@contextmanager
+def in_float32(model: Network) -> Iterator[None]:
+    """Inside, modules compute in float32: each has a wide copy of its own weights as long as its call lasts."""
+    kept: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
+
+    def widen(module: nn.Module, args: tuple) -> None:
+        before = kept[module] = []
+        tensors: dict[str, Any]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 2:
+                    before.append((tensors, name, tensor))
+                    wide = tensor.detach().float()
+                    tensors[name] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
+
+    def narrow(module: nn.Module, args: tuple, output: Any) -> None:
+        for tensors, name, tensor in kept.pop(module, ()):
+            tensors[name] = tensor
+
+    handles = [module.register_forward_pre_hook(widen) for module in model.modules()]
+    handles += [module.register_forward_hook(narrow, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Evidence:

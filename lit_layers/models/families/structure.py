@@ -21,7 +21,7 @@ from lit_layers.functional.jacobian.block_call import evaluating
 from lit_layers.models.block_calls import Layout, is_cache, num_values, replaced
 from lit_layers.models.families.discovery import TWO_ROWS, is_encoder_decoder, row_of_blocks, with_parts_beside
 from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
-from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, apart
+from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, apart, in_float32
 from lit_layers.models.families.rows import (
     FAMILIES,
     TIMM,
@@ -145,7 +145,7 @@ def by_structure(model: Network) -> Family:
     key, weights = _digest(model), _state_of(model)
     if key not in found or _SHOWN.get(model) != weights:
         try:
-            found[key] = _outlined(model) if next(model.parameters()).device == META else proven(model)
+            found[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
         except NotShown as reason:
             if not (isinstance(reason, NotFinite) and key in found):
                 raise InputError(
@@ -171,6 +171,21 @@ def _digest(model: Network) -> str:
     told = "" if config is None else config.to_json_string(use_diff=False)
     device = next(model.parameters()).device == META
     return hashlib.blake2b("\n".join([*shapes, told, str(attention), str(device)]).encode()).hexdigest()
+
+
+def _proven_widely(model: Network) -> Structured:
+    """As `proven`; of weights of 16 bits in float32, where no more than float32 rounds hides an identity that fails. A
+    model that cannot be called so (with weights of modules that it does not call) is shown as it is."""
+    if all(parameter.dtype.itemsize != 2 for parameter in model.parameters()):
+        return proven(model)
+    try:
+        with in_float32(model):
+            family = proven(model)
+    except NotShown as reason:
+        if reason.__cause__ is None:
+            raise
+        return proven(model)
+    return replace(family, shown=(*family.shown, ("computed", "float32")))
 
 
 def proven(model: Network, device: torch.device | None = None) -> Structured:
