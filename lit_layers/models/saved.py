@@ -178,8 +178,16 @@ def described(model: Network) -> dict[str, Any]:
 
 
 def rebuilt(settings: dict[str, Any]) -> nn.Module:
-    """The model that `described` described, with new weights, on the CPU in training mode."""
+    """The model that `described` described, with new weights, on the CPU in training mode.
+
+    Raises:
+        InputError: what describes no model, or one that does not fit into memory.
+    """
     source = outline(settings, "the checkpoint")
+    try:
+        refuse_beyond_memory(SimpleNamespace(**settings))
+    except ValueError as error:
+        raise InputError(f"the checkpoint cannot be opened: {error}") from error
     model = untrained(source)
     copy_pixel_statistics_(source, model)
     return model.train()

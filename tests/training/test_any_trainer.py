@@ -1,5 +1,7 @@
 """The modules in a plain Lightning Trainer: any loader, any logger, validation at the end, their own checkpoints."""
 
+import json
+
 import lightning as L
 import pytest
 import torch
@@ -130,6 +132,26 @@ def test_a_module_opens_the_checkpoint_that_a_trainer_saved(padded, tmp_path):
         states = [each.eval()(BLOCKS.tokens[:, :CONTEXT]) for each in (module, again)]
     assert torch.equal(*states)
     trainer(tmp_path).fit(again.train(), blocks("dict"))
+
+
+def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(tmp_path):
+    run, file = trainer(tmp_path), tmp_path / "last.ckpt"
+    run.fit(text(), blocks("dict"))
+    run.save_checkpoint(file)
+    saved = torch.load(file, weights_only=True)
+    network = json.loads(saved["network"])
+    for change, sentence in (
+        ({"_attn_implementation": "somebody/evil"}, r"the checkpoint: expected _attn_implementation sdpa or eager"),
+        ({"n_embd": 2_000_000}, "the checkpoint cannot be opened: its weights take at least"),
+        ({"model_type": "none"}, "the config.json of the checkpoint describes no model"),
+    ):
+        torch.save({**saved, "network": json.dumps(network | change)}, file)
+        with pytest.raises(InputError, match=sentence):
+            LitCausalLM.load_from_checkpoint(file, weights_only=True)
+    del saved["network"]
+    torch.save(saved, file)
+    with pytest.raises(InputError, match="checkpoint: it does not say which network it is of"):
+        LitCausalLM.load_from_checkpoint(file, weights_only=True)
 
 
 @pytest.mark.parametrize("decay", [None, 0.9])
