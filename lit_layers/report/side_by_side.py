@@ -10,7 +10,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, curves_of, refuse_copies
+from lit_layers.clock.curve_sources import curves_of
+from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, refuse_copies
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis

@@ -8,9 +8,9 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
-from lit_layers.functional.emergence import bootstrap_counts, flat_p_value
+from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, flat_p_value
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
-from lit_layers.functional.emergence.drawn_curves import _Kernel, _process, _Steps, draw_curves, mean_curves
+from lit_layers.functional.emergence.drawn_curves import SHAPES, _Kernel, _Process, _Steps, draw_curves, mean_curves
 from lit_layers.functional.emergence.replicates import drawn_together
 from tests.support.drawn_emergence import covered, drawn
 
@@ -165,30 +165,68 @@ def test_evidence_and_height_of_a_step_are_those_of_the_joint_normal_distributio
     shapes = steps.at(x)
     distance = np.abs(x[:, None] - x) * 3**0.5 / 1.3
     covariance = 0.49 * (1 + distance) * np.exp(-distance) + 25 + noise
-    found = _process(kernel, covariance, y, shapes, steps.log_prior, 2.0)
-    constant = 7 / 2 * np.log(2 * np.pi)
-    assert found.evidence[0] - constant == pytest.approx(stats.multivariate_normal(cov=covariance).logpdf(y))
-    assert np.exp(steps.log_prior).sum() == pytest.approx(1)
-    for number in (0, 60, len(shapes[0]) - 1):
+    process = _Process(kernel, np.linalg.cholesky(covariance), 2.0)
+    found = process.evidence(y[:, None], shapes, steps.log_prior)[:, 0] - 7 / 2 * np.log(2 * np.pi)
+    ramps, rest = process.rest(shapes), process.rest(y)
+    precision = process.precision(ramps)
+    assert found[0] == pytest.approx(stats.multivariate_normal(cov=covariance).logpdf(y))
+    for number in (1, 60, len(shapes[0]) // 2, len(shapes[0]) - 1):
         shape = shapes[:, number]
         joint = stats.multivariate_normal(cov=covariance + 4 * np.outer(shape, shape))
-        expected = joint.logpdf(y) + steps.log_prior[number]
-        assert found.evidence[1 + number] - constant == pytest.approx(expected)
+        assert found[number] == pytest.approx(joint.logpdf(y) + steps.log_prior[number])
         # The height given the values: linear regression of a joint normal pair.
-        assert found.height[number] == pytest.approx(4 * shape @ np.linalg.solve(joint.cov, y))
+        height = 4 * shape @ np.linalg.solve(joint.cov, y)
+        assert ramps[:, number] @ rest / precision[number] == pytest.approx(height)
         variance = 4 - 16 * shape @ np.linalg.solve(joint.cov, shape)
-        assert 1 / found.precision[number] == pytest.approx(variance)
+        assert 1 / precision[number] == pytest.approx(variance)
 
 
-def test_mean_curves_are_the_means_of_what_is_drawn():
+def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
+    """Those of 150 checkpoints stand for more than a gap. Of each shape the likeliest are split, and no other."""
+    rng = np.random.default_rng(0)
+    for x in (np.sort(rng.uniform(0, 10, 7)), np.arange(150.0)):
+        steps = _Steps.over(x)
+        chosen = steps.likeliest(evidence := rng.normal(size=len(steps.place)))
+        for number in (1, 2, 3):
+            mine = steps.shape == number
+            assert np.exp(steps.log_prior[mine]).sum() == pytest.approx(1 / 3)
+            assert evidence[mine & chosen].min() > evidence[mine & ~chosen].max()
+        assert (steps.shape[0], steps.log_prior[0], chosen[0]) == (0, 0, False)
+        parts = steps.among(chosen).split()
+        assert len(parts.place) == 9 * 36
+        assert np.exp(parts.log_prior).sum() == pytest.approx(np.exp(steps.log_prior[chosen]).sum())
+        # Their cells fill those of the steps that were split, in place and in the logarithm of the width.
+        for low, high in ((parts.place - parts.cell / 2, parts.place + parts.cell / 2),):
+            assert low.min() == pytest.approx((steps.place - steps.cell / 2)[chosen].min())
+            assert high.max() == pytest.approx((steps.place + steps.cell / 2)[chosen].max())
+        assert parts.cell @ parts.ratio == pytest.approx(steps.cell[chosen] @ steps.ratio[chosen])
+
+
+def test_steps_of_all_shapes_rise_from_a_tenth_to_nine_tenths_over_as_much():
+    u = np.linspace(-20, 20, 40001)
+    for shape in SHAPES[1:]:
+        f = shape(u)
+        assert f[0] < 1e-4 and f[-1] > 1 - 1e-4 and (np.diff(f) >= 0).all()  # noqa: PT018
+        assert u[f > 0.9][0] - u[f > 0.1][0] == pytest.approx(2 * math.log(9), abs=2e-3)
+
+
+@pytest.mark.parametrize(("everything", "share_of_spread"), [(True, 0.0), (False, 0.25)])
+def test_mean_curves_are_the_means_of_what_is_drawn(everything, share_of_spread, monkeypatch):
+    """Nearly so where unlikely processes and steps are left out, and steps split once less: they order draws alone."""
     rng = np.random.default_rng(0)
     x, noise = np.linspace(0, 8, 9), np.diag(rng.uniform(0.03, 0.06, 9) ** 2)
     grid = np.linspace(0, 8, 33)
     sets = 1 / (1 + np.exp(-3 * (x - 4))) + rng.normal(0, 0.03, (3, 9))
-    found = mean_curves(x, sets, noise, grid)
+    if everything:
+        for name, number in {"RARE": 0, "MOST_STEPS": 10000, "SPLITS": 2}.items():
+            monkeypatch.setattr(drawn_curves, name, number)
+    # One set at a time: steps are split where the mean of all makes them likely.
+    found = np.concatenate([mean_curves(x, values[None], noise, grid) for values in sets])
+    if everything:
+        monkeypatch.setattr(drawn_curves, "SPLITS", 1)
     for values, mean in zip(sets, found, strict=True):
         draws = draw_curves(x, values, [noise], grid, 4000, np.random.default_rng(1))
-        near = 5 * draws.std(0) / 4000**0.5 + 2e-3
+        near = (5 / 4000**0.5 + share_of_spread) * draws.std(0) + 2e-3
         assert (np.abs(draws.mean(0) - mean) < near).all()
 
 

@@ -8,18 +8,30 @@ import numpy as np
 FINE = 4001
 EDGE = 0.1
 Truth = dict[str, tuple[float, float]]
+KINDS = ("ramp", "sigmoid", "rise and fall", "two steps", "drift")
+# Flat, then at once steepest, and slower and slower; the last is their mirror image. With the first the steps that
+# curves are drawn with were made, the others were not looked at.
+CORNERS = ("exponential", "hyperbola", "quarter of a sine", "into a corner")
 
 
 def shape(
     rng: np.random.Generator, first: float, last: float, kind: str = ""
 ) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
-    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`, of any kind or one."""
+    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`, of any of `KINDS` or
+    one of these or of `CORNERS`."""
     span = last - first
-    kind = kind or str(rng.choice(["ramp", "sigmoid", "rise and fall", "two steps", "drift"]))
+    kind = kind or str(rng.choice(KINDS))
     middle = first + span * rng.uniform(0.2, 0.8)
-    if kind == "corner":  # flat, then at once steepest, and slower and slower: none of those that are drawn by default
-        width = span * rng.uniform(0.03, 0.15)
-        return kind, lambda x: 1 - np.exp(-np.maximum(x - middle, 0) / width)
+    if kind in CORNERS:
+        width = span * (rng.uniform(0.1, 0.4) if kind == "quarter of a sine" else rng.uniform(0.03, 0.15))
+        rise = {
+            "exponential": lambda t: 1 - np.exp(-t),
+            "hyperbola": lambda t: t / (1 + t),
+            "quarter of a sine": lambda t: np.sin(np.pi / 2 * np.minimum(t, 1)),
+        }
+        if kind == "into a corner":
+            return kind, lambda x: np.exp(-np.maximum(middle - x, 0) / width)
+        return kind, lambda x: rise[kind](np.maximum(x - middle, 0) / width)
     if kind == "ramp":
         width = span * rng.uniform(0.1, 0.4)
         return kind, lambda x: np.clip((x - middle) / width + 0.5, 0, 1)

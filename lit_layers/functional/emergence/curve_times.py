@@ -1,8 +1,8 @@
 """When a curve over training steps emerges: verdict, onset, half-way point, peak, plateau and change points.
 
 All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
-says that, too. How often the intervals hold (of rises that begin in a corner less often than they say), and how often a
-flat curve is said to emerge, is measured in docs/emergence.md.
+says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
+docs/emergence.md.
 """
 
 from collections.abc import Sequence
@@ -84,9 +84,9 @@ def emergence_times(
     unless they agree everywhere (p is 0). With neither: permutations of the checkpoints; p is 0.001 at least.
 
     The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
-    lengths and heights, with and without one sigmoid step of unknown place, height and width, weighted by their
-    evidence to the power 0.9). With f the drawn curve, f_0 its first value, and C the largest difference of a
-    checkpoint from it:
+    lengths and heights, with and without one step, a sigmoid or a rise with a corner, of unknown place, height and
+    width, weighted by their evidence to the power 0.9). With f the drawn curve, f_0 its first value, and C the largest
+    difference of a checkpoint from it:
 
     - peak: where (f - f_0) / C is largest; on a plateau anywhere on it, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.

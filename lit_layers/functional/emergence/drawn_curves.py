@@ -1,49 +1,102 @@
 """Curves drawn given noisy values of one: Gaussian processes of many lengths and heights, with and without a step.
 
-A process alone is smooth everywhere alike; what emerges in training is flat, turns within a few checkpoints, and is
-flat again, which one sigmoid step beside it covers.
+A process alone is smooth everywhere alike; what emerges in training is flat, turns within a few checkpoints or at one
+point, and is flat again, which one step beside it covers: a sigmoid, or a rise that begins or ends in a corner.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 
 Array = NDArray[np.floating[Any]]
-RARE = 1e-3  # share of the evidence below which nothing counts in a mean over resamples
 TEMPER = 0.9  # power of the evidence: no process is quite a training curve, and sure of one, intervals are too narrow
+RARE, MOST_STEPS = 5e-3, 100  # the share of processes, and the number of steps, that count in means over resamples
+PLACES, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
+SPLITS, SPLIT = 2, 12  # how often steps are split, and how many of each shape: the likeliest
 
 
-@dataclass(frozen=True)
-class _Process:
-    """A Gaussian process given the values, alone and with one sigmoid step added.
+def _nothing(u: Array) -> Array:
+    return np.zeros_like(u)
 
-    `whole` (checkpoints, checkpoints) is the lower triangle of the covariance of the values, `rest` what of the values
-    it leaves, and `ramps` (checkpoints, steps) the same of each step's shape; `height` and `precision` (steps,) are the
-    posterior of a step's height, `evidence` (1 + steps,) the log-evidence without and with each.
+
+def _sigmoid(u: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(u, -50, 50)))
+
+
+def _from_a_corner(u: Array) -> Array:
+    return -np.expm1(-np.maximum(u, 0) / 2)
+
+
+def _into_a_corner(u: Array) -> Array:
+    return np.exp(np.minimum(u, 0) / 2)
+
+
+# Of each rise the middle eight tenths are as wide.
+SHAPES = (_nothing, _sigmoid, _from_a_corner, _into_a_corner)
+
+
+class _Steps(NamedTuple):
+    """Steps by shape, place and width, the first one without a shape: no step.
+
+    Each stands for a cell, `cell` wide in place and `ratio` in the logarithm of the width, as likely as that is large.
     """
 
-    kernel: "_Kernel"
-    whole: Array
-    rest: Array
-    ramps: Array
-    height: Array
-    precision: Array
-    evidence: Array
-    step_height: float
+    shape: NDArray[np.intp]
+    place: Array
+    width: Array
+    cell: Array
+    ratio: Array
+    log_prior: Array
 
-    def evidence_of(self, values: Array, steps: NDArray[np.intp], log_prior: Array) -> Array:
-        """Of other values (checkpoints, sets), without and with each of some steps, (1 + steps, sets)."""
-        rest = solve_triangular(self.whole, values, lower=True)
-        precision = self.precision[steps, None]
-        alone = -0.5 * (rest**2).sum(0) - np.log(np.diag(self.whole)).sum()
-        gain = 0.5 * (self.ramps[:, steps].T @ rest) ** 2 / precision
-        with_step = alone + gain - 0.5 * np.log(precision * self.step_height**2) + log_prior[steps, None]
-        return np.concatenate([alone[None], with_step])
+    @classmethod
+    def over(cls, x: Array) -> "_Steps":
+        x, span = np.append(x[: -1 : max(1, round(len(x) / PLACES))], x[-1]), x[-1] - x[0]
+        per = max(1, PLACES // len(x))
+        cells = np.repeat(np.diff(x) / per, per)
+        places = x[0] + cells.cumsum() - cells / 2
+        shape, at, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(places), len(WIDTHS))))
+        prior = np.log(cells[at] / span / len(WIDTHS) / (len(SHAPES) - 1))
+        ratio = np.full(len(at), np.log(WIDTHS[1] / WIDTHS[0]))
+        steps = cls(shape + 1, places[at], span * WIDTHS[wide], cells[at], ratio, prior)
+        return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
+
+    def at(self, x: Array) -> Array:
+        """(points, steps)"""
+        scaled = (x[:, None] - self.place) / self.width
+        for number, shape in enumerate(SHAPES):
+            mine = self.shape == number
+            scaled[:, mine] = shape(scaled[:, mine])
+        return scaled
+
+    def among(self, chosen: NDArray[Any]) -> "_Steps":
+        fields: list[Any] = [each[chosen] for each in self]
+        return _Steps(*fields)
+
+    def likeliest(self, evidence: Array) -> NDArray[np.bool_]:
+        """Which are split: `SPLIT` of each shape."""
+        chosen = np.zeros(len(self.shape), dtype=bool)
+        for number in range(1, len(SHAPES)):
+            mine = np.flatnonzero(self.shape == number)
+            chosen[mine[np.argsort(evidence[mine])[-SPLIT:]]] = True
+        return chosen
+
+    def split(self) -> "_Steps":
+        """Each into nine, by thirds of its cell."""
+        parts = []
+        for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
+            place, width = self.place + along * self.cell, self.width * np.exp(across * self.ratio)
+            parts.append(_Steps(self.shape, place, width, self.cell / 3, self.ratio / 3, self.log_prior - np.log(9)))
+        return _joined(*parts)
+
+
+def _joined(*steps: _Steps) -> _Steps:
+    fields: list[Any] = [np.concatenate(parts) for parts in zip(*steps, strict=True)]
+    return _Steps(*fields)
 
 
 @dataclass(frozen=True)
@@ -61,24 +114,28 @@ class _Kernel:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Sigmoid steps: a few places in each gap, each in several widths, as likely as the gap is wide."""
+class _Process:
+    """A Gaussian process: `whole` (checkpoints, checkpoints) is the lower triangle of the covariance of the values."""
 
-    place: Array
-    width: Array
-    log_prior: Array
+    kernel: _Kernel
+    whole: Array
+    step_height: float
 
-    @classmethod
-    def over(cls, x: Array) -> "_Steps":
-        gaps, span, per = np.diff(x), x[-1] - x[0], max(1, 200 // len(x))
-        inside = (np.arange(per) + 0.5) / per
-        places = (x[:-1, None] + inside * gaps[:, None]).ravel()
-        widths = span * np.array([0.001, 0.004, 0.012, 0.03, 0.07])
-        prior = np.log(np.repeat(gaps, per) / per / span / len(widths))
-        return cls(np.tile(places, len(widths)), np.repeat(widths, len(places)), np.tile(prior, len(widths)))
+    def rest(self, columns: Array) -> Array:
+        """What it leaves of values or of the shapes of steps, (checkpoints, any)."""
+        return solve_triangular(self.whole, columns, lower=True, check_finite=False)
 
-    def at(self, x: Array) -> Array:
-        return 1 / (1 + np.exp(-np.clip((x[:, None] - self.place) / self.width, -50, 50)))
+    def precision(self, ramps: Array) -> Array:
+        """Of the height of steps, of whose shapes `ramps` is the rest, (steps,)."""
+        return self.step_height**-2 + (ramps * ramps).sum(0)
+
+    def evidence(self, values: Array, columns: Array, log_prior: Array) -> Array:
+        """The log-evidence of values (checkpoints, sets) with each of some steps, (steps, sets)."""
+        rest, ramps = self.rest(values), self.rest(columns)
+        precision = self.precision(ramps)[:, None]
+        gain = (ramps.T @ rest) ** 2 / precision - np.log(precision * self.step_height**2)
+        alone = -0.5 * (rest**2).sum(0) - np.log(np.diag(self.whole)).sum()
+        return alone + 0.5 * gain + log_prior[:, None]
 
 
 def draw_curves(
@@ -95,24 +152,22 @@ def draw_curves(
         rng: Of the draws.
     """
     level, y = y.mean(), y - y.mean()
-    shapes = _Steps.over(x)
-    processes = list(_processes(x, y, noises, shapes))
-    evidence = np.stack([process.evidence for process in processes])
-    weight = np.exp(TEMPER * (evidence - evidence.max()))
-    counts = rng.multinomial(draws, (weight / weight.sum()).ravel()).reshape(weight.shape)
-    on_grid, parts = shapes.at(grid), []
-    to_values, to_itself = np.abs(grid[:, None] - x), np.abs(grid[:, None] - grid)
+    processes, steps, evidence = _weighed(x, y, noises, SPLITS)
+    weight = _shares(evidence)
+    counts = rng.multinomial(draws, weight.ravel()).reshape(weight.shape)
+    to_values, to_itself, parts = np.abs(grid[:, None] - x), np.abs(grid[:, None] - grid), []
     for process, count in zip(processes, counts, strict=True):
         if not count.any():
             continue
-        seen = solve_triangular(process.whole, process.kernel(to_values).T, lower=True)
+        drawn_from = steps.among(count > 0)
+        seen, ramps = process.rest(process.kernel(to_values).T), process.rest(drawn_from.at(x))
         left = process.kernel(to_itself) - seen.T @ seen
         jitter = 1e-7 * (process.kernel.level / 10) ** 2 * np.eye(len(grid))
-        chosen = np.repeat(np.arange(len(count)), count) - 1  # -1: no step
-        height = process.height[chosen] + rng.standard_normal(len(chosen)) / np.sqrt(process.precision[chosen])
-        height[chosen < 0] = 0
+        chosen = np.repeat(np.arange(len(drawn_from.shape)), count[count > 0])
+        precision, rest = process.precision(ramps), process.rest(y)
+        height = (ramps.T @ rest / precision)[chosen] + rng.standard_normal(len(chosen)) / np.sqrt(precision)[chosen]
         drawn = np.linalg.cholesky(left + jitter) @ rng.standard_normal((len(grid), len(chosen)))
-        drawn += seen.T @ (process.rest[:, None] - process.ramps[:, chosen] * height) + on_grid[:, chosen] * height
+        drawn += seen.T @ (rest[:, None] - ramps[:, chosen] * height) + drawn_from.at(grid)[:, chosen] * height
         parts.append(drawn.T)
     return np.concatenate(parts) + level
 
@@ -123,29 +178,51 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     The sets (sets, points) are a bootstrap's: processes and steps that the mean of all makes unlikely are left out.
     """
     level = values.mean(1, keepdims=True)
-    values, shapes = (values - level).T, _Steps.over(x)
-    processes = list(_processes(x, values.mean(1), [noise], shapes))
-    evidence = np.stack([process.evidence for process in processes])
-    share = np.exp(TEMPER * (evidence - evidence.max()))
-    share /= share.sum()
-    kept, steps = share.sum(1) > RARE, np.flatnonzero(share[:, 1:].sum(0) > RARE)
-    likely = [process for process, is_kept in zip(processes, kept, strict=True) if is_kept]
-    evidence = np.stack([process.evidence_of(values, steps, shapes.log_prior) for process in likely])
-    weight = np.exp(TEMPER * (evidence - evidence.max((0, 1))))
-    weight /= weight.sum((0, 1))
-    curves, heights = np.zeros((len(grid), values.shape[1])), np.zeros((len(steps), values.shape[1]))
+    values = (values - level).T
+    processes, steps, evidence = _weighed(x, values.mean(1), [noise], SPLITS - 1)
+    share = _shares(evidence)
+    steps = steps.among(np.argsort(share.sum(0))[-MOST_STEPS:])
+    likely = [process for process, kept in zip(processes, share.sum(1) > RARE, strict=True) if kept]
+    columns = steps.at(x)
+    weight = _shares(np.stack([process.evidence(values, columns, steps.log_prior) for process in likely]))
+    curves, heights = np.zeros((len(grid), values.shape[1])), np.zeros((len(columns[0]), values.shape[1]))
     for process, of_process in zip(likely, weight, strict=True):
-        rest = solve_triangular(process.whole, values, lower=True)
-        ramps = process.ramps[:, steps]
-        height = of_process[1:] * (ramps.T @ rest) / process.precision[steps, None]
-        seen = solve_triangular(process.whole, process.kernel(np.abs(grid[:, None] - x)).T, lower=True)
+        rest, ramps = process.rest(values), process.rest(columns)
+        height = of_process * (ramps.T @ rest) / process.precision(ramps)[:, None]
+        seen = process.rest(process.kernel(np.abs(grid[:, None] - x)).T)
         curves += seen.T @ (rest * of_process.sum(0) - ramps @ height)
         heights += height
-    return (curves + shapes.at(grid)[:, steps] @ heights).T + level
+    return (curves + steps.at(grid) @ heights).T + level
 
 
-def _processes(x: Array, y: Array, noises: Sequence[Array], shapes: _Steps) -> Iterator[_Process]:
-    span, distance, steps = x[-1] - x[0], np.abs(x[:, None] - x), shapes.at(x)
+def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[list[_Process], _Steps, Array]:
+    """Processes, steps, and the evidence of each with each, (processes, steps).
+
+    Small errors tell the width of a step to some percent: the likeliest steps are split until they are as close.
+    """
+    processes, steps = list(_processes(x, y, noises)), _Steps.over(x)
+
+    def evidence_with(steps: _Steps) -> Array:
+        columns = steps.at(x)
+        return np.stack([process.evidence(y[:, None], columns, steps.log_prior)[:, 0] for process in processes])
+
+    evidence = evidence_with(steps)
+    for _ in range(splits):
+        likely = steps.likeliest(evidence.max(0))
+        parts = steps.among(likely).split()
+        steps = _joined(steps.among(~likely), parts)
+        evidence = np.concatenate([evidence[:, ~likely], evidence_with(parts)], 1)
+    return processes, steps, evidence
+
+
+def _shares(evidence: Array) -> Array:
+    """Of processes with steps (processes, steps, ...) by their evidence."""
+    weight = np.exp(TEMPER * (evidence - evidence.max((0, 1))))
+    return weight / weight.sum((0, 1))
+
+
+def _processes(x: Array, y: Array, noises: Sequence[Array]) -> Iterator[_Process]:
+    span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
     one_noise = len(noises) == 1
     lengths = np.geomspace(span / (2 * len(x)), 2 * span, 7 if one_noise else 5)
     heights = (0.02, 0.06, 0.15, 0.4, 1.0, 2.5) if one_noise else (0.02, 0.15, 0.4, 1.0)
@@ -154,16 +231,4 @@ def _processes(x: Array, y: Array, noises: Sequence[Array], shapes: _Steps) -> I
         noise = noise + 1e-10 * scale**2 * np.eye(len(x))
         for length, height, rough in itertools.product(lengths, heights, (True, False)):
             kernel = _Kernel(bool(rough), float(length), height * scale, 10 * scale)
-            yield _process(kernel, kernel(distance) + noise, y, steps, shapes.log_prior, scale)
-
-
-def _process(
-    kernel: _Kernel, covariance: Array, y: Array, steps: Array, log_prior: Array, step_height: float
-) -> _Process:
-    whole = np.linalg.cholesky(covariance)
-    rest = solve_triangular(whole, y, lower=True)
-    ramps = solve_triangular(whole, steps, lower=True)
-    precision = step_height**-2 + (ramps**2).sum(0)
-    process = _Process(kernel, whole, rest, ramps, ramps.T @ rest / precision, precision, rest, step_height)
-    evidence = process.evidence_of(y[:, None], np.arange(len(log_prior)), log_prior)[:, 0]  # a step or none: as likely
-    return replace(process, evidence=evidence)
+            yield _Process(kernel, np.linalg.cholesky(kernel(distance) + noise), scale)
