@@ -18,7 +18,7 @@ from lit_layers.functional.probes.logistic import (
     layers_at_once,
     together,
 )
-from lit_layers.functional.probes.record_probe import fold_numbers, held_out_rows
+from lit_layers.functional.probes.record_probe import C_GRID, fold_numbers, held_out_rows
 
 STEPS = 8
 SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)
@@ -26,8 +26,7 @@ LEAST_GAIN = 1e-3  # nats
 # What the steps move: along so many principal components the weights of so many classes at least, and of those that
 # have this share of the rows.
 COMPONENTS, LEAST_MOVED, COVERED = 128, 100, 0.8
-GRID = [10 ** (exponent / 2) for exponent in range(-10, 7)]  # of c: 1e-5 to 1e3
-FIRST = GRID.index(1e-2)
+FIRST = C_GRID.index(1e-2)
 
 
 def fit_watching_probes(
@@ -211,10 +210,10 @@ def _calibrated(forms: Sequence[_ClosedForm], targets: Tensor) -> _Calibrated:
         value, loud, pull = calibration(prior, torch.stack([scores, -q]), targets, start)
         return value, _Calibrated(c, loud, pull, prior, prior + loud * scores - pull * q)
 
-    place, (lowest, best) = FIRST, at(GRID[FIRST], (0.0, 0.0))
+    place, (lowest, best) = FIRST, at(C_GRID[FIRST], (0.0, 0.0))
     for step in (-1, 1) if len(targets) else ():
-        while place == FIRST or 0 <= place + step < len(GRID):
-            loss, here = at(GRID[place + step], (best.loud, best.pull))
+        while place == FIRST or 0 <= place + step < len(C_GRID):
+            loss, here = at(C_GRID[place + step], (best.loud, best.pull))
             if loss >= lowest:
                 break
             place, lowest, best = place + step, loss, here
