@@ -26,7 +26,7 @@ from lit_layers.analyses.base import Analysis, StagedAnalysis
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shared_pass import SharedPass
-from lit_layers.training.dealing import Ranks, new_group
+from lit_layers.training.dealing import Ranks
 
 RANKS = 2
 WANTED = 1.1  # the slower process over the mean
@@ -76,7 +76,7 @@ def process(rank: int, options: argparse.Namespace, folder: str) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, vocab_size=options.vocabulary)).eval()
     analyses = analyses_of(options)
     facts: dict[str, Any] = {"run": "run", "step": 0, "weights_hash": weights_hash(model), "kept_mb": 256}
-    group = new_group()
+    group = distributed.new_group(backend="gloo")
 
     def alone(*given: Any, **facts: Any) -> list[Any]:
         return list(in_one_pass(*given, **facts)) if rank == 0 else []
