@@ -7,7 +7,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
@@ -340,41 +340,6 @@ class StagedAnalysis(DividedAnalysis):
 
     def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
         return self.then(model, results).run(model)
-
-
-class FollowingAnalysis(DividedAnalysis):
-    """What follows on the parts of an analysis: further parts, such as its layers; their records are the analysis's."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        parts: Sequence[Any],
-        of_part: Callable[[Any], Any],
-        records: Callable[[list[Any]], Iterable[Record]],
-    ) -> None:
-        self.analysis, self.name = analysis, analysis.name
-        self._parts, self._of_part, self._records = parts, of_part, records
-
-    def parts(self, model: LayeredModel) -> Sequence[Any]:
-        return self._parts
-
-    def of_part(self, model: LayeredModel, part: Any) -> Any:
-        return self._of_part(part)
-
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
-        return self._records(results)
-
-    def check_options(self, model: LayeredModel) -> None:
-        """The analysis has been checked."""
-
-    def config_hash(self) -> str:
-        return self.analysis.config_hash()
-
-    def data_hash(self) -> str | None:
-        return self.analysis.data_hash()
-
-    def tokenizer_hash(self) -> str | None:
-        return self.analysis.tokenizer_hash()
 
 
 class PromptAnalysis(DividedAnalysis):
