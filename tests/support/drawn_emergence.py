@@ -9,8 +9,8 @@ FINE = 4001
 EDGE = 0.1
 Truth = dict[str, tuple[float, float]]
 KINDS = ("ramp", "sigmoid", "rise and fall", "two steps", "drift")
-# Flat, then at once steepest, and slower and slower; the last is their mirror image. With the first the steps that
-# curves are drawn with were made, the others were not looked at.
+# Flat, then at once steepest, and slower and slower; the last is the mirror image of the first. These two are among the
+# steps that curves are drawn with, the others are held out.
 CORNERS = ("exponential", "hyperbola", "quarter of a sine", "into a corner")
 
 
