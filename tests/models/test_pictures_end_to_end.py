@@ -104,7 +104,7 @@ def test_labels_are_probed_at_the_class_token_and_at_the_mean_of_the_patches_alo
 def test_the_mean_leaves_out_registers(monkeypatch):
     model = LayeredModel(tiny("picture_registers"))
     usual = probe(pooling="mean")
-    features = usual._features(model, digits(num_images=2))["mean"]
     (batch,) = digits(num_images=2)
+    features = usual._features(model, batch)["mean"]
     hidden = model.trajectory(batch).hidden
     torch.testing.assert_close(features, hidden[:, :, 5:].mean(2), rtol=1e-5, atol=1e-5)
