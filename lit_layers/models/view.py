@@ -365,9 +365,9 @@ class Trajectory:
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
         """`logits[index]`, rows (n, classes) of tokens (prompt, place), or of prompts where the head pools.
 
-        Of a model that generates the head runs on these tokens alone.
+        Of a model that generates the head runs on these tokens alone, where it can.
         """
-        if not self.model.predicts_next_token:
+        if not (self.model.predicts_next_token and self.model.family.reads_tokens_alone):
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items() if name != "attention_mask"}
         logits = self.model.ending(one, self.hidden[-1][index][None], in_tuple=self.in_tuple)

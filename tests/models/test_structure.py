@@ -128,6 +128,8 @@ def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_t
         torch.testing.assert_close(trajectory.hidden[layer, ..., :first], as_given(model_type, given[layer]), **CLOSE)
     torch.testing.assert_close(trajectory.logits, output.logits, **CLOSE)
     torch.testing.assert_close(view.readout(trajectory.hidden[-1]), output.logits, **CLOSE)
+    index = trajectory.mask.nonzero(as_tuple=True)
+    torch.testing.assert_close(trajectory.logits_of(index), output.logits[index], **CLOSE)
     looked_at = []
     view.pass_states(batch, lambda layer, hidden, mask: looked_at.append(hidden))
     torch.testing.assert_close(torch.stack(looked_at), trajectory.hidden)
@@ -183,6 +185,7 @@ class ToyBlock(nn.Module):
         super().__init__()
         self.fault, self.inner, self.calls = config.fault, nn.Linear(8, 8), 0
         self.register_buffer("count", torch.zeros(()))
+        self.board: dict[str, torch.Tensor] = {}  # on which the model and its blocks leave things
 
     def forward(
         self, hidden_states: torch.Tensor, earlier: dict[str, torch.Tensor], scale: torch.Tensor
@@ -196,6 +199,11 @@ class ToyBlock(nn.Module):
             hidden = hidden * self.calls  # what it is called with says nothing of that
         if self.fault == "counts":
             self.count += 1
+        if self.fault == "remembers":  # what block 1 was given, in all that follow
+            self.board.setdefault("given", hidden_states)
+            hidden = hidden + self.board["given"].mean(-1, keepdim=True)
+        if self.fault == "finds":
+            hidden = hidden + self.board["places"]
         if self.fault == "draws":
             hidden = hidden + torch.randn_like(hidden)
         return hidden
@@ -213,10 +221,14 @@ class ToyLM(PreTrainedModel):
         self.embed, self.head = nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size)
         self.gate = nn.Parameter(torch.zeros(()))
         self.layers = nn.ModuleList(ToyBlock(config) for _ in range(config.num_hidden_layers))
+        for layer in self.layers:
+            layer.board = self.layers[0].board
         self.post_init()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_) -> CausalLMOutput:
         fault, embedded = self.config.fault, self.embed(input_ids)
+        self.layers[0].board.clear()
+        self.layers[0].board["places"] = input_ids[..., None] / 40
         hidden, earlier = embedded, {}
         for number, layer in enumerate(self.layers):
             scale = hidden.std() if fault == "scales" else torch.ones(())
@@ -255,6 +267,8 @@ def test_a_sound_model_of_nobody_is_admitted():
         ("forgets", "block 3 called again gives another state"),
         ("draws", "block 3 called again gives another state"),
         ("counts", "its own call writes to its weights or buffers"),
+        ("remembers", "its blocks cannot be called again"),
+        ("finds", "its blocks cannot be called again"),
         ("leaks", "block 3 called again gives another state"),
         ("scales", r"block 2 is called with something \(1\) that blocks before it have made"),
         ("skips", "the readout of the last state gives other logits"),
@@ -311,6 +325,24 @@ def test_states_that_padding_changes_are_measured_without_padding_only():
         InputError, match="its states are others with padding behind the texts: give texts of one length"
     ):
         view.trajectory({**texts(padding="left"), "input_ids": texts()["input_ids"] % 40})
+
+
+def test_a_head_that_asks_where_a_token_stands_is_given_whole_texts():
+    class Placed(ToyLM):
+        def forward(self, input_ids, attention_mask=None, **options):
+            logits = super().forward(input_ids).logits
+            return CausalLMOutput(logits=logits * torch.arange(1, 1 + input_ids.shape[1])[:, None])
+
+        def can_generate(self):
+            return True
+
+        def get_output_embeddings(self):
+            return self.head
+
+    trajectory = LayeredModel(Placed(ToyConfig()).eval()).trajectory({"input_ids": texts()["input_ids"] % 40})
+    assert trajectory.model.predicts_next_token
+    index = trajectory.mask.nonzero(as_tuple=True)
+    torch.testing.assert_close(trajectory.logits_of(index), trajectory.logits[index])
 
 
 def test_the_proof_stands_in_the_provenance_of_what_is_measured():
@@ -402,3 +434,12 @@ def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype
         model.gate.fill_(0.005)
     with pytest.raises(InputError, match="the readout of the last state gives other logits"):
         LayeredModel(model)
+
+
+def test_a_proof_in_float32_that_is_interrupted_leaves_the_weights_as_they_were():
+    model = toy().to(torch.bfloat16)
+    before = dict(model.named_parameters())
+    model.layers[2].forward = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LayeredModel(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())

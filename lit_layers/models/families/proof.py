@@ -43,7 +43,7 @@ def in_float32(model: Network) -> Iterator[None]:
     kept: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
 
     def widen(module: nn.Module, args: tuple) -> None:
-        before = kept[module] = []
+        before = kept.setdefault(module, [])
         tensors: dict[str, Any]
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
@@ -63,6 +63,8 @@ def in_float32(model: Network) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for module in list(kept):  # whose call was interrupted
+            narrow(module, (), None)
 
 
 class Evidence:
@@ -128,6 +130,14 @@ class Evidence:
         if not self._is_change(apart(hidden, self.states[-1]), worst):
             raise NotShown("another state behind block 1 changes nothing behind the last block")
         return worst
+
+    def pass_another(self) -> None:
+        """Has another batch pass, of other texts and another length: blocks that find in their model what its last call
+        left there give something else afterwards when they are called again."""
+        inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
+        if self.probe.of_texts:
+            inputs = {name: column[:, : max(1, column.shape[1] - 1)] for name, column in inputs.items()}
+        self.probe.call(self.model, inputs, dict(self.family.options))
 
     def read_out(self) -> tuple[float, bool]:
         """(iii) What is behind the blocks makes the logits of the last state alone; and whether it does for each token

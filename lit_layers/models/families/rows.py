@@ -282,6 +282,11 @@ class Family:
         """Whether no state of a model that generates sees a later token."""
         return True
 
+    @property
+    def reads_tokens_alone(self) -> bool:
+        """Whether the model's own call ends with any states (1, tokens, dim) in place of those of a text."""
+        return True
+
     def container(self, model: Network) -> nn.Module:
         """The module that holds the blocks and nothing else."""
         return trunk_of(model).get_submodule(self.blocks)

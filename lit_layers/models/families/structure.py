@@ -74,6 +74,10 @@ class Structured(Family):
     def is_causal(self) -> bool:
         return self.causal
 
+    @property
+    def reads_tokens_alone(self) -> bool:
+        return not self.together and self.layout is None
+
     def container(self, model: Network) -> nn.Module:
         return model.get_submodule(self.blocks)
 
@@ -243,6 +247,7 @@ def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
     replayed, chained = evidence.replayed(), evidence.chained()
     evidence.arguments_alone()
     followed = evidence.followed()
+    evidence.pass_another()
     replayed = max(replayed, evidence.replayed())
     read_out, together = evidence.read_out()
     if family.features is not family.call and not evidence.trunk_alone():
