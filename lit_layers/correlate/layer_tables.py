@@ -155,14 +155,14 @@ def _model_tables(
         )
     table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
     gaps = {str(task): why for task, row in table.iterrows() if (why := _gap(row, first, "score"))}
-    kept, left_out, curves = {}, {}, {}
+    tables_of, left_out, curves = {}, {}, {}
     for one in metrics:
         curve = one.curves(name, step, scored=of_scores)
         values, missing = _metric_table(one.query.text, curve, table, gaps, first)
         left_out |= {one.query.text: missing} if missing else {}
         if len(values):
-            kept[one.query.text], curves[one] = values, curve
-    if not kept:
+            tables_of[one.query.text], curves[one] = values, curve
+    if not tables_of:
         reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
         raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
     for one, curve in {scores: of_scores, **curves}.items():
@@ -177,7 +177,7 @@ def _model_tables(
         if "" in curve.by_task and one.query.text not in tables.common:
             tables.common.append(one.query.text)
     table, domains = table.drop(index=[*gaps]), dict(of_scores.domains)
-    return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=kept, left_out=left_out)
+    return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=tables_of, left_out=left_out)
 
 
 def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:

@@ -339,13 +339,13 @@ def _finished(
         frame[column] = numbers(values, frame["model"], expected)
         for name in frame["model"][~np.isfinite(frame[column])]:
             missing.setdefault(name, f"no {column}")
-    kept = frame[~frame["model"].isin(missing)].reset_index(drop=True)
-    if len(kept) < FEWEST:
+    complete = frame[~frame["model"].isin(missing)].reset_index(drop=True)
+    if len(complete) < FEWEST:
         lines = [f"{name}: {why}" for name, why in missing.items()]
         reasons = f" ({'; '.join(lines[:4])}{f' and {len(lines) - 4} more' if len(lines) > 4 else ''})" if lines else ""
-        raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(kept)}{reasons}")
-    kept["model"] = kept["model"].map(short_names(list(kept["model"])))
-    kept = kept.dropna(axis=1, how="all")
+        raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(complete)}{reasons}")
+    complete["model"] = complete["model"].map(short_names(list(complete["model"])))
+    complete = complete.dropna(axis=1, how="all")
     beside = {"baseline": baseline or look_up(metric).baseline, "corrected": look_up(metric).excess}
-    beside = {role: column if column in kept.columns else None for role, column in beside.items()}
-    return ModelTable(frame=kept, metric=metric, score=score, left_out=missing, **beside, **facts)
+    beside = {role: column if column in complete.columns else None for role, column in beside.items()}
+    return ModelTable(frame=complete, metric=metric, score=score, left_out=missing, **beside, **facts)

@@ -86,13 +86,13 @@ def over_tag(
     for value in values:
         for name, why in of_models(models, tags={**tags, tag: value}, **options).left_out.items():
             left_out.setdefault(name, f"{why} ({tag_text({tag: value})})")
-    there = [model for model in models if model.name not in left_out]
-    if len(there) < FEWEST:
+    complete = [model for model in models if model.name not in left_out]
+    if len(complete) < FEWEST:
         first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:3])
         raise InputError(
-            f"over: expected at least {FEWEST} models with every value of {tag}, got {len(there)} ({first})"
+            f"over: expected at least {FEWEST} models with every value of {tag}, got {len(complete)} ({first})"
         )
-    tables = [of_models(there, tags={**tags, tag: value}, **options) for value in values]
+    tables = [of_models(complete, tags={**tags, tag: value}, **options) for value in values]
     coefficients = [_correlated(table, resamples, seed) for table in tables]
     rows, corrected = [each[0] for each in coefficients], [each[1] for each in coefficients]
     return OverTag(tag=tag, values=values, tables=tables, rows=rows, corrected=corrected, left_out=left_out)

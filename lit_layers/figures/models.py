@@ -14,12 +14,12 @@ from lit_layers.figures.profiles import (
     beside,
     level,
     levels_of,
+    log_if_wide,
     numbered,
     numbered_by,
     plain,
     references,
     series_of,
-    spread_out,
     unbroken,
     value_axis,
 )
@@ -96,7 +96,7 @@ def model_profile(
     if len(series) < 2:
         series = [replace(one, legend=False) for one in series]
     axis = _DEPTHS if is_share else layer_axis(number)
-    return spread_out(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
+    return log_if_wide(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:

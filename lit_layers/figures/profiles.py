@@ -72,7 +72,7 @@ def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
     return Axis(title=look_up(metric).unit, log=is_log, whole=look_up(metric).whole, **options)
 
 
-def spread_out(chart: Chart) -> Chart:
+def log_if_wide(chart: Chart) -> Chart:
     """Returns lines on a log axis where values and ends of intervals span more than three decades, all above 0."""
     values = [end for series in chart.series for part in (series.y, series.low, series.high) for end in part]
     numbers = [value for value in values if value is not None]
@@ -140,7 +140,7 @@ def layer_profile(
         place=f"{number} {{x}}",
         height=340 if len(series) == len(steps) else 380,
     )
-    return spread_out(chart)
+    return log_if_wide(chart)
 
 
 def residual_profile(

@@ -15,10 +15,10 @@ from lit_layers.figures.profiles import (
     color_bar,
     level,
     levels_of,
+    log_if_wide,
     plain,
     references,
     series_of,
-    spread_out,
     value_axis,
 )
 from lit_layers.figures.tables import (
@@ -98,7 +98,7 @@ def emergence_curves(
             curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
     curves.series += levels_of(metric, curves.training.steps, dash="dot", **curves.dashed_marks)
     height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
-    return spread_out(curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
+    return log_if_wide(curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
 
 
 class Curves:

@@ -109,8 +109,8 @@ def surfaces_of(measurements: list[Measurement], name: str) -> dict[str, tuple[s
         points = select(frame, metric, over_steps=True)
         for tags in variants_of(points):
             if has_surface(matching(points, tags)):
-                said = {tag: value for tag, value in tags.items() if value is not None}  # others have it
-                key = records.key(name, Record(metric=metric, value=0.0, tags=said))
+                present = {tag: value for tag, value in tags.items() if value is not None}  # others have the rest
+                key = records.key(name, Record(metric=metric, value=0.0, tags=present))
                 kinds[f"{key}/{SURFACE}"] = metric, tags
     return kinds
 

@@ -99,7 +99,7 @@ def block(
     for choice in shown:
         choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
-    readings = [known for metric in of if (known := reading(metric)) is not None]
+    readings = [each for metric in of if (each := reading(metric)) is not None]
     return {"title": title, "note": note, "wide": wide, "choices": shown, "readings": readings}
 
 

@@ -237,11 +237,11 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
     frames, layers = spread(steps, _FRAMES), sorted(by_layer)
     series = []
     for number, name in enumerate(groups):
-        mine = [(layer, by_layer[layer][name]) for layer in layers if name in by_layer[layer]]
+        of_group = [(layer, by_layer[layer][name]) for layer in layers if name in by_layer[layer]]
         rows = [
             (frame, layer, line, int(np.searchsorted(line.at, step)))
             for frame, step in enumerate(frames)
-            for layer, line in mine
+            for layer, line in of_group
         ]
         if not rows:
             continue

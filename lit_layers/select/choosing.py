@@ -118,7 +118,7 @@ def choose(
     baseline = float(_baseline(targets, num_classes).of_rows(metric).mean())
     layer, shares = _chosen(rows[1:], metric, rule, tolerance, baseline)
     test = features("test")
-    kept = {
+    on_test = {
         each: score_rows(probes[each], test.layer(each), targets["test"]).of_rows(metric)
         for each in {layer, num_layers}
     }
@@ -131,10 +131,10 @@ def choose(
         validation={each: _score(values, metric) for each, values in enumerate(rows)},
         baseline=baseline,
         shares=dict(enumerate(shares.tolist(), start=1)),
-        test={each: _score(values, metric) for each, values in kept.items()},
-        difference=_score(kept[layer] - kept[num_layers], None),
+        test={each: _score(values, metric) for each, values in on_test.items()},
+        difference=_score(on_test[layer] - on_test[num_layers], None),
         probe=probes[layer],
-        test_rows=kept[layer],
+        test_rows=on_test[layer],
     )
 
 

@@ -158,7 +158,7 @@ class MtebTask(RoundedAnalysis):
         hashed = weights_hash(model.model)
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
         folder = self.results / hashed / self.task.name / self._key(model, limit)
-        results = {layer: kept for layer in range(model.num_layers + 1) if (kept := _read(_file(folder, layer)))}
+        results = {layer: result for layer in range(model.num_layers + 1) if (result := _read(_file(folder, layer)))}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
@@ -168,8 +168,8 @@ class MtebTask(RoundedAnalysis):
             exact: LayerFeatures | None = None
             with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
                 for place, layer in enumerate(missing):
-                    if kept := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
-                        results[layer] = kept
+                    if result := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
+                        results[layer] = result
                         continue
                     self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
                     try:
