@@ -80,11 +80,13 @@ def read_tables(
 def _of_table(log: Path, answer: dict[str, Any] | str) -> tuple[list[Measurement], int]:
     why = answer if isinstance(answer, str) else ""
     if not isinstance(answer, str):
-        offset = answer["log"].get("bytes")
-        if isinstance(offset, int) and log.is_file() and answer["log"].get("tail") == _tail(log, offset):
+        said = answer["log"] if isinstance(answer["log"], dict) else {}
+        offset: Any = said.get("bytes")
+        is_place = type(offset) is int and log.is_file() and 0 <= offset <= log.stat().st_size
+        if is_place and said.get("tail") == _tail(log, offset):
             try:
                 return _measurements(answer["rows"]), offset
-            except InputError as error:
+            except (InputError, LookupError, RecursionError, TypeError, ValueError) as error:
                 why = f"holds what no measurement is: {error}"
         else:
             why = f"is not of this {log.name}"

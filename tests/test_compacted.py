@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import duckdb
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -104,7 +106,7 @@ def test_of_the_lines_only_what_came_later_is_read(root, monkeypatch):
     offsets = []
     read_on = records.read_on
     monkeypatch.setattr(records, "read_on", lambda path, offset: offsets.append(offset) or read_on(path, offset))
-    assert len(records.frame(root, analysis="a", metric="first", layer=1)) == 3
+    assert len(records.frame(root, analysis="a", metric="first", layer=np.int64(1))) == 3
     assert offsets == [size]
 
 
@@ -153,17 +155,24 @@ def of_another_log(path: Path) -> None:
     path.write_bytes((other / NAME).read_bytes())
 
 
-def of_wrong_rows(path: Path) -> None:
-    """A table of the right columns and log, whose rows no run wrote."""
-    table, said = pq.read_table(path), pq.read_metadata(path).metadata
-    seconds = pa.array([-1.0] * table.num_rows)
-    table = table.set_column(table.schema.get_field_index("seconds"), "seconds", seconds)
+def rewritten(path: Path, column: str | None = None, value: Any = None, *, said: Any = None) -> None:
+    """A table of the right columns and log, whose rows no run wrote, or that says something else of its log."""
+    table = pq.read_table(path)
+    log = json.loads((pq.read_metadata(path).metadata or {})[b"log"]) if said is None else said
+    if column is not None:
+        place = table.schema.get_field_index(column)
+        values = pa.array([value] * table.num_rows, table.schema.field(place).type)
+        table = table.set_column(place, column, values)
     with pq.ParquetWriter(path, table.schema, store_schema=False) as file:
         file.write_table(table)
-        file.add_key_value_metadata(said)
+        file.add_key_value_metadata({"log": json.dumps(log)})
 
 
-@pytest.mark.parametrize("harm", [truncated, scribbled, of_something_else, of_another_log, of_wrong_rows])
+OF_WRONG_ROWS = [("seconds", -1.0), ("tags", None), ("tags", "{"), ("provenance", None), ("provenance", "[" * 100_000)]
+OF_NO_LOG = [[1], {"bytes": -5}, {"bytes": 2**80}]
+
+
+@pytest.mark.parametrize("harm", [truncated, scribbled, of_something_else, of_another_log])
 def test_a_table_that_cannot_be_trusted_is_told_and_the_lines_are_read(harm, root, caplog):
     records.compact(root)
     harm(root / NAME)
@@ -171,6 +180,24 @@ def test_a_table_that_cannot_be_trusted_is_told_and_the_lines_are_read(harm, roo
         assert rows(records.frame(root, analysis="a")) == of_lines(root, "a")
     assert f"{root / NAME} " in caplog.text
     assert "make it again with lit-layers compact" in caplog.text
+
+
+@pytest.mark.parametrize("said", OF_NO_LOG)
+def test_a_table_that_says_nothing_of_a_log_is_told(said, root, caplog):
+    records.compact(root)
+    rewritten(root / NAME, said=said)
+    with caplog.at_level(logging.WARNING):
+        assert rows(records.frame(root, analysis="a")) == of_lines(root, "a")
+    assert f"{root / NAME} is not of this measurements.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize(("column", "value"), OF_WRONG_ROWS)
+def test_a_table_of_rows_that_no_run_wrote_is_told(column, value, root, caplog):
+    records.compact(root)
+    rewritten(root / NAME, column, value)
+    with caplog.at_level(logging.WARNING):
+        assert rows(records.frame(root, analysis="a")) == of_lines(root, "a")
+    assert f"{root / NAME} holds what no measurement is" in caplog.text
 
 
 def test_a_log_that_was_cut_or_begun_anew_is_read_itself(root, caplog):
@@ -265,6 +292,7 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
     assert main(["publish", str(root), "--out", str(out), "--hub", "me/numbers"]) == 0
     assert calls[0] == ("me/numbers", {"repo_type": "dataset", "private": True, "exist_ok": True})
     assert (calls[1]["folder_path"], calls[1]["repo_id"]) == (out, "me/numbers")
+    assert calls[1]["allow_patterns"] == ["README.md", "numbers/*.parquet", "measurements/*.parquet"]
     assert "https://huggingface.co/datasets/me/numbers" in capsys.readouterr().out
     assert main(["publish", str(root), "--out", str(out), "--hub", "no/access"]) == 2
     assert "hub: no/access took nothing: 403 Forbidden" in capsys.readouterr().err
@@ -285,3 +313,12 @@ def test_what_cannot_be_published_is_refused(arguments, sentence, root, tmp_path
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "published").exists()
     assert (root / "measurements.jsonl").is_file()
+
+
+def test_a_folder_of_somebody_with_numbers_in_it_keeps_them(root, tmp_path, capsys):
+    mine = tmp_path / "mine/numbers/mine.parquet"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"years of work")
+    assert main(["publish", str(root), "--out", str(tmp_path / "mine")]) == 2
+    assert "out: expected a new folder, or a data set that this command made" in capsys.readouterr().err
+    assert mine.is_file()

@@ -54,7 +54,7 @@ def read_numbers(
     paths: Sequence[Path], *, analysis: str, metric: str | None, layer: int | None
 ) -> Iterator[dict[str, Any] | str]:
     """Yields of each table the rows that are asked for and what it says of its log, or why they are not to be had."""
-    where = {"analysis": analysis, "metric": metric, "layer": layer}
+    where = {"analysis": analysis, "metric": metric, "layer": None if layer is None else int(layer)}  # of NumPy, too
     return _answered([{"path": str(path), **where} for path in paths])
 
 

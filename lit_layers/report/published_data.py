@@ -36,7 +36,7 @@ def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
     names = [root.resolve().name for root in roots]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"roots: two folders are called {twice[0]}: rename one, as the data set names runs so")
-    if folder.exists() and not (folder / _NUMBERS).is_dir():
+    if folder.exists() and not all((folder / part).is_dir() for part in (_NUMBERS, _MEASUREMENTS)):
         raise InputError(f"out: expected a new folder, or a data set that this command made, {folder} is neither")
     files: dict[str, Any] = {}
     metrics: Counter[tuple[str, str]] = Counter()
@@ -66,7 +66,14 @@ def send(folder: Path, repository: str) -> str:
     api = HfApi()
     try:
         api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=folder, delete_patterns="*.parquet")
+        written = [_CARD, f"{_NUMBERS}/*.parquet", f"{_MEASUREMENTS}/*.parquet"]  # nothing else that lies there
+        api.upload_folder(
+            repo_id=repository,
+            repo_type="dataset",
+            folder_path=folder,
+            allow_patterns=written,
+            delete_patterns="*.parquet",
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"hub: {repository} took nothing: {' '.join(str(error).split())[:300]}") from error
     return f"https://huggingface.co/datasets/{repository}"
