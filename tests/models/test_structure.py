@@ -327,6 +327,19 @@ def test_states_that_padding_changes_are_measured_without_padding_only():
         view.trajectory({**texts(padding="left"), "input_ids": texts()["input_ids"] % 40})
 
 
+def test_what_is_shown_of_one_model_is_not_said_of_another_of_its_config():
+    class Counting(ToyLM):
+        def forward(self, input_ids, attention_mask=None, **options):
+            if attention_mask is not None:
+                input_ids = (input_ids + (self.gate * attention_mask.sum(-1, keepdim=True)).long()) % 40
+            return super().forward(input_ids, None, **options)
+
+    counts, plain = Counting(ToyConfig()).eval(), Counting(ToyConfig()).eval()
+    with torch.no_grad():
+        counts.gate.fill_(1.0)
+    assert [LayeredModel(each).family.takes_padding for each in (counts, plain, counts)] == [False, True, False]
+
+
 def test_a_head_that_asks_where_a_token_stands_is_given_whole_texts():
     class Placed(ToyLM):
         def forward(self, input_ids, attention_mask=None, **options):

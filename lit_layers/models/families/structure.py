@@ -122,9 +122,10 @@ def family_of(model: nn.Module) -> Family:
     return row_of(model) or by_structure(model)
 
 
-# Of each class: what was found of a config, under the libraries of this process; of each model: by which weights.
+# Of each class: what was last found of a config, under the libraries of this process; of each model: by which config and
+# weights, and what, as it may be another thing than that of other weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
-_SHOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+_SHOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
 
 def by_structure(model: Network) -> Family:
@@ -146,8 +147,9 @@ def by_structure(model: Network) -> Family:
             "these libraries are found by their structure; add a row to lit_layers/models/families/rows.py"
         )
     found = _FOUND.setdefault(type(model), {})
-    key, weights = _digest(model), _state_of(model)
-    if key not in found or _SHOWN.get(model) != weights:
+    key = _digest(model)
+    by, shown = (key, _state_of(model)), _SHOWN.get(model)
+    if key not in found or shown is None or shown[0] != by:
         try:
             found[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
         except NotShown as reason:
@@ -156,8 +158,8 @@ def by_structure(model: Network) -> Family:
                     f"no layered view of {kind}: {reason}; nor has its class a row in "
                     "lit_layers/models/families/rows.py"
                 ) from reason
-        _SHOWN[model] = weights
-    return found[key]
+        _SHOWN[model] = shown = by, found[key]
+    return shown[1]
 
 
 def _state_of(model: Network) -> tuple[int, ...]:
