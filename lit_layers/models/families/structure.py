@@ -122,8 +122,8 @@ def family_of(model: nn.Module) -> Family:
     return row_of(model) or by_structure(model)
 
 
-# Of each class: what was last found of a config, under the libraries of this process; of each model: by which config and
-# weights, and what, as it may be another thing than that of other weights.
+# Of each class: what was last found of a config, under the libraries of this process; of each model: by which config
+# and weights, and what, as it may be another thing than that of other weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
 _SHOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
