@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -989,17 +990,19 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "docs" / "report.md").read_text()
     commands = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
-    assert len(commands) == 7
+    assert len(commands) == 9
     for line in commands:
-        program, *arguments = line.split()
+        program, *arguments = shlex.split(line)
         assert program == "lit-layers"
         assert main(arguments) == 0, capsys.readouterr().err
     assert {"numbers.csv", "numbers.parquet"} <= {path.name for path in tmp_path.iterdir()}
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    names: dict[str, Any] = {}
-    exec(snippet, names)
-    assert names["coupling"]["value"].notna().all()
-    assert len(names["coupling"]) == 3
+    names: list[dict[str, Any]] = []
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.S):
+        names.append({})
+        exec(snippet, names[-1])
+    table, of_many_runs, _ = names
+    assert table["coupling"]["value"].notna().all()
+    assert len(table["coupling"]) == len(of_many_runs["curve"]) == 3
 
 
 @pytest.mark.parametrize("failure", [OSError("no more processes"), subprocess.TimeoutExpired("x", 600), None])
