@@ -249,7 +249,11 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
-    handles = [model.blocks[0].register_forward_pre_hook(note)]
+    def begin(*_: object) -> None:
+        if len(times) % (model.num_layers + 2) == 1:  # the first run of a block that runs several times
+            note()
+
+    handles = [model.blocks[0].register_forward_pre_hook(begin)]
     handles += [block.register_forward_hook(note) for block in dict.fromkeys(model.blocks)]
     try:
         with torch.inference_mode(), evaluating(model.model):

@@ -10,6 +10,7 @@ from lit_layers.errors import InputError
 from lit_layers.models import costs
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.view import LayeredModel
+from tests.support.tiny_configs import tiny_model
 from tests.support.tiny_models import tiny, tiny_batch
 
 
@@ -68,3 +69,10 @@ def test_the_model_is_as_before_also_when_a_block_fails():
 def test_no_round_is_refused():
     with pytest.raises(InputError, match="rounds: expected at least 1, and warm_up of at least 0, got 0 and 3"):
         layer_latencies(LayeredModel(tiny("gpt2")), tiny_batch("gpt2"), rounds=0)
+
+
+def test_each_run_of_a_block_that_runs_several_times_is_a_layer():
+    model = LayeredModel(tiny_model("AlbertForMaskedLM", "albert"))
+    found = layer_latencies(model, {"input_ids": torch.arange(10)[None] + 3}, rounds=2, warm_up=1)
+    assert found.shape == (model.num_layers + 1,)
+    assert (found.diff() > 0).all()
