@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -100,7 +101,8 @@ def _leading(matrices: Tensor, count: int) -> Factors:
 
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors."""
+    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors; NaN
+    where LAPACK finds no part of a spectrum, as of one with many equal values."""
     if gram.device.type != "cpu":
         values, vectors = torch.linalg.eigh(gram)
         return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
@@ -108,7 +110,12 @@ def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     last = gram.shape[-1] - 1
     # the transpose is in Fortran's order, so that LAPACK works in place
-    pairs = [eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True) for each in gram]
+    pairs: list[Any] = []
+    for each in gram:
+        try:
+            pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
+        except np.linalg.LinAlgError:
+            pairs.append((np.full(count + 1, np.nan), np.full((last + 1, count + 1), np.nan)))
     values, vectors = (torch.stack([torch.from_numpy(part) for part in parts]) for parts in zip(*pairs, strict=True))
     return values.flip(-1), vectors[..., 1:].flip(-1)
 

@@ -152,6 +152,21 @@ def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
     assert finite >= 15
 
 
+def test_where_lapack_finds_no_part_of_a_spectrum_the_whole_is_decomposed(monkeypatch):
+    import scipy.linalg
+
+    def fails(*args, **options):
+        raise np.linalg.LinAlgError("Internal Error.")
+
+    monkeypatch.setattr(coupling, "MIN_DIM", 0)
+    matrices = torch.stack([example("power", 40, seed) for seed in range(2)])
+    expected = singular_factors(matrices, 6, tolerance=1e-6)
+    monkeypatch.setattr(scipy.linalg, "eigh", fails)
+    found = singular_factors(matrices, 6, tolerance=1e-6)
+    torch.testing.assert_close(found.values, expected.values)
+    assert bool((found.bounds[:, -1] <= 1e-6).all())
+
+
 def test_a_turn_is_bounded_by_the_residual_over_the_nearest_other_value():
     """Neighbours above and below, each as far off as its own residual, and what was not computed."""
     values, residuals = torch.tensor([[5, 4.9, 3.0]]), torch.tensor([[0.01, 0.02, 0.1]])
