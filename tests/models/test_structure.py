@@ -449,6 +449,13 @@ def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype
         LayeredModel(model)
 
 
+def test_a_model_of_images_in_16_bits_is_proven_in_float32():
+    view = LayeredModel(tiny_model("DeiTForImageClassification", "deit").to(torch.bfloat16))
+    proof = dict(view.family.proof or {})
+    assert proof["computed"] == "float32"
+    assert max(proof[name] for name in ("replay", "chain", "changed_chain", "readout")) < 1e-4
+
+
 def test_a_proof_in_float32_that_is_interrupted_leaves_the_weights_as_they_were():
     model = toy().to(torch.bfloat16)
     before = dict(model.named_parameters())

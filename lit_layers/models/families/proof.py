@@ -20,6 +20,7 @@ from lit_layers.models.families.rows import Network, trunk_of
 
 # Relative differences of float32 (of which parts of any model are), and of 16 bits.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
+_HALVES = torch.float16, torch.bfloat16
 _SHIFT = 0.5  # of the change of a state, as part of its own length
 
 
@@ -42,7 +43,7 @@ def in_float32(model: Network) -> Iterator[None]:
     """Inside, modules compute in float32: each has a wide copy of its own weights as long as its call lasts."""
     kept: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
 
-    def widen(module: nn.Module, args: tuple) -> None:
+    def widen(module: nn.Module, args: tuple) -> tuple:
         before = kept.setdefault(module, [])
         tensors: dict[str, Any]
         for tensors in (module._parameters, module._buffers):
@@ -51,6 +52,10 @@ def in_float32(model: Network) -> Iterator[None]:
                     before.append((tensors, name, tensor))
                     wide = tensor.detach().float()
                     tensors[name] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
+        if not before:
+            return args
+        # Images are made what the weights were before.
+        return tuple(each.float() if isinstance(each, Tensor) and each.dtype in _HALVES else each for each in args)
 
     def narrow(module: nn.Module, args: tuple, output: Any) -> None:
         for tensors, name, tensor in kept.pop(module, ()):
