@@ -30,6 +30,7 @@ NUMBERS = {  # the columns of `lit_layers.compacted`
 }
 MAX_BYTES = 2**26  # of one file, which is read whole
 MAX_VALUES = 2**25
+MAX_ROWS = 2**20  # of numbers: each is sent as text
 PATIENCE = 300.0  # seconds for all files
 _MEMORY = 2**33
 _MOST_ENDED = 3  # processes that files have ended, before the rest is left unread
@@ -140,11 +141,9 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
             raise _RefusedError("is no table of numbers")
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         chosen = [n for n, group in enumerate(groups) if _may_hold(group, {"analysis": analysis, **asked})]
-        if (
-            sum(groups[n].num_rows for n in chosen) > MAX_VALUES
-            or sum(groups[n].total_byte_size for n in chosen) > 2**32
-        ):
-            raise _RefusedError("is too large")
+        rows, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
+        if rows > MAX_ROWS or size > 8 * MAX_BYTES:
+            raise _RefusedError(f"is too large: {rows:,} rows are to be read, at most {MAX_ROWS:,} are")
         table = file.read_row_groups(chosen, use_threads=False)
     table.validate(full=True)
     rows, shared = pc.equal(table["analysis"], analysis), pc.is_null(table["metric"])
