@@ -141,9 +141,9 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
             raise _RefusedError("is no table of numbers")
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         chosen = [n for n, group in enumerate(groups) if _may_hold(group, {"analysis": analysis, **asked})]
-        rows, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
-        if rows > MAX_ROWS or size > 8 * MAX_BYTES:
-            raise _RefusedError(f"is too large: {rows:,} rows are to be read, at most {MAX_ROWS:,} are")
+        number, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
+        if number > MAX_ROWS or size > 8 * MAX_BYTES:
+            raise _RefusedError(f"is too large: {number:,} rows are to be read, at most {MAX_ROWS:,} are")
         table = file.read_row_groups(chosen, use_threads=False)
     table.validate(full=True)
     rows, shared = pc.equal(table["analysis"], analysis), pc.is_null(table["metric"])
