@@ -216,19 +216,22 @@ def summarize_ratio(
     layer: int | None = None,
     tags: Tags | None = None,
     counted: str | None = None,
+    empty_is_undefined: bool = True,
 ) -> list[Record]:
     """The sum of `sums` over the sum of `counts`, (prompts,) each: every token counts alike, whichever prompt it is in.
 
     Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts: those of the mean
     of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the prompts' means,
-    and with one token each the mean of its values. `n` counts prompts; those that count nothing are left out, and so
-    are those whose sum is not finite, which the tag `num_undefined` counts. The tag named `counted` is the sum of the
-    counts. Where no prompt is left there is no record of a layer, and of the whole model one whose value is NaN.
+    and with one token each the mean of its values. `n` counts prompts. Those that count nothing, or whose sum is not
+    finite, are left out, and `num_undefined` says how many (without `empty_is_undefined`: the latter alone). The tag
+    named `counted` is the sum of the counts. Where no prompt is left there is no record of a layer, and of the whole
+    model one whose value is NaN.
     """
     there = counts > 0
     defined = there & sums.isfinite()
+    undefined = ~defined if empty_is_undefined else there & ~defined
     sums, kept = sums[defined].double(), counts[defined].double()
-    tags = {**(tags or {}), **({counted: int(kept.sum())} if counted else {}), **left_out("", there & ~defined)}
+    tags = {**(tags or {}), **({counted: int(kept.sum())} if counted else {}), **left_out("", undefined)}
     if not defined.any():
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()

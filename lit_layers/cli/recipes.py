@@ -215,10 +215,12 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
     for where, value, holder, is_class in _values(options):
         is_of_own_code = _is_under(holder, _own_code)
         if is_class and not is_of_own_code and not _is_under(value, _own_code):
-            if not _is_under(pkgutil.resolve_name(value).__module__, _HARMLESS):
+            named = pkgutil.resolve_name(value) if _is_under(value, PACKAGES) else None  # others are not imported
+            if not _is_under(getattr(named, "__module__", ""), _HARMLESS):
                 raise InputError(
-                    f"{where.removesuffix('.class_path')}: {REFUSED} {value}, which could fetch or start something; "
-                    f"--code {value} allows it"
+                    f"{where.removesuffix('.class_path')}: {REFUSED} {value}, which could fetch or start something: "
+                    "only classes of lit_layers, lightning's callbacks, loggers, plugins, profilers and strategies, "
+                    "and your own code, with --code PACKAGE"
                 )
         elif not is_class and holder and not is_of_own_code and isinstance(value, str | Path):
             module = pkgutil.resolve_name(holder).__module__

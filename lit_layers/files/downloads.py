@@ -1,4 +1,4 @@
-"""What comes from elsewhere: what files of weights may not say, and how to say in a line what the Hub refused."""
+"""What comes from elsewhere: what models may not say, and how to say in a line what the Hub refused."""
 
 import contextlib
 import json
@@ -6,11 +6,20 @@ import pickle
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HTTPError
 
 from lit_layers.errors import InputError
+
+_OF_TORCH = {  # what these fields of a config.json may choose where the package `kernels` is installed
+    "attn_implementation": ("sdpa", "eager", "flex_attention"),
+    "experts_implementation": ("grouped_mm", "eager", "batched_mm"),
+}
+_FETCHING = ("mra", "rwkv", "yoso")  # types of models that fetch a kernel whatever their config.json says
+_UNINSTALL = "a kernel of the Hub, which is code: uninstall the package kernels"
 
 
 def named_shards(content: str | bytes) -> dict[str, str]:
@@ -28,6 +37,36 @@ def named_shards(content: str | bytes) -> dict[str, str]:
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
     return shards
+
+
+def refuse_foreign_code(settings: Any, name: str | Path) -> None:
+    """Refuses a config.json by which transformers would fetch a kernel from the Hub, which is code, and run it.
+
+    One that is named is refused everywhere. Where the package `kernels` is installed, which fetches them, so is what
+    would be fetched in place of a package (`flash_attention_2`), for quantized weights, or for some types of models.
+
+    Raises:
+        InputError: naming the field.
+    """
+    for part in settings if isinstance(settings, list) else ():
+        refuse_foreign_code(part, name)
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        own = next((own for field, own in _OF_TORCH.items() if key.lstrip("_").startswith(field)), None)
+        chosen = [str(part) for part in (value.values() if isinstance(value, dict) else [value]) if part and own]
+        if own and any("/" in part or (has_kernels() and part.removeprefix("paged|") not in own) for part in chosen):
+            raise InputError(
+                f"{name}: expected {key} {own[0]} or {own[1]} in its config.json, got {value}, which is code of the Hub"
+            )
+        if key == "attribute_map":
+            raise InputError(f"{name}: expected no attribute_map in its config.json, which renames its other fields")
+        if has_kernels() and value and (key == "quantization_config" or (key == "model_type" and value in _FETCHING)):
+            raise InputError(f"{name}: {key} in its config.json may fetch {_UNINSTALL}")
+        refuse_foreign_code(value, name)
+
+
+def has_kernels() -> bool:
+    """Whether the package is installed by which transformers fetches kernels from the Hub."""
+    return find_spec("kernels") is not None
 
 
 def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
+from lit_layers.files.downloads import has_kernels
 
 SUFFIX = ".gguf"
 _CANNOT_READ = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
@@ -169,7 +170,7 @@ class GgufFile:
         except ImportError:
             return
         architecture = self._field("")
-        if is_gguf_arch_supported(architecture) and importlib.util.find_spec("kernels") is not None:
+        if is_gguf_arch_supported(architecture) and has_kernels():
             raise InputError(
                 f"{self.path}: transformers would download a program of the Hub to read a GGUF file of {architecture}, "
                 "as the package kernels is installed: uninstall it"

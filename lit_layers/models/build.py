@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
+from lit_layers.files.downloads import refuse_foreign_code
 from lit_layers.files.durable import write_json
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
@@ -228,10 +229,12 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(name: str | Path, **options: Any) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    refuse_foreign_code({"model_type": str(name), **options}, name)
     if os.path.isfile(os.path.join(name, "config.json")):
+        refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     if name not in CONFIG_MAPPING:
         close = _close(str(name), CONFIG_MAPPING.keys())

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import would_run_code
+from lit_layers.files.downloads import refuse_foreign_code, would_run_code
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
@@ -24,7 +24,7 @@ from lit_layers.models.pixels import (
     keep_preprocessor_,
     pixel_statistics,
 )
-from lit_layers.models.shard_files import refuse_shards_elsewhere
+from lit_layers.models.shard_files import refuse_weights_elsewhere
 
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
 _CANNOT_LOAD = (
@@ -60,18 +60,6 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 
-def refuse_kernels(settings: Any, name: str | Path) -> None:
-    """Refuses attention of the Hub anywhere in a config.json: code that runs where the package `kernels` is installed.
-
-    Raises:
-        InputError: naming it.
-    """
-    for key, value in settings.items() if isinstance(settings, dict) else ():
-        if key.startswith(("attn_implementation", "_attn_implementation")) and "/" in str(value):
-            raise InputError(f"{name}: expected {key} sdpa or eager in its config.json, got {value}, which is code")
-        refuse_kernels(value, name)
-
-
 def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
     from transformers import PreTrainedConfig
 
@@ -79,7 +67,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
         return load_gguf(GgufFile(name), dtype=dtype)
 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    refuse_kernels(settings, name)
+    refuse_foreign_code(settings, name)
     refuse_beyond_memory(SimpleNamespace(**settings))
     if is_timm(settings):
         model = _open_timm(name, revision)
@@ -107,7 +95,7 @@ def _load_transformers(name: str, settings: dict[str, Any], revision: str | None
     from transformers.utils import cached_file
 
     kind = class_of(settings, name)
-    refuse_shards_elsewhere(name, revision)
+    refuse_weights_elsewhere(name, revision)
     model, report = kind.from_pretrained(
         name, revision=revision, dtype=dtype, trust_remote_code=False, weights_only=True, output_loading_info=True
     )
@@ -158,7 +146,7 @@ def outline(settings: dict[str, Any], name: str) -> nn.Module:
                 return model
             from transformers import AutoConfig
 
-            refuse_kernels(settings, name)
+            refuse_foreign_code(settings, name)
             options = {key: value for key, value in settings.items() if key != "model_type"}
             kind, config = class_of(settings, name), AutoConfig.for_model(settings["model_type"], **options)
             return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
@@ -228,7 +216,7 @@ def open_plainly(
             return _open_timm(str(folder), head=head).eval()
         options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
         kind = _auto_class(folder, settings, head)
-        refuse_shards_elsewhere(str(folder))
+        refuse_weights_elsewhere(str(folder))
         return kind.from_pretrained(
             folder,
             trust_remote_code=False,
@@ -299,7 +287,7 @@ def _open_timm(name: str, revision: str | None = None, *, head: bool = True) -> 
 def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
     import transformers
 
-    refuse_kernels(settings, folder)
+    refuse_foreign_code(settings, folder)
     named = (settings.get("architectures") or ["AutoModel"])[0].lower()
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for auto in (getattr(transformers, name) for name in _AUTO):
@@ -327,13 +315,14 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
         InputError: no such model, another family than BERT, RoBERTa, DistilBERT and ModernBERT, or weights that do not
             fill the trunk.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or os.path.isdir(name):
         name = os.fspath(Path(name).expanduser())
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise InputError(f"model: expected a folder with an encoder, found no config.json in {name}")
     try:
+        refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"model: cannot open {name}: {one_line(error)}") from error
@@ -341,7 +330,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
         raise InputError(
             f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"
         )
-    refuse_shards_elsewhere(str(name), None)
+    refuse_weights_elsewhere(str(name), None)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
     with quiet(seed, reports=False):
         model, report = AutoModelForSequenceClassification.from_pretrained(

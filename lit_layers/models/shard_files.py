@@ -20,16 +20,21 @@ from lit_layers.files.downloads import HUB_ERRORS, LOG_IN, is_refused, named_sha
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER = "adapter_config.json"
 PIECE = 2**22  # bytes that are read at a time where a tensor is only passed through
 
 
-def refuse_shards_elsewhere(model: str, revision: str | None = None) -> None:
-    """Refuses a model in a folder or on the Hub whose index names files outside it, which transformers would read.
+def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
+    """Refuses a model in a folder or on the Hub whose weights are not all in its own files.
 
     Raises:
-        InputError: such an index, or a damaged one.
+        InputError: an index that names others or is damaged; an adapter, which transformers would add where the package
+            peft is installed, and not elsewhere.
     """
     from transformers.utils import cached_file
+
+    if cached_file(model, ADAPTER, revision=revision, _raise_exceptions_for_missing_entries=False) is not None:
+        raise InputError(f"{model}: expected a model alone, found an adapter beside it ({ADAPTER}): merge it by peft")
 
     for index in (INDEX, PICKLED[1]):
         file = cached_file(model, index, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
+from lit_layers.files.downloads import refuse_foreign_code
 from lit_layers.files.durable import replace_file
 from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, softened, split_arguments
 from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
@@ -24,7 +25,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.structure import is_proven, proven
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
-from lit_layers.models.saved import class_of, is_timm, refuse_kernels
+from lit_layers.models.saved import class_of, is_timm
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
 from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
 
@@ -371,7 +372,7 @@ def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> 
 def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     import transformers
 
-    refuse_kernels(files.config, files.model)
+    refuse_foreign_code(files.config, files.model)
     kind = class_of(files.config, files.model)
     if files.config.get("quantization_config"):
         raise InputError(f"{files.model} is quantized, and only plain weights are read: use the model it was made from")

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -314,10 +315,13 @@ def test_a_variant_that_overflows_is_told_and_spoils_no_other():
             assert math.isfinite(found[at(metric, **rest)].value)
 
 
-def test_a_prompt_without_a_predicted_token_counts_for_nothing(model):
+def test_a_prompt_without_a_predicted_token_is_left_out_and_counted(model):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
     options = {"variants": ("skip",)}
-    assert run(model, *BATCHES, lone, **options) == run(model, *BATCHES, **options)
+    without = run(model, *BATCHES, **options)
+    assert run(model, *BATCHES, lone, **options) == {
+        key: replace(each, tags={**each.tags, "num_undefined": 1}) for key, each in without.items()
+    }
     with pytest.raises(InputError, match="^interventions: no text has a next token to predict"):
         run(model, lone, **options)
 

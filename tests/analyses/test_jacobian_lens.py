@@ -104,6 +104,25 @@ def test_padding_on_the_left_changes_nothing(view):
     assert [r.value for r in padded] == pytest.approx([r.value for r in plain], rel=1e-6)
 
 
+def test_prompts_that_are_too_short_are_left_out_and_counted(view):
+    ids = torch.cat([b["input_ids"] for b in prompts()])
+    chosen, length = (
+        [0, 0, 1, 2, 3, 4, 4, 5, 6],
+        torch.tensor([SKIP + 1, 99, 99, 99, 99, 99, 2, 99, 99]),
+    )  # 2nd and 7th cut
+    mask = (torch.arange(ids.shape[1]) < length[:, None]).long()
+    cut = list(lens(Listed({"input_ids": ids[chosen], "attention_mask": mask}), num_prompts=3, num_tuned=4).run(view))
+    whole = list(lens(num_prompts=2, num_tuned=3).run(view))
+    assert [r.value for r in cut] == pytest.approx([r.value for r in whole], rel=1e-6)
+    for record in cut:
+        compares = record.metric != "jacobian_lens_halves"
+        assert record.tags.get("num_undefined") == (1 if compares else None)
+        assert record.tags.get("num_undefined_fit_prompts") == (
+            1 if record.tags.get("lens", "jacobian") == "jacobian" else None
+        )
+    assert not any("num_undefined" in name for record in whole for name in record.tags)
+
+
 def test_the_model_is_as_it_was(view):
     before = {name: p.clone() for name, p in view.model.named_parameters()}
     list(lens(lenses=("tuned", "shuffled"), tuned_steps=2).run(view))

@@ -140,9 +140,10 @@ def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size():
         assert records["kl_to_final", layer].value == 0
 
 
-def test_a_prompt_without_a_predicted_token_counts_for_nothing(model):
+def test_a_prompt_without_a_predicted_token_is_left_out_and_counted(model):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
-    assert run(model, *BATCHES, lone) == run(model, *BATCHES)
+    without = {key: replace(each, tags={**each.tags, "num_undefined": 1}) for key, each in run(model, *BATCHES).items()}
+    assert run(model, *BATCHES, lone) == without
     with pytest.raises(InputError, match="^lens: no text has a next token to predict"):
         run(model, lone)
 
@@ -185,7 +186,7 @@ def test_a_pooling_head_is_compared_prompt_by_prompt_and_with_the_labels_there_a
             log_proba = view.readout(hidden[layer]).log_softmax(-1)
             loss = records["logit_lens_loss", layer]
             assert loss.value == pytest.approx(torch.nn.functional.nll_loss(log_proba, labels).item(), rel=1e-10)
-            assert (loss.n, loss.tags) == (15, {"num_tokens": 15})
+            assert (loss.n, loss.tags) == (15, {"num_tokens": 15, "num_undefined": 20})
             accuracy = (log_proba.argmax(-1) == labels)[labels != -100].double().mean()
             assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy.item())
             divergence = (final.exp() * (final - log_proba)).sum(-1).mean().item()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
-from lit_layers.models.saved import load, open_plainly, outline
+from lit_layers.models.saved import load, open_plainly, outline, read_config
 from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.series.local_series import StepFolders
@@ -184,26 +184,53 @@ def _streamed(folder: str) -> StreamedModel:
     return StreamedModel(ShardFiles(folder), device=torch.device("cpu"))
 
 
-def test_attention_of_the_hub_is_code_wherever_a_config_names_it(tmp_path, monkeypatch):
-    """transformers would fetch and import it, where the package `kernels` is installed."""
-    monkeypatch.setattr(
-        "transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("it is fetched")
-    )
-    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda *_: True)
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
-    plain = json.loads((tmp_path / "config.json").read_text())
-    for more in (
+_OPENING = (load, open_plainly, _streamed, lambda folder: outline(read_config(Path(folder)), folder))
+_NAMED = {  # refused wherever, by the field that the sentence names
+    "attn_implementation": (
         {"attn_implementation": "evil/kernel"},
+        {"attn_implementation": {"": "evil/kernel"}},
         {"_attn_implementation": "paged|evil/kernel"},
         {"_attn_implementation_internal": "evil/kernel"},
         {"text_config": {"_attn_implementation": "evil/kernel"}},
-    ):
+        {"parts": [{"_attn_implementation": "evil/kernel"}]},
+    ),
+    "attribute_map": ({"attribute_map": {"colour": "_attn_implementation"}, "colour": "evil/kernel"},),
+}
+_FETCHED = {  # where the package is there by which they are fetched
+    "attn_implementation": (
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "flash_attention_3"},
+    ),
+    "experts_implementation": ({"experts_implementation": "sonicmoe"}, {"_experts_implementation": "deepgemm"}),
+    "quantization_config": ({"quantization_config": {"quant_method": "mxfp4"}},),
+    "model_type": ({"text_config": {"model_type": "rwkv"}},),
+}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, monkeypatch, installed):
+    """transformers would fetch and import them, where the package `kernels` is installed."""
+    hub = "transformers.integrations.hub_kernels"
+    monkeypatch.setattr(f"{hub}.get_kernel", lambda *_, **__: pytest.fail("it is fetched"))
+    monkeypatch.setattr(f"{hub}.is_kernels_available", lambda *_: True)
+    monkeypatch.setattr("lit_layers.files.downloads.has_kernels", lambda: installed)
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    cases = [(field, more) for group in (_NAMED, *([_FETCHED] * installed)) for field in group for more in group[field]]
+    for named, more in cases:
         (tmp_path / "config.json").write_text(json.dumps(plain | more))
-        for opened in (
-            load,
-            open_plainly,
-            _streamed,
-            lambda folder, more=more: outline(plain | more, folder),
-        ):
-            with pytest.raises(InputError, match="attn_implementation.* sdpa or eager in its config.json, got .*evil"):
+        for opened in (*_OPENING, causal_lm):
+            with pytest.raises(InputError, match=rf"{named}.* in its config.json"):
                 opened(str(tmp_path))
+    for harmless in ({"attn_implementation": "eager"}, {"_attn_implementation": None}, {"quantization_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps(plain | harmless))
+        for opened in (*_OPENING, causal_lm):
+            opened(str(tmp_path))
+
+
+def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add_it(tmp_path):
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
+    for opened in (load, open_plainly):
+        with pytest.raises(InputError, match="found an adapter beside it"):
+            opened(str(tmp_path))

@@ -1,6 +1,7 @@
 """What classes that a recipe may name would write, fetch or start: nothing outside the recipe's root, unasked."""
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import main
+from lit_layers.cli.recipes import refuse_reach
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
 from tests.cli.conftest import corpus  # noqa: F401 - a fixture
@@ -79,8 +81,18 @@ def test_what_fetches_or_starts_something_is_named_on_the_command_line(write, do
     for place, (value,) in FETCHING.items():
         said = refused(["fit", "--config", write(place, [value] if "callbacks" in place else value)], capsys)
         assert said.startswith(f"{place}: a recipe names no "), said
-        assert " allows it" in said
+        assert said.endswith("and your own code, with --code PACKAGE"), said
     assert not any(downloaded.iterdir())
+
+
+def test_no_program_is_advised_and_none_is_imported_for_the_sentence():
+    for named in ("os.system", "antigravity.fly", "torch.hub.load"):
+        options = {"model": spec("lit_layers.training.LitCausalLM", config=spec(named))}
+        with pytest.raises(
+            InputError, match=f"names no {named}, which could .*: only classes .*, with --code PACKAGE$"
+        ):
+            refuse_reach(options, "checkpoints", [])
+    assert "antigravity" not in sys.modules
 
 
 def test_analyze_writes_no_further(tmp_path, capsys):

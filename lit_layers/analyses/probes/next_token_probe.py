@@ -345,9 +345,8 @@ class NextTokenProbe(SplitProbe):
         _, num_texts = self._problem().num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
-        return [
-            replace(record, n=len(values)) for record in summarize_ratio(metric, sums, counts, layer=layer, tags=tags)
-        ]
+        records = summarize_ratio(metric, sums, counts, layer=layer, tags=tags, empty_is_undefined=False)
+        return [replace(record, n=len(values)) for record in records]
 
     def _share(
         self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict

@@ -33,7 +33,7 @@ class FittedLens(NamedTuple):
     jacobians: Tensor  # (layers, dim, dim), of layers 0 to L - 1
     halves: Tensor  # (2, layers, dim, dim)
     num_prompts: int
-    num_undefined: Tensor  # (layers,) prompts that are left out
+    num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
 
     def save(self, path: str | Path, **about: str | int | float) -> None:
         """Writes the file that the reference implementation reads: layers 1 to L - 1, in float16.
@@ -58,10 +58,11 @@ def fit_jacobian_lens(
     view = at_least_float32(model)
     sums = torch.zeros(2, view.num_layers, view.dim, view.dim, dtype=torch.float64)
     counts = torch.zeros(2, view.num_layers)
-    number = 0
+    number = num_short = 0
     for _, trajectory in _prompts(view, first_rows(batches, num_prompts)):
         places = _places(trajectory, skip_first)
         if len(places) == 0:
+            num_short += 1
             continue
         blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
         jacobians = jacobians_to_last_layer(blocks, trajectory.hidden[0], places).double().cpu()
@@ -74,7 +75,7 @@ def fit_jacobian_lens(
             f"skip_first: no prompt has a place from {skip_first} on that another token follows: give longer texts"
         )
     whole, halves = (each / many[..., None, None] for each, many in ((sums.sum(0), counts.sum(0)), (sums, counts)))
-    return FittedLens(whole, halves, number, number - counts.sum(0).long())
+    return FittedLens(whole, halves, number, num_short + number - counts.sum(0).long())
 
 
 @dataclass(kw_only=True)
@@ -88,9 +89,10 @@ class JacobianLens(Analysis):
 
     Per layer 0 to L - 1, over tokens of held-out prompts from place `skip_first` on: `lens_kl` = KL(model, lens) in
     nats, 0 for the model's own output; `lens_rank`, the geometric mean of the rank of the true next token, 1 the first.
-    `stderr` and the interval are over prompts; of `jacobian` the tag `num_fit_stderr` is half the difference in
-    `lens_kl` between lenses fitted on halves of the prompts. `jacobian_lens_halves`: how far the halves' matrices are
-    apart, over the norm of the whole; 0 is no difference.
+    `stderr` and the interval are over prompts; `num_undefined` and `num_undefined_fit_prompts` count those that are too
+    short or not finite. Of `jacobian` the tag `num_fit_stderr` is half the difference in `lens_kl` between lenses
+    fitted on halves of the prompts. `jacobian_lens_halves`: how far the halves' matrices are apart, over the norm of
+    the whole; 0 is no difference.
 
     The first `num_prompts` prompts fit the Jacobians, these and the next up to `num_tuned` train the affine maps, and
     the rest is held out. float32 or wider; the maps' training draws from `seed`.
@@ -239,7 +241,10 @@ class JacobianLens(Analysis):
         results: dict[tuple[str, int], list[Tensor]] = {(n, layer): [] for n, maps in lenses.items() for layer in maps}
         held_out = 0
         for batch, trajectory in _prompts(view, self.batches, after=max(self.num_prompts, self.num_tuned)):
-            for rows in self._rows(view, batch, trajectory):
+            pieces = self._rows(view, batch, trajectory)
+            for sums in results.values() if not pieces else ():
+                sums.append(torch.zeros(3, device=view.device))  # too short: left out of the ratio, and counted
+            for rows in pieces:
                 held_out += 1
                 full = FullModel(trajectory.logits_of(rows.index), rows)
                 for (name, layer), sums in results.items():

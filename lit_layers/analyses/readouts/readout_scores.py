@@ -246,10 +246,10 @@ class Lens(ReadoutAnalysis):
     it has them (-100 for none).
 
     Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
-    tokens (or, of a pooling head, prompts). A prompt with a value that is not finite is left out of that metric and
-    layer and counted in `num_undefined`; where the last layer is not finite, no layer has a divergence. log-softmax in
-    float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv
-    2502.02013.
+    tokens (or, of a pooling head, prompts). A prompt with nothing to predict, or with a value that is not finite, is
+    left out of that metric and layer and counted in `num_undefined`; where the last layer is not finite, no layer has a
+    divergence. log-softmax in float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et
+    al., Layer by Layer, arXiv 2502.02013.
 
     Args:
         batches: what is measured on.
@@ -346,9 +346,9 @@ class Interventions(ReadoutAnalysis):
     model is `baseline`, at a divergence of 0.
 
     Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens (or,
-    of a pooling head, prompts). A prompt with a value that is not finite is left out and counted in `num_undefined`; if
-    that is every prompt, the value is NaN, or that of a block is left out. log-softmax in float32 or wider; the model
-    runs in its own precision.
+    of a pooling head, prompts). A prompt with nothing to predict, or with a value that is not finite, is left out and
+    counted in `num_undefined`; if that is every prompt, the value is NaN, or that of a block is left out. log-softmax
+    in float32 or wider; the model runs in its own precision.
 
     What several orders begin with in common is run once for each batch.
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
