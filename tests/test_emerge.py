@@ -28,6 +28,9 @@ from lit_layers.report.emergence_charts import (
     sentence,
     timeline,
 )
+from lit_layers.report.rendering import write_pictures
+from tests.support.charts import page_figures
+from tests.support.undrawn import leave_undrawn
 
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 AXIS = np.log2(1 + np.array(STEPS))
@@ -494,6 +497,13 @@ def test_a_page_whose_times_fail_says_so_and_has_all_the_rest(run, tmp_path, mon
     assert "When metrics emerge could not be told: ZeroDivisionError: division by zero" in text
     sections = [re.findall(r'<section id="(.*?)"', page) for page in (whole, text)]
     assert sections[0] == sections[1]
+
+
+def test_when_it_emerges_is_a_picture_beside_those_of_the_page(run, tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
+    pictures = {path.stem for path in write_pictures(run, tmp_path / "pictures")}
+    assert "emergence_timeline" in pictures
+    assert len(pictures) == len(page_figures(write_report(run, tmp_path / "page.html")))
 
 
 def test_the_runs_own_page_leaves_suspect_checkpoints_out_of_its_times(tmp_path):

@@ -93,3 +93,10 @@ def test_a_run_without_steps_has_no_charts(tmp_path, capsys):
         workspace_of(tmp_path, entity="e", project="p")
     with pytest.raises(InputError, match=r"expected a run's folder, with measurements\.jsonl"):
         report_of(tmp_path / "nowhere", entity="e", project="p")
+
+
+def test_a_chart_is_called_by_its_metric_and_tags_whatever_its_analysis_is_called():
+    of_task = Panel("accuracy", "probe/topics/accuracy/split=test/task=topics")
+    assert of_task.title == "Probe accuracy (share) (split=test, task=topics)"
+    assert Panel("line_shape_score", "trajectory/line_shape_score").title == "Line shape score"
+    assert Panel("coupling", "coupling/coupling/k=4").title == "Coupling (k=4)"

@@ -133,7 +133,7 @@ class _Charts:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def of_one_run(run: str, measurements: Sequence[Measurement], root: Path, figures: Figures) -> dict[str, Any] | None:
+def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
     """Returns what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
     clock = times_of_run(run, measurements, root)
     if clock is None:
@@ -144,7 +144,7 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path, figure
         "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
         "still": [curve.title for curve, times in pairs if not times.emerges],
         "notes": _notes(clock),
-        "blocks": placed([_block("Timeline", timeline(clock), kind="scrolled")] if emerges else [], figures),
+        "blocks": [_block("Timeline", timeline(clock), kind="scrolled")] if emerges else [],
     }
 
 

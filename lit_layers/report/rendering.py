@@ -37,8 +37,8 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     figures: Figures = []
-    drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
-    emergence = None if comparing else _emergence(run, drawn, figures)
+    emergence = _emergence(run, allow_suspect=allow_suspect)
+    emergence["blocks"] = placed(emergence["blocks"], figures)
     training = placed(sections.training(run), figures)
     shown = [{**section, **_unfolded(placed(section["metrics"], figures))} for section in shown]
     suspects = run_data.suspects(run)
@@ -62,7 +62,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         allow_suspect=allow_suspect,
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
-        emergence=emergence,
+        emergence=emergence if any(emergence.values()) else None,
         training=training,
         sections=shown,
         cost=run_data.cost(run) if run.measurements else [],
@@ -76,14 +76,15 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     )
 
 
-def _emergence(
-    run: run_data.RunData, measurements: list[records.Measurement], figures: Figures
-) -> dict[str, Any] | None:
+def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
+    """When metrics emerge, in words and figures; empty where nothing can tell."""
+    nothing = {"sentences": [], "still": [], "notes": [], "blocks": []}
+    drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
-        return emergence_page.of_one_run(run.name, measurements, run.root, figures)
+        told = None if run.compares_models else emergence_page.of_one_run(run.name, drawn, run.root)
     except Exception as error:  # the rest of the page is as good as before
-        note = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
-        return {"sentences": [], "still": [], "notes": [note], "blocks": []}
+        told = {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
+    return told or nothing
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
@@ -163,7 +164,10 @@ def write_pictures(
 def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """What each picture is called after, and its chart, whose title names the section."""
     _, shown = sections_of(run, allow_suspect=allow_suspect)
-    for section in [{"name": "training", "title": "Training", "metrics": sections.training(run)}, *shown]:
+    emerges = _emergence(run, allow_suspect=allow_suspect)["blocks"]
+    first = [{"name": "emergence", "title": "", "metrics": emerges}]
+    first.append({"name": "training", "title": "Training", "metrics": sections.training(run)})
+    for section in [*first, *shown]:
         for text, chart in charts_in(section["name"], section["metrics"]):
             name = section["title"] if section["title"] not in chart.title else ""
             yield text, replace(chart, title=": ".join(filter(None, [name, chart.title])))

@@ -31,8 +31,8 @@ class Panel:
     @property
     def title(self) -> str:
         what = look_up(self.metric).with_unit
-        tags = self.name.split("/")[2:]
-        return f"{what} ({', '.join(tags)})" if tags else what
+        _, _, tags = self.name.partition(f"/{self.metric}/")  # the name of an analysis may have a slash, too
+        return f"{what} ({', '.join(tags.split('/'))})" if tags else what
 
     def lines(self) -> list[str]:
         """The names of the curves that are drawn."""
