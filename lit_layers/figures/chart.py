@@ -139,6 +139,10 @@ class Chart(Picture):
     legend_title: str = ""
     background: str = ""
 
+    def __post_init__(self) -> None:
+        if self.training is not None:
+            self.training.values(self.axis)  # refuses tokens that are not known
+
     def spec(self, axis: AxisName | None = None, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
         """Returns it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
         axis = axis or self.axis

@@ -17,7 +17,9 @@ from lit_layers.figures.tables import (
     HEAD,
     Chosen,
     Point,
+    drawable,
     grouped,
+    is_pair,
     is_placed,
     of_plainest,
     select,
@@ -31,7 +33,6 @@ from lit_layers.metrics import look_up, names, sentence
 SIMILARITIES = names("similarity")
 _LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
 _ROW = 13  # pixels
-_TICKS = 9
 
 
 # ------------------------------------------------------------------------------------------------ pairs
@@ -46,11 +47,7 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     Raises:
         ValueError: where the metric has no values per pair of layers.
     """
-    selected = select(frame, metric, **chosen)
-    points = [point for point in selected if point.other_layer is not None and not is_placed(point)]
-    if not points:
-        raise ValueError(f"metric {metric!r} has no values per pair of layers")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    points, tags = drawable(frame, metric, is_pair, "values per pair of layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     names = ("Layer", "Other layer", "layer {y}, other layer {x}")
     return _pairs(title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
@@ -146,20 +143,18 @@ def _pairs(
 
     The largest entry off the diagonal of any checkpoint is full colour; with `each_step` half the largest of each.
     """
-    by_step = grouped(points, lambda point: point.step)
-    steps = spread(sorted(by_step), FRAMES)
-    values = [tabled({cell(p): p.value for p in by_step[step]}, keys, keys) for step in steps]
-    bound = rounded([_largest(p for p in points if cell(p)[0] != cell(p)[1])], 3)[0] or 1.0
-    scale = [rounded([0.5 * _largest(by_step[step])], 3)[0] or 1.0 for step in steps] if each_step else []
+    frames = _by_step(points, cell, keys, keys)
+    bound = _full(p for p in points if cell(p)[0] != cell(p)[1])
+    scale = [_full((p for p in points if p.step == step), 0.5) for step in frames] if each_step else []
     ends = (-1.0, 1.0) if each_step else (-bound, bound)
     down, across, hover = names
-    shown = {key: f"{key}{unit}" for key in spread(keys, _TICKS)}
+    look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "scale": scale, "hover": hover}
     return Chart(
         title=title,
-        x=Axis(title=across, keys=keys, labels=shown, grid=False),
-        y=Axis(title=down, keys=keys, labels=shown, grid=False),
-        cells=Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=DIVERGING, scale=scale, hover=hover),
-        frames=steps,
+        x=key_axis(across, keys, unit=unit),
+        y=key_axis(down, keys, unit=unit),
+        cells=Cells(values=[*frames.values()], rows=keys, columns=keys, **look),
+        frames=[*frames],
         height=450,
         square=True,
     )
@@ -190,8 +185,24 @@ def tabled(
     return [rounded((values.get((row, column)) for column in columns), digits) for row in rows]
 
 
-def _largest(points: Iterable[Point]) -> float:
-    return max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
+def _by_step(
+    points: Sequence[Point], cell: Callable[[Point], Any], rows: Sequence[Any], columns: Sequence[Any]
+) -> dict[int, list[list[Any]]]:
+    """The values by row and column at each place of the slider."""
+    by_step = grouped(points, lambda point: point.step)
+    steps = spread(sorted(by_step), FRAMES)
+    return {step: tabled({cell(p): p.value for p in by_step[step]}, rows, columns) for step in steps}
+
+
+def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
+    """Returns an axis of cells, with a label at some of them."""
+    return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in spread(keys, most)}, grid=False)
+
+
+def _full(points: Iterable[Point], share: float = 1.0) -> float:
+    """The value that is full colour: the largest, or a share of it."""
+    largest = max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
+    return rounded([share * largest], 3)[0] or 1.0
 
 
 # ------------------------------------------------------------------------------------------------ layers over steps
@@ -266,7 +277,6 @@ def layer_surface(
     """
     surface = read_surface(frame, metric, steps=steps, **chosen)
     training = Training.of(surface.steps, surface.tokens)
-    training.values(axis)  # refuses tokens that are not known
     series = []
     if look_up(metric).better is not None:
         layers, beaten = surface.best()
@@ -294,7 +304,6 @@ def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **
     surface = read_surface(frame, metric, **chosen)
     layers, beaten = surface.best()
     training = Training.of(surface.steps, surface.tokens)
-    training.values(axis)  # refuses tokens that are not known
     rings = [0 if ring else None for ring in beaten]
     look = {"x": surface.steps, "legend": True}
     series = [
@@ -309,10 +318,11 @@ def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **
     return Chart(title=title, x=Axis(), y=y, series=series, training=training, axis=axis, height=380)
 
 
-def colored(metric: str, values: Sequence[Sequence[float]], *, reverse: bool = False) -> dict[str, Any]:
+def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
     """Returns the ends and the scheme of the colours of a map; of equal values a little around them."""
     is_log = look_up(metric).log
-    finite = [value for row in values for value in row if math.isfinite(value) and (value > 0 or not is_log)]
+    every = (value for row in values for value in row if value is not None)
+    finite = [value for value in every if math.isfinite(value) and (value > 0 or not is_log)]
     low, high = (min(finite), max(finite)) if finite else (1.0, 2.0)
     if low == high:
         low, high = (low / 2, low * 2) if is_log else (low - 0.5, high + 0.5)
@@ -331,23 +341,18 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
     Raises:
         ValueError: where the metric has no values per head.
     """
-    points = [point for point in select(frame, metric, **chosen) if HEAD in point.tags and point.layer is not None]
-    if not points:
-        raise ValueError(f"metric {metric!r} has no values per head")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    has_head = lambda point: HEAD in point.tags and point.layer is not None  # noqa: E731
+    points, tags = drawable(frame, metric, has_head, "values per head", **chosen)
     layers = sorted({point.layer for point in points if point.layer is not None})
     heads = sorted({point.tags[HEAD] for point in points})
-    by_step = grouped(points, lambda point: point.step)
-    steps = spread(sorted(by_step), FRAMES)
-    values = [tabled({(p.layer, p.tags[HEAD]): p.value for p in by_step[step]}, layers, heads) for step in steps]
-    every = [[math.nan if value is None else value for value in row] for table in values for row in table]
-    shown = [{key: str(key) for key in spread(keys, _TICKS)} for keys in (heads, layers)]
+    frames = _by_step(points, lambda p: (p.layer, p.tags[HEAD]), layers, heads)
+    colors = colored(metric, [row for table in frames.values() for row in table])
     return Chart(
         title=title_of(metric, tags),
-        x=Axis(title="Head", keys=heads, labels=shown[0], grid=False),
-        y=Axis(title="Block", keys=layers, labels=shown[1], grid=False),
-        cells=Cells(values=values, rows=layers, columns=heads, hover="block {y}, head {x}", **colored(metric, every)),
-        frames=steps,
+        x=key_axis("Head", heads),
+        y=key_axis("Block", layers),
+        cells=Cells(values=[*frames.values()], rows=layers, columns=heads, hover="block {y}, head {x}", **colors),
+        frames=[*frames],
         height=450,
     )
 
@@ -372,23 +377,20 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     points, tags = of_plainest(points, chosen.get("tags"))
     rows = [*_rows(points)]
     layers = sorted({point.layer for point in points if point.layer is not None})
-    full = rounded([_largest(points)], 3)[0] or 1.0
-    steps = spread(steps_of(points), FRAMES)
+    full = _full(points)
     keys = [key for *_, key in rows]
-    by_step = grouped(points, lambda point: point.step)
-    values = [tabled({(_category(p), p.layer): p.value for p in by_step[step]}, keys, layers) for step in steps]
+    frames = _by_step(points, lambda p: (_category(p), p.layer), keys, layers)
     numbers = [*range(len(rows))]
     strong = [n for n in numbers if keys[n] == _HEADING]
     beside = {n: text for n, (text, *_) in enumerate(rows)}
-    shown = {layer: str(layer) for layer in spread(layers, _TICKS)}
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
     texts = [full_text for _, full_text, _ in rows]
     return Chart(
         title=title_of(metric, tags),
-        x=Axis(title="Layer", keys=layers, labels=shown, grid=False),
+        x=key_axis("Layer", layers),
         y=Axis(keys=numbers, labels=beside, strong=strong, grid=False),
-        cells=Cells(values=values, rows=numbers, columns=layers, texts=texts, **look),
-        frames=steps,
+        cells=Cells(values=[*frames.values()], rows=numbers, columns=layers, texts=texts, **look),
+        frames=[*frames],
         height=_ROW * len(rows) + 170,
     )
 

@@ -14,10 +14,10 @@ from lit_layers.figures.profiles import FRAMES, color_bar
 from lit_layers.figures.tables import (
     Chosen,
     Point,
+    drawable,
     grouped,
-    is_placed,
+    is_pair,
     matching,
-    of_plainest,
     select,
     steps_of,
     title_of,
@@ -48,14 +48,8 @@ def coupling_graph(
     """
     if threshold is not None and not threshold > 0:
         raise ValueError(f"expected a threshold above 0, got {threshold}")
-    points = [
-        point
-        for point in select(frame, metric, **chosen)
-        if point.other_layer is not None and point.layer != point.other_layer and not is_placed(point)
-    ]
-    if not points:
-        raise ValueError(f"metric {metric!r} has no values per pair of different layers")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    of_two = lambda point: is_pair(point) and point.layer != point.other_layer  # noqa: E731
+    points, tags = drawable(frame, metric, of_two, "values per pair of different layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     steps = spread(steps_of(points), FRAMES)
     edges = _edges(points, steps)

@@ -15,6 +15,7 @@ from lit_layers.figures.tables import (
     TRAIN_ROWS,
     Chosen,
     Point,
+    drawable,
     grouped,
     is_on_axes,
     is_placed,
@@ -184,9 +185,8 @@ def spectrum(frame: pd.DataFrame, metric: str = "singular_value", **chosen: Unpa
     Raises:
         ValueError: where the metric has no lists of values per layer.
     """
-    refusal = "no lists of values per layer"
     axis = Axis(title="Number in the list", whole=True)
-    points, tags, y = _lists(frame, metric, "index", refusal, log=True, chosen=chosen)
+    points, tags, y = _lists(frame, metric, "index", "lists of values per layer", log=True, chosen=chosen)
     look: dict[str, Any] = {"texts_of": lambda point: f"number {point.tags['index']}", **_OF_LISTS}
     return _by_slider(points, _LAYER, lambda p: p.tags["index"], title=title_of(metric, tags), x=axis, y=y, **look)
 
@@ -203,8 +203,8 @@ def distance_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen])
     def at(number: int) -> float:
         return round(math.log2(1 + number), 4)
 
-    refusal = "no values per distance between tokens"
-    points, tags, y = _lists(frame, metric, "token_distance", refusal, log=look_up(metric).log, chosen=chosen)
+    missing = "values per distance between tokens"
+    points, tags, y = _lists(frame, metric, "token_distance", missing, log=look_up(metric).log, chosen=chosen)
     distances = [point.tags["token_distance"] for point in points]
     first, last = min(distances), max(distances)
     # labels at 0 and powers of two, far enough apart for a narrow screen
@@ -226,10 +226,8 @@ def sample_size_curves(
     Raises:
         ValueError: where the metric has no values per layer and number of training rows.
     """
-    points = [p for p in select(frame, metric, **chosen) if TRAIN_ROWS in p.tags and p.layer is not None]
-    if not points:
-        raise ValueError(f"metric {metric!r} has no values per layer and number of training rows")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    has_rows = lambda point: TRAIN_ROWS in point.tags and point.layer is not None  # noqa: E731
+    points, tags = drawable(frame, metric, has_rows, "values per layer and number of training rows", **chosen)
     points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
     rows = sorted({point.tags[TRAIN_ROWS] for point in points})
     ends = fixed_ends([*map(float, rows)], log=True, pad=0.04)
@@ -266,13 +264,11 @@ _OF_LISTS = {"place": "", "height": 400, "look": {"width": 1.6, "size": 4}}
 
 
 def _lists(
-    frame: pd.DataFrame, metric: str, ordinal: str, refusal: str, *, log: bool, chosen: Chosen
+    frame: pd.DataFrame, metric: str, ordinal: str, missing: str, *, log: bool, chosen: Chosen
 ) -> tuple[list[Point], dict[str, Any], Axis]:
     """The points of a list of values, in its order and without intervals, their tags, and the axis of their values."""
-    points = [p for p in select(frame, metric, **chosen) if ordinal in p.tags and p.layer is not None]
-    if not points:
-        raise ValueError(f"metric {metric!r} has {refusal}")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    is_listed = lambda point: ordinal in point.tags and point.layer is not None  # noqa: E731
+    points, tags = drawable(frame, metric, is_listed, missing, **chosen)
     points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
     ends = fixed_ends([p.value for p in points], log=log, zero=not log)
     return points, tags, value_axis(metric, log=log, ends=ends)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import pandas as pd
 
@@ -174,9 +174,28 @@ def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tupl
     return matching(points, chosen), {**chosen, **(tags or {})}
 
 
+def drawable(
+    frame: pd.DataFrame, metric: str, kept: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
+) -> tuple[list[Point], dict[str, Any]]:
+    """Returns the points of a metric's plainest variant that a figure can show, and its tags.
+
+    Raises:
+        ValueError: where there is none; `missing` says of what, such as `values per head`. Else as `select`.
+    """
+    points = [point for point in select(frame, metric, **chosen) if kept(point)]
+    if not points:
+        raise ValueError(f"metric {metric!r} has no {missing}")
+    return of_plainest(points, chosen.get("tags"))
+
+
 def is_placed(point: Point) -> bool:
     """Whether a point stands in a table of its own, which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(PLACES)
+
+
+def is_pair(point: Point) -> bool:
+    """Whether a point belongs to two layers, and to no place in a table of their own."""
+    return point.other_layer is not None and not is_placed(point)
 
 
 def is_on_axes(point: Point) -> bool:

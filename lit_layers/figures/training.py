@@ -135,7 +135,6 @@ class Curves:
         return colors
 
     def chart(self, title: str, values: Axis, axis: AxisName, **options: Any) -> Chart:
-        self.training.values(axis)  # refuses tokens that are not known
         options = {"training": self.training, "axis": axis, "series": self.series, **options}
         return Chart(title=title, x=Axis(), y=values, **options)
 
@@ -219,7 +218,6 @@ def training_curves(
     for index, (name, value) in enumerate((references or {}).items()):
         series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
     training = Training.of(tokens, tokens)
-    training.values(axis)  # refuses tokens that are not known
     title = "Loss (nats)" if names is None else look_up(chosen[0]).with_unit
     return Chart(title=title, x=Axis(), y=value_axis(chosen[0]), series=series, training=training, axis=axis)
 

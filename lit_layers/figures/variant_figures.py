@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pandas as pd
 from lit_layers.figures.axes import Axis, AxisName, layer_axis
 from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.maps import colored, tabled
+from lit_layers.figures.maps import colored, key_axis, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
 from lit_layers.figures.tables import Chosen, Point, grouped, rows_of, steps_of, title_of
@@ -152,11 +153,10 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
     best = best_looped(framed(points, steps), metric)
     dots = {"frame": [steps.index(p.step) for p in best], "mark": "circle-open", "size": 9, "color": "black"}
     colors = colored(metric, [[*last.values()]], reverse=not look_up(metric).higher_is_better)
-    across, up = ({key: str(key) for key in spread(keys, most)} for keys, most in ((middles, 12), (loops, 20)))
     return Chart(
         title=f"{title_of(metric, chosen.get('tags') or {})} over loops",
-        x=Axis(title="Number of middle blocks in the loop (M)", keys=middles, labels=across, grid=False),
-        y=Axis(title="Loops", keys=[*reversed(loops)], labels=up, grid=False),
+        x=key_axis("Number of middle blocks in the loop (M)", middles, most=12),
+        y=replace(key_axis("Loops", loops, most=20), keys=[*reversed(loops)]),
         cells=Cells(values=values, rows=loops, columns=middles, hover="M = {x}, {y} loops", **colors),
         series=[Series(x=[middle_of(p) for p in best], y=[loops_of(p) for p in best], hover=False, **dots)],
         frames=steps,

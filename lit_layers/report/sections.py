@@ -19,6 +19,7 @@ from lit_layers.figures.tables import (
     Point,
     choice_text,
     is_on_axes,
+    is_pair,
     is_placed,
     matching,
     plainest,
@@ -160,7 +161,7 @@ def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     draw = partial(plots.model_profile, part, metric, baselines=baselines)
     # every choice has the same places: a graph only where every model has pairs of different blocks
-    has_graph = all(any(_is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values())
+    has_graph = all(any(is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values())
     called = short_names(list(points))
 
     def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
@@ -188,7 +189,7 @@ def _maps(
     part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any], has_graph: bool | None = None
 ) -> Iterator[Captioned]:
     """The maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
-    pairs = [point for point in points if _is_pair(point)]
+    pairs = [point for point in points if is_pair(point)]
     if has_graph is None:
         has_graph = any(point.layer != point.other_layer for point in pairs)
     if "axis" in points[0].tags:
@@ -221,11 +222,6 @@ def _lists(part: pd.DataFrame, metric: str, points: list[Point], options: dict[s
 def _sample_sizes(draw: Callable[..., Chart]) -> Iterator[Captioned]:
     yield "Over training rows", draw
     yield "Over layers", partial(draw, over="layers")
-
-
-def _is_pair(point: Point) -> bool:
-    """Whether a point belongs to two layers, and to no place in a table of their own."""
-    return point.other_layer is not None and not is_placed(point)
 
 
 def _has_picture(point: Point) -> bool:
