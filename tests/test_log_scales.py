@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
+import re
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from lit_layers import plots, records
+from lit_layers.figures import Chart, Series
+from lit_layers.figures.axes import Axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts
@@ -93,3 +97,38 @@ def test_heat_maps_are_coloured_by_the_logarithm(over_steps):
 def test_pictures_have_these_labels(over_steps):
     texts = svg_texts(plots.layer_profile(over_steps, LENS))
     assert {"1e+12", "1e+19", "1e+33"} <= {*texts}
+
+
+def on_log_axis(values: list[float], low: list[float], high: list[float], **look: Any) -> str:
+    series = Series(x=[0, 1, 2, 3, 4], y=values, low=low, high=high, width=2, mark="circle", color="#0b62a4", **look)
+    return Chart(title="", x=Axis(), y=Axis(log=True), series=[series]).picture(".svg").decode()
+
+
+def heights(path: str) -> list[float]:
+    return [float(point.split(",")[1]) for point in re.findall(r"[ML]([-\d.,]+)", path)]
+
+
+def test_a_zero_has_a_gap_on_a_log_axis_and_is_told_where_vega_would_draw_it_as_the_largest():
+    values = [1.0, 10.0, 0.0, 10.0, 100.0]
+    svg = on_log_axis(values, [], [])
+    (line,) = re.findall(r'stroke="#0b62a4"[^>]* d="([^"]*)"|d="([^"]*)" stroke="#0b62a4"', svg)[:1]
+    assert "".join(line).count("M") == 2, "two parts"
+    assert len(re.findall(r'fill="#0b62a4"', svg)) == 4
+    assert "Not on a log axis: 1 of 0 or below" in svg
+    assert "Not on a log axis" not in on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], [], [])
+
+
+@pytest.mark.parametrize("high", [11.0, -0.5])
+def test_an_interval_that_ends_below_zero_reaches_the_edge_of_a_log_axis(high):
+    low, high_ends = [0.5, 8.0, -1.0, 9.0, 90.0], [2.0, 12.0, high, 11.0, 120.0]
+    band = on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], low, high_ends)
+    (area,) = (
+        re.findall(r'd="(M[^"]*Z)" fill="#0b62a4"', band)[:1]
+        or re.findall(r'fill="#0b62a4"[^>]* d="(M[^"]*Z)"', band)[:1]
+    )
+    edge = 270.0  # pixels from the top
+    if high > 0:
+        assert heights(area)[2] == edge
+    assert min(heights(area)) > 0, "nothing goes to the top"
+    bars = on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], low, high_ends, interval="bars")
+    assert bars.count('stroke-width="1.2"') == (5 if high > 0 else 4)

@@ -180,15 +180,16 @@ class Chart(Picture):
         return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
 
     def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
+        up = self.y
+        if up.log:
+            parts = [part for s in self.series for part in (s.y, s.low, s.high)]
+            up = log_axis(up, [value for part in parts for value in part if value is not None and value > 0])
         if self.training is None:
-            return self.x, self.y
-        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), self.y
+            return self.x, up
+        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), up
 
     def _places(self, axis: AxisName) -> dict[str, Any]:
         across, up = self._axes(axis)
-        if up.log:
-            values = [v for s in self.series for part in (s.y, s.low, s.high) for v in part if v is not None and v > 0]
-            up = log_axis(up, values)
         sides = [encoded(across, "x"), encoded(up, "y")]
         if self.horizontal:
             sides[0]["axis"].pop("tickCount", None)  # each row has its text
@@ -221,7 +222,14 @@ class Chart(Picture):
             lookups += [
                 {"calculate": f"isValid({each}) ? {each} : datum.{name}", "as": name} for name, each in _OF_ROW.items()
             ]
+        if self._num_unplaced:
+            lookups.append({"calculate": "datum.y > 0 ? datum.y : null", "as": "y"})
         return lookups
+
+    @property
+    def _num_unplaced(self) -> int:
+        """How many values a log axis has no place for: Vega would draw them at the top, as the largest."""
+        return sum(v is not None and v <= 0 for s in self.series for v in s.y) if self.y.log else 0
 
     def _cells(self, *, still: bool) -> list[dict[str, Any]]:
         if self.cells is None:
@@ -259,20 +267,20 @@ class Chart(Picture):
         if self.cells is not None and self.training is not None:
             layers.append(rule("y", 0.5, "white", 3))
         if self.series:
-            layers += [*self._intervals(), *self._lines(), *self._points()]
+            layers += [*self._intervals(axis), *self._lines(), *self._points()]
         if not still and any(s.hover for s in self.series):
             layers.append(self._touch())
         if any(s.labels for s in self.series):
             layers.append(_LABELS)
-        if self.notes:
-            framed = len(self.notes) > 1 and not still
-            text = {"expr": f"{json.dumps(list(self.notes))}[frame]"} if framed else self.notes[-1]
+        if notes := self.notes or [f"Not on a log axis: {n} of 0 or below" for n in [self._num_unplaced] if n]:
+            framed = len(notes) > 1 and not still
+            text = {"expr": f"{json.dumps(list(notes))}[frame]"} if framed else notes[-1]
             mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
             places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
             layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
         return [*layers, *([_bar(self.bar)] if self.bar is not None else [])]
 
-    def _intervals(self) -> list[dict[str, Any]]:
+    def _intervals(self, axis: AxisName) -> list[dict[str, Any]]:
         if not any(s.has_interval for s in self.series):
             return []
         value = "x" if self.horizontal else "y"
@@ -281,10 +289,16 @@ class Chart(Picture):
         area = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
         band = {**ends, "color": self._by_name("color"), "detail": DETAIL}
         bars = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
-        return [
+        layers = [
             layer("datum.e == 'band' && !datum.u", area, band),
             layer(f"(datum.e == 'bars' || (datum.e && datum.u)) && {kept}", bars, {**ends, "color": of_row("c")}),
         ]
+        if self.y.log and any(end is not None and end <= 0 for s in self.series for end in s.low):
+            lowest, _ = self._axes(axis)[1].ends or (0.0, 0.0)  # down to the edge of the plot
+            inside = f"isValid(datum.l) && datum.h > 0 ? max(datum.l, {lowest}) : null"
+            for each in layers:
+                each["transform"].insert(0, {"calculate": inside, "as": "l"})
+        return layers
 
     def _lines(self) -> list[dict[str, Any]]:
         layers = []
