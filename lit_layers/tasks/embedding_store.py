@@ -13,22 +13,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
-from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling, text_features
+from lit_layers.analyses.probes.task_features import LayerFeatures, StoreDtype, TextPooling, text_features
 from lit_layers.analyses.states import States
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import sync, write_json
+from lit_layers.files.durable import write_json
 from lit_layers.models.view import LayeredModel
 
-StoreDtype = Literal["float32", "bfloat16", "float16"]
 STORE_DTYPES: tuple[StoreDtype, ...] = get_args(StoreDtype)
 CHUNK = 8192  # texts: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB are lost to a kill at most
 GB = 10**9
@@ -39,10 +37,6 @@ _OURS = ".embeddings"  # marks a folder that may be removed: another in the same
 
 class NotFiniteError(InputError):
     """A layer at which a text has no embedding."""
-
-
-class _Features(Protocol):
-    def layer(self, layer: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class Store:
         self, view: LayeredModel, embedding: Embedding, *, task: str, weights_hash: str
     ) -> Iterator["TaskEmbeddings"]:
         """The embeddings of one task; another process that asks for the same waits meanwhile."""
-        name = f"{task}-{_key([weights_hash, *_way(view), *embedding.facts(), self.dtype])}"
+        name = f"{task}-{_key([weights_hash, *_way(view), *embedding.facts(), *_format(self.dtype)])}"
         with self._lock(name):
             folder = self.folder / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +153,7 @@ class TaskEmbeddings:
     num_cut: int = 0
     num_empty: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
-    _chunks: list[_Features] = field(default_factory=list, repr=False)
+    _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
     _read: dict[int, np.ndarray] = field(default_factory=dict, repr=False)  # chunks of one layer
     _layer: int | None = field(default=None, repr=False)
 
@@ -215,7 +209,8 @@ class TaskEmbeddings:
             width = 2 if self.store.dtype != "float32" else 8 if self.view.dtype == torch.float64 else 4  # bytes
             size = len(texts) * (self.view.num_layers + 1) * self.view.dim * width
             self.store.make_room(size, used=self.folder)
-        self._chunks.append(self._features(encoded, folder))
+        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan", "store_dtype": self.store.dtype}
+        self._chunks.append(text_features(self.view, encoded, cache=folder, **how))
         if not (folder / _WHOLE).is_file():
             self.num_passed += len(texts)
             write_json(folder / _WHOLE, {"num_texts": len(texts), "dtype": self.store.dtype})
@@ -223,52 +218,10 @@ class TaskEmbeddings:
         self.num_cut += encoded.num_cut
         self.num_empty += num_empty
 
-    def _features(self, encoded: EncodedTexts, folder: Path) -> _Features:
-        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan"}
-        if self.store.dtype == "float32":
-            return text_features(self.view, encoded, cache=folder, **how)
-        halves = _Halves(folder, (len(encoded), self.view.dim), self.store.dtype)
-        layers = range(self.view.num_layers + 1)
-        if (folder / _WHOLE).is_file() and all(map(halves.is_whole, layers)):
-            return halves
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            features = text_features(self.view, encoded, cache=folder / "draft", **how)
-            for layer in layers:
-                halves.write(layer, features.layer(layer))
-        finally:
-            shutil.rmtree(folder / "draft", ignore_errors=True)
-        return halves
 
-
-class _Halves(NamedTuple):
-    """Features of all layers in half precision, a file each."""
-
-    folder: Path
-    shape: tuple[int, int]
-    dtype: StoreDtype
-
-    def layer(self, layer: int) -> Tensor:
-        bits = np.fromfile(self._file(layer), dtype=np.int16)
-        return torch.from_numpy(bits).view(getattr(torch, self.dtype)).reshape(self.shape)
-
-    def write(self, layer: int, features: Tensor) -> None:
-        halved = features.to(getattr(torch, self.dtype))
-        if not halved[features.isfinite()].isfinite().all():
-            raise InputError(
-                f"store_dtype: layer {layer} has a value of {features.abs().max():.3g}, which {self.dtype} cannot "
-                "hold: take bfloat16 or float32"
-            )
-        halved.view(torch.int16).numpy().tofile(self._file(layer))
-        sync(self._file(layer))
-
-    def is_whole(self, layer: int) -> bool:
-        file = self._file(layer)
-        return file.is_file() and file.stat().st_size == 2 * self.shape[0] * self.shape[1]
-
-    def _file(self, layer: int) -> Path:
-        return self.folder / f"layer-{layer:03d}.half"
+def _format(dtype: StoreDtype) -> list[str]:
+    """Of what is kept; halves were files of another form before."""
+    return [dtype] if dtype == "float32" else [dtype, "features"]
 
 
 def _way(view: LayeredModel) -> list[str]:

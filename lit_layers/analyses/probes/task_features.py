@@ -148,6 +148,7 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 
 TextPooling = Literal["last", "mean", "cls"]
+StoreDtype = Literal["float32", "bfloat16", "float16"]
 _FACTS = "features.json"  # written last: a folder without it is a broken-off one
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
 _FORMAT = 4
@@ -159,7 +160,7 @@ class _Facts(TypedDict):
     num_rows: Count
     dim: Count
     broken: Annotated[tuple[Count, Count], Field(strict=False)] | None
-    dtype: Literal["float32", "float64"]
+    dtype: StoreDtype | Literal["float64"]
 
 
 class LayerFeatures:
@@ -173,7 +174,8 @@ class LayerFeatures:
         self.num_layers = facts["num_layers"]  # L: there are L + 1 layers
         self.num_rows, self.dim = facts["num_rows"], facts["dim"]
         self.broken = facts["broken"]  # layer and text of the first state that is not finite
-        self._dtype, self._folder = np.dtype(facts["dtype"]), folder
+        self._dtype: torch.dtype = getattr(torch, facts["dtype"])
+        self._folder = folder
         if temporary:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -181,11 +183,11 @@ class LayerFeatures:
         """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
         if not 0 <= layer <= self.num_layers:
             raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
-        written = np.fromfile(_file(self._folder, layer), dtype=self._dtype)
-        order = np.fromfile(self._folder / _ROWS, dtype=np.int64)
-        rows = np.empty((self.num_rows, self.dim), dtype=self._dtype)
+        written = torch.from_numpy(np.fromfile(_file(self._folder, layer), dtype=np.uint8)).view(self._dtype)
+        order = torch.from_numpy(np.fromfile(self._folder / _ROWS, dtype=np.int64))
+        rows = torch.empty((self.num_rows, self.dim), dtype=self._dtype)
         rows[order] = written.reshape(self.num_rows, self.dim)
-        return torch.from_numpy(rows)
+        return rows
 
     def defined(self) -> Tensor:
         """Which texts have a vector at which layer, (layers + 1, rows)."""
@@ -202,27 +204,30 @@ def text_features(
     cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
     last: Pooling | None = None,
+    store_dtype: StoreDtype = "float32",
 ) -> LayerFeatures:
     """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
     are in one of the conventions of `lit_layers.analyses.base`, before they are pooled. `last` is the pooling of the
-    last layer, where that is another.
+    last layer, where that is another. `store_dtype` is what they are written in: a model's in float64 are, too, where
+    it is float32; the halves take half the room.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
     kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
     instead and new ones are left there.
 
     Raises:
-        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
+        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite; a value
+            that float16 cannot hold.
     """
     if states not in STATES:
         raise ValueError(f"expected states to be one of {list(STATES)}, got {states!r}")
 
     def write(folder: Path) -> None:
         try:
-            _write(model, texts, pooling, last or pooling, states, max_tokens, undefined, folder)
+            _write(model, texts, pooling, last or pooling, states, max_tokens, undefined, store_dtype, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -231,7 +236,7 @@ def text_features(
     if cache is None or is_hooked:  # what a hook does, no key can tell
         write(folder := Path(tempfile.mkdtemp(prefix="lit_layers-")))
         return LayerFeatures(folder, temporary=True)
-    folder = Path(cache) / _key(model, texts, pooling, last or pooling, states)
+    folder = Path(cache) / _key(model, texts, pooling, last or pooling, states, store_dtype)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +266,7 @@ def _is_whole(folder: Path) -> bool:
         facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
     except InputError:
         return False
-    size = facts["num_rows"] * facts["dim"] * np.dtype(facts["dtype"]).itemsize
+    size = facts["num_rows"] * facts["dim"] * getattr(torch, facts["dtype"]).itemsize
     sizes = {_file(folder, layer): size for layer in range(facts["num_layers"] + 1)}
     sizes[folder / _ROWS] = facts["num_rows"] * 8
     return all(file.is_file() and file.stat().st_size == length for file, length in sizes.items())
@@ -275,9 +280,11 @@ def _write(
     states: States,
     max_tokens: int,
     undefined: Literal["raise", "nan"],
+    store_dtype: StoreDtype,
     folder: Path,
 ) -> None:
-    dtype = np.dtype(np.float64 if model.dtype == torch.float64 else np.float32)
+    exact = "float64" if model.dtype == torch.float64 else "float32"
+    kept = exact if store_dtype == "float32" else store_dtype
     order: list[int] = []
     broken: list[tuple[int, int]] = []
     paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
@@ -295,7 +302,14 @@ def _write(
                 if undefined == "raise":
                     raise _not_finite(*broken[0])
                 pooled = pooled.masked_fill(~finite.all(-1, keepdim=True), torch.nan)
-            files[layer].write(pooled.cpu().numpy().astype(dtype).data)
+            vectors = pooled.cpu().to(getattr(torch, exact))
+            rounded = vectors.to(getattr(torch, kept))
+            if kept != exact and not rounded[vectors.isfinite()].isfinite().all():
+                raise InputError(
+                    f"store_dtype: layer {layer} has a value of {vectors[vectors.isfinite()].abs().max():.3g}, which "
+                    f"{kept} cannot hold: take bfloat16 or float32"
+                )
+            files[layer].write(rounded.contiguous().view(torch.uint8).numpy().data)
 
         for rows, batch in texts.batches(max_tokens):
             order += rows
@@ -304,7 +318,7 @@ def _write(
         sync(path)
     np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    facts |= {"broken": broken[0] if broken else None, "dtype": dtype.name, "pooling": pooling, "states": states}
+    facts |= {"broken": broken[0] if broken else None, "dtype": kept, "pooling": pooling, "states": states}
     write_json(folder / _FACTS, facts)
 
 
@@ -321,12 +335,15 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(model: LayeredModel, texts: EncodedTexts, pooling: Pooling, last: Pooling, states: States) -> str:
+def _key(
+    model: LayeredModel, texts: EncodedTexts, pooling: Pooling, last: Pooling, states: States, store_dtype: StoreDtype
+) -> str:
     """What decides the numbers: the weights and how they are run, the tokens, the pooling, the states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
     facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling, states]
     facts += [_hash_of_buffers(model), *([last] if last != pooling else [])]
+    facts += [store_dtype] if store_dtype != "float32" else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
