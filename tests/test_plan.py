@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +279,15 @@ def test_a_model_without_weights_has_the_plan_of_the_real_one():
     assert empty.device.type == "meta"
     for analysis in (Lens(batches=TEXTS), Coupling(batches=TEXTS)):
         assert analysis.work(empty) == analysis.work(LayeredModel(model))
+
+
+def test_a_config_with_an_infinite_number_or_a_wrong_kind_is_read_or_refused():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8, "vocab_size": 64}
+    settings = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], **sizes}
+    model: Any = outline(settings | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}, "it")
+    assert tuple(model.config.time_step_limit) == (0.0, math.inf)
+    with pytest.raises(InputError, match="the config.json of it describes no model"):
+        outline(settings | {"time_step_limit": [0.0, "much"]}, "it")
 
 
 def test_a_model_that_is_read_block_by_block_is_planned_as_it_is_walked(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torch import Tensor
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.readouts.readout_scores import MAX_LOGITS
+from lit_layers.analyses.states import special_tokens
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -49,8 +50,7 @@ class HeadAnalysis(DividedAnalysis):
 
         `best_METRIC` is the head whose mean over prompts is the highest, of a block and of the whole model.
         """
-        nothing = torch.full((1, len(values[0])), torch.nan, dtype=torch.float64)
-        yield from summarize_layers(metric, torch.cat([nothing, *(each.mean(1)[None] for each in values)]), tags=tags)
+        yield from _mean_over_heads(metric, values, tags)
         samples: list[Sample] = []
         if metric in BEST:
             best = [each[:, each.nanmean(0).nan_to_num(-1).argmax()] for each in values]
@@ -136,10 +136,11 @@ class AttentionPatterns(HeadAnalysis):
 
     def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
         by_key = joined(results, dim=0)
+        layers = range(1, model.num_layers + 1)
         for metric in SCORES:
-            blocks = [by_key[metric, layer] for layer in range(1, model.num_layers + 1)]
-            yield from self.records_of_heads(metric, blocks, {})
-            yield from _of_chance(metric, [by_key[f"random_{metric}", n] for n in range(1, model.num_layers + 1)], {})
+            yield from self.records_of_heads(metric, [by_key[metric, layer] for layer in layers], {})
+            random = f"random_{metric}"
+            yield from _mean_over_heads(random, [by_key[random, layer] for layer in layers], {})
 
 
 @dataclass(kw_only=True)
@@ -240,14 +241,14 @@ class Induction(HeadAnalysis):
         matching = [by_key["prefix_matching_score", layer] for layer in layers]
         yield from self.records_of_heads("prefix_matching_score", matching, tags)
         chance = [by_key["random_prefix_matching_score", layer] for layer in layers]
-        yield from _of_chance("prefix_matching_score", chance, tags)
+        yield from _mean_over_heads("random_prefix_matching_score", chance, tags)
         copying = [by_key["copying_score", layer][: self.num_copied] for layer in layers]
         yield from self.records_of_heads("copying_score", copying, tags)
         chance = [
             torch.full((len(each), 1), 1 / period, dtype=torch.float64).masked_fill(each.isnan().all(), torch.nan)
             for each in copying
         ]
-        yield from _of_chance("copying_score", chance, tags)
+        yield from _mean_over_heads("random_copying_score", chance, tags)
 
     def _period(self, model: LayeredModel) -> int:
         longest = min(self.num_tokens, len(self._usable(model)), (model.max_tokens or 2**31) // self.repeats)
@@ -261,9 +262,7 @@ class Induction(HeadAnalysis):
     @staticmethod
     def _usable(model: LayeredModel) -> list[int]:
         """The vocabulary without the tokens that its config gives a meaning."""
-        config = model.model.config
-        given = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad", "unk", "sep", "cls")]
-        special = {token for ids in given for token in (ids if isinstance(ids, list) else [ids])}
+        special = special_tokens(model)
         return [token for token in range(model.vocab_size or 0) if token not in special]
 
 
@@ -348,6 +347,7 @@ def _weights(heads: Heads, prompt: int, length: int) -> tuple[Tensor, Tensor]:
     return weights, chance.masked_fill(~weights.isfinite().all(), torch.nan)  # of the same prompts
 
 
-def _of_chance(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
+def _mean_over_heads(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
+    """Of the values (prompts, heads) of each block."""
     nothing = torch.full((1, len(blocks[0])), torch.nan, dtype=torch.float64)
-    yield from summarize_layers(f"random_{metric}", torch.cat([nothing, *(each.T for each in blocks)]), tags=tags)
+    yield from summarize_layers(metric, torch.cat([nothing, *(each.mean(1)[None] for each in blocks)]), tags=tags)

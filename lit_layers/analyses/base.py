@@ -17,9 +17,8 @@ from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.models.bfloat16 import BFloat16View
-from lit_layers.models.pixels import pixel_statistics
+from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Work, passes_of
@@ -423,55 +422,3 @@ def describe(value: Any) -> Any:
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     return {"class_path": public_path(type(value)), "init_args": describe(fields)}
-
-
-# Of 0..1: far above the rounding of six printed digits, far below what two sets of photographs differ by.
-_NEGLIGIBLE = 1e-4
-
-
-def refuse_unlike_training(name: str, images: EvalImages, model: LayeredModel) -> None:
-    """Refuses images in another normalisation or size than the model's: its numbers would be wrong without a word.
-
-    Raises:
-        InputError: naming both; a model whose normalisation is unknown is taken as it is.
-    """
-    if not model.family.sees_images:
-        return
-    trained, given = pixel_statistics(model.model), images.mean_and_std()
-    if trained is not None and len(trained[0]) != len(given[0]):
-        raise InputError(
-            f"{name}: the model takes images of {len(trained[0])} channels, {images.source} has {len(given[0])}"
-        )
-    if trained is not None and not all(
-        math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(trained, ()), sum(given, ()), strict=True)
-    ):
-        raise InputError(
-            f"{name}: normalisation {images.normalisation} of {images.source} gives mean {_digits(given[0])}, std "
-            f"{_digits(given[1])}, and the model was trained with mean {_digits(trained[0])}, std "
-            f"{_digits(trained[1])}: use the normalisation of its training data"
-        )
-    size, expected = images.images()[0].shape[-1], model.image_size
-    if expected is not None and size != expected:
-        raise InputError(
-            f"{name}: expected an image_size of {expected}, which the model takes, got images of {size} px"
-        )
-
-
-def _digits(values: tuple[float, ...]) -> str:
-    return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
-
-
-def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:
-    """The orders of blocks that an analysis's options of those names ask for, the full model first.
-
-    Raises:
-        InputError: options that do not fit the model; the sentence begins with the `place`.
-    """
-    names = ("middles", "seeds", "loops", "custom")
-    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
-    if model.num_layers < 2:
-        raise InputError(f"{place}an order needs at least two blocks, the model has {model.num_layers}")
-    try:
-        return variants(model.num_layers, options.variants, **given)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{place}{error}") from error

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.probes.task_features import LayerFeatures, text_features
-from lit_layers.analyses.states import States, at_least_float32, in_convention
+from lit_layers.analyses.states import States, at_least_float32, in_convention, special_tokens
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -385,11 +385,8 @@ class PromptStudies(DividedAnalysis):
 
     def _ordinary(self, model: LayeredModel) -> np.ndarray:
         """The numbers of the vocabulary's tokens without the special ones."""
-        special = set(self.special_tokens)
-        for name, value in vars(model.model.config).items():
-            if name.endswith("_token_id") and value is not None:
-                special |= set(value) if isinstance(value, list | tuple) else {value}
         size = model.vocab_size or model.model.config.vocab_size
+        special = special_tokens(model) | set(self.special_tokens)
         ordinary = np.array(sorted(set(range(size)) - special), dtype=np.int64)
         if not len(ordinary):
             raise InputError(f"{self.name}: expected some tokens beside special_tokens, the vocabulary has {size}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, variants_of
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.layerwise import Key, joined
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
@@ -25,7 +25,7 @@ from lit_layers.functional._checks import widened
 from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
-from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import Analysis, variants_of
+from lit_layers.analyses.base import Analysis
 from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members
 from lit_layers.models.costs import any_inputs, call_of, interleaved
-from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order
+from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order, variants_of
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.models.workload import Part, Work, passes
 from lit_layers.records import Record

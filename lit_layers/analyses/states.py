@@ -70,6 +70,13 @@ def real_tokens(batch: Batch) -> list[Tensor]:
     return [row[real] for row, real in zip(ids, mask, strict=True)]
 
 
+def special_tokens(model: LayeredModel) -> set[int]:
+    """The tokens that the config of a model of texts gives a meaning, such as its `bos_token_id`."""
+    given = [value for name, value in vars(model.model.config).items() if name.endswith("_token_id")]
+    ids = {token for value in given for token in (value if isinstance(value, list | tuple) else [value])}
+    return ids - {None}
+
+
 def without_first(mask: Tensor, count: int) -> Tensor:
     """A mask (batch, tokens) without the first real tokens of each text."""
     return mask & (mask.cumsum(-1) > count)

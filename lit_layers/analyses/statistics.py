@@ -260,6 +260,18 @@ def rounding_records(
             yield Record(metric=metric, value=value.item(), layer=layer, n=len(sizes), tags=tags)
 
 
+def exponential(record: Record) -> Record:
+    """exp of a mean and of its interval, without values of prompts; the standard error to first order."""
+    value = _exp(record.value)
+    low, high = (None if end is None else _exp(end) for end in (record.low, record.high))
+    stderr = None if record.stderr is None else value * record.stderr
+    return replace(record, value=value, stderr=stderr, low=low, high=high, by_prompt=None)
+
+
+def _exp(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).exp().item()  # inf where math.exp would raise
+
+
 def random_halves(n: int, num_halves: int) -> list[Tensor]:
     """Row numbers of random halves; none of fewer than four prompts."""
     if n < 4:

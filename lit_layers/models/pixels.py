@@ -1,9 +1,12 @@
 """How images are prepared: pixel statistics, where timm and transformers keep them, and timm's mixing."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from lit_layers.errors import InputError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 PREPROCESSOR = "preprocessor_config.json"  # where transformers keeps them
@@ -61,6 +64,43 @@ def pixel_statistics(model: nn.Module) -> Statistics | None:
 def _channels(value: Any, number: int, brightest: float) -> tuple[float, ...]:
     values = value if isinstance(value, list | tuple) else [value] * number
     return tuple(float(number) / brightest for number in values)
+
+
+# Of 0..1: far above the rounding of six printed digits, far below what two sets of photographs differ by.
+_NEGLIGIBLE = 1e-4
+
+
+def refuse_unlike_training(name: str, images: Any, model: Any) -> None:
+    """Refuses `EvalImages` in another normalisation or size than those of the model in a view: its numbers would be
+    wrong without a word.
+
+    Raises:
+        InputError: naming both; a model whose normalisation is unknown is taken as it is.
+    """
+    if not model.family.sees_images:
+        return
+    trained, given = pixel_statistics(model.model), images.mean_and_std()
+    if trained is not None and len(trained[0]) != len(given[0]):
+        raise InputError(
+            f"{name}: the model takes images of {len(trained[0])} channels, {images.source} has {len(given[0])}"
+        )
+    if trained is not None and not all(
+        math.isclose(a, b, abs_tol=_NEGLIGIBLE) for a, b in zip(sum(trained, ()), sum(given, ()), strict=True)
+    ):
+        raise InputError(
+            f"{name}: normalisation {images.normalisation} of {images.source} gives mean {_digits(given[0])}, std "
+            f"{_digits(given[1])}, and the model was trained with mean {_digits(trained[0])}, std "
+            f"{_digits(trained[1])}: use the normalisation of its training data"
+        )
+    size, expected = images.images()[0].shape[-1], model.image_size
+    if expected is not None and size != expected:
+        raise InputError(
+            f"{name}: expected an image_size of {expected}, which the model takes, got images of {size} px"
+        )
+
+
+def _digits(values: tuple[float, ...]) -> str:
+    return "(" + ", ".join(f"{value:.3f}" for value in values) + ")"
 
 
 # timm's own parts of the DeiT recipe: mixing of images, and the pipeline for large ones.

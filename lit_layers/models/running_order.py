@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Schedule, Step, checked, format_schedule, members
+from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.models.block_calls import Layout, first, in_place_of, is_cache, num_values, replaced, split_arguments
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks
-from lit_layers.models.view import REORDERED, Trajectory
+from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
@@ -296,6 +296,22 @@ class _Update(torch.autograd.Function):
         stacked = [rows.movedim(dim, 0) for rows, dim in zip((keys, values), in_dims, strict=False)]
         pairs = update(*stacked)
         return tuple(torch.stack([pair[part] for pair in pairs]) for part in range(2)), (0, 0)
+
+
+def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:
+    """The orders of blocks that an analysis's options of those names ask for, the full model first.
+
+    Raises:
+        InputError: options that do not fit the model; the sentence begins with the `place`.
+    """
+    names = ("middles", "seeds", "loops", "custom")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if model.num_layers < 2:
+        raise InputError(f"{place}an order needs at least two blocks, the model has {model.num_layers}")
+    try:
+        return variants(model.num_layers, options.variants, **given)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{place}{error}") from error
 
 
 # Many orders on one batch, with what they begin with in common computed once.

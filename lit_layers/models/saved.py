@@ -128,8 +128,9 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
     return kind
 
 
-def outline(settings: dict[str, Any], name: str) -> nn.Module:
+def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:
     """The model that a config.json describes, without memory for its weights: its shapes are those of the real one.
+    One of transformers has a dtype, if that is given.
 
     Raises:
         InputError: a config.json that neither transformers nor timm knows.
@@ -147,11 +148,17 @@ def outline(settings: dict[str, Any], name: str) -> nn.Module:
             from transformers import AutoConfig
 
             refuse_foreign_code(settings, name)
-            options = {key: value for key, value in settings.items() if key != "model_type"}
-            kind, config = class_of(settings, name), AutoConfig.for_model(settings["model_type"], **options)
-            return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
-        except (ValueError, RuntimeError, TypeError) as error:
+            kind = class_of(settings, name)
+            config = AutoConfig.for_model(**json.loads(json.dumps(settings), object_hook=_with_infinity))
+            build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
+            return build(config) if dtype is None else build(config, dtype=dtype)
+        except (ValueError, RuntimeError, TypeError, StrictDataclassError) as error:
             raise InputError(f"the config.json of {name} describes no model: {one_line(error)}") from error
+
+
+def _with_infinity(part: dict[str, Any]) -> Any:
+    """An infinite number as transformers writes it, {"__float__": "Infinity"}; anything else as it is."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def described(model: Network) -> dict[str, Any]:

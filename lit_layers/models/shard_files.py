@@ -219,6 +219,53 @@ class ShardFiles:
             raise InputError(f"{path} is damaged or cut short ({error}): download or save it again") from error
 
 
+# What files call the tensors of a model.
+
+
+def named_in_files(network: Any, files: ShardFiles) -> dict[str, str]:
+    """What files call each tensor of a model: the trunk's name added or taken away, older names renewed.
+
+    Where transformers puts one tensor together from several (a layer's experts), `files` has it under another name.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(network)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, names, stored_as = network.base_model_prefix, network.state_dict(), {}
+    parts: dict[str, dict[str, list[str]]] = {}
+    for stored in sorted(files.shard_of, key=dot_natural_key):
+        name, pattern = rename_source_key(stored, renamings, converters, prefix, names)
+        stored_as[name] = stored if pattern is None else f"{name}, put together"
+        if pattern is not None:
+            parts.setdefault(name, {}).setdefault(pattern, []).append(stored)
+    for name, of_patterns in parts.items():
+        converter = next(each for each in converters if next(iter(of_patterns)) in each.source_patterns)
+        convert = functools.partial(_put_together, network, files, name, of_patterns, converter)
+        files.put_together[stored_as[name]] = [stored for part in of_patterns.values() for stored in part], convert
+    return stored_as
+
+
+def _put_together(network: Any, files: ShardFiles, name: str, parts: dict[str, list[str]], converter: Any) -> Tensor:
+    tensors: dict[str, Any] = {pattern: [files.read(stored) for stored in names] for pattern, names in parts.items()}
+    for operation in converter.operations:
+        tensors = operation.convert(
+            tensors,
+            source_patterns=converter.source_patterns,
+            target_patterns=converter.target_patterns,
+            full_layer_name=name,
+            model=network,
+            config=network.config,
+        )
+    whole = list(tensors.values())
+    if len(whole) != 1 or not isinstance(whole[0], Tensor):
+        raise InputError(
+            f"{files.model} stores {name} of {type(network).__name__} in a way that is only read whole: open it so"
+        )
+    return whole[0]
+
+
 # Where blocks are read to.
 
 

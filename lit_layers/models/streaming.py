@@ -1,6 +1,5 @@
 """A model that is read block by block: the layered view of one that need not fit into memory."""
 
-import functools
 import hashlib
 import json
 import os
@@ -17,16 +16,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
-from lit_layers.files.downloads import refuse_foreign_code
 from lit_layers.files.durable import replace_file
 from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, softened, split_arguments
-from lit_layers.models.build import TIMM_OPTIONS, one_line, refuse_beyond_memory, untrained
+from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.structure import is_proven, proven
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
-from lit_layers.models.saved import class_of, is_timm
-from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory
+from lit_layers.models.saved import is_timm, outline
+from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory, named_in_files
 from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
 
 META = torch.device("meta")
@@ -339,7 +337,7 @@ def _put_(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
 
 
-# The modules of a checkpoint without their memory, and how its tensors are called.
+# The modules of a checkpoint without their memory.
 
 
 def initialised(files: ShardFiles, *, seed: int, dtype: torch.dtype) -> nn.Module:
@@ -370,22 +368,11 @@ def skeleton(files: ShardFiles, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _transformers_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
-    import transformers
-
-    refuse_foreign_code(files.config, files.model)
-    kind = class_of(files.config, files.model)
+    network: Any = outline(files.config, files.model, dtype)
     if files.config.get("quantization_config"):
         raise InputError(f"{files.model} is quantized, and only plain weights are read: use the model it was made from")
-    try:
-        config = transformers.AutoConfig.from_pretrained(files.fetch("config.json").parent, trust_remote_code=False)
-    except ValueError as error:
-        reason = one_line(error)
-        raise InputError(f"the config.json of {files.model} is none that transformers reads: {reason}") from error
-    build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
-    with META:
-        network = build(config, dtype=dtype)
     _compute_buffers_(network)
-    if kind.main_input_name == "pixel_values" and files.has(PREPROCESSOR):
+    if network.main_input_name == "pixel_values" and files.has(PREPROCESSOR):
         keep_preprocessor_(network, json.loads(files.fetch(PREPROCESSOR).read_text(encoding="utf-8")))
     return network
 
@@ -435,49 +422,3 @@ def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     setattr(model, TIMM_OPTIONS, files.config.get("model_args", {}))
     keep_pixel_statistics_(model, files.config)
     return model
-
-
-def named_in_files(network: Network, files: ShardFiles) -> dict[str, str]:
-    """What files call each tensor of a model: the trunk's name added or taken away, older names renewed.
-
-    Where transformers puts one tensor together from several (a layer's experts), `files` has it under another name.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    mapping = get_model_conversion_mapping(network)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    prefix, names, stored_as = network.base_model_prefix, network.state_dict(), {}
-    parts: dict[str, dict[str, list[str]]] = {}
-    for stored in sorted(files.shard_of, key=dot_natural_key):
-        name, pattern = rename_source_key(stored, renamings, converters, prefix, names)
-        stored_as[name] = stored if pattern is None else f"{name}, put together"
-        if pattern is not None:
-            parts.setdefault(name, {}).setdefault(pattern, []).append(stored)
-    for name, of_patterns in parts.items():
-        converter = next(each for each in converters if next(iter(of_patterns)) in each.source_patterns)
-        convert = functools.partial(_put_together, network, files, name, of_patterns, converter)
-        files.put_together[stored_as[name]] = [stored for part in of_patterns.values() for stored in part], convert
-    return stored_as
-
-
-def _put_together(
-    network: Network, files: ShardFiles, name: str, parts: dict[str, list[str]], converter: Any
-) -> Tensor:
-    tensors: dict[str, Any] = {pattern: [files.read(stored) for stored in names] for pattern, names in parts.items()}
-    for operation in converter.operations:
-        tensors = operation.convert(
-            tensors,
-            source_patterns=converter.source_patterns,
-            target_patterns=converter.target_patterns,
-            full_layer_name=name,
-            model=network,
-            config=network.config,
-        )
-    whole = list(tensors.values())
-    if len(whole) != 1 or not isinstance(whole[0], Tensor):
-        raise InputError(
-            f"{files.model} stores {name} of {type(network).__name__} in a way that is only read whole: open it so"
-        )
-    return whole[0]

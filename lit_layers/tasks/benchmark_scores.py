@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, variants_of
+from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
@@ -21,7 +21,7 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenize
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
 from lit_layers.models.build import architecture_hash, weights_hash
-from lit_layers.models.running_order import SharedPrefixes, running_order
+from lit_layers.models.running_order import SharedPrefixes, running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record

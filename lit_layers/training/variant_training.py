@@ -15,7 +15,6 @@ import lightning as L
 
 from lit_layers import schema
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.speed import variants_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import (
@@ -30,6 +29,7 @@ from lit_layers.functional.block_schedules import (
 from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.models.build import architecture_hash, save, weights_hash
 from lit_layers.models.families import Network
+from lit_layers.models.running_order import variants_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, bytes_of_model, trained
 from lit_layers.records import Record

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
 from lit_layers.analyses.states import at_least_float32, first_rows
-from lit_layers.analyses.statistics import summarize, summarize_ratio, with_a_value
+from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.files.lens_files import read_lens, write_lens
@@ -192,7 +192,7 @@ class JacobianLens(Analysis):
                 divergence, log_rank, tokens = sums[name, layer]
                 about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
                 yield from summarize_ratio("lens_kl", divergence, tokens, **about)
-                yield from map(_exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
+                yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
 
     def _fit_tags(self, fitted: FittedLens, layer: int) -> dict[str, int]:
         left_out = int(fitted.num_undefined[layer])
@@ -355,16 +355,3 @@ def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
 
 def _count(rows: Rows) -> list[Tensor]:
     return [torch.tensor(float(len(rows.place)), device=rows.place.device)]
-
-
-def _exponential(record: Record) -> Record:
-    """exp of a mean logarithm and of its interval; the standard error to first order."""
-    value = math.exp(record.value)
-    return replace(
-        record,
-        value=value,
-        stderr=None if record.stderr is None else value * record.stderr,
-        low=None if record.low is None else math.exp(record.low),
-        high=None if record.high is None else math.exp(record.high),
-        by_prompt=None,
-    )

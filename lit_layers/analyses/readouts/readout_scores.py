@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis, variants_of
+from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis
 from lit_layers.analyses.states import first_rows
-from lit_layers.analyses.statistics import Tags, rounding_records, summarize_ratio
+from lit_layers.analyses.statistics import Tags, exponential, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
@@ -25,7 +25,7 @@ from lit_layers.functional.block_schedules import (
     start_of,
 )
 from lit_layers.models.bfloat16 import BFloat16View
-from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work
@@ -313,21 +313,10 @@ def _compare(model: LayeredModel, trajectory: Trajectory, rows: Rows) -> Tensor:
 
 
 def _perplexity(loss: Record) -> Record:
-    """exp of the loss and of its interval; the standard error to first order."""
-    value = _exp(loss.value)
-    return replace(
-        loss,
-        metric="logit_lens_perplexity",
-        value=value,
-        stderr=None if loss.stderr is None else value * loss.stderr,
-        low=None if loss.low is None else _exp(loss.low),
-        high=None if loss.high is None else _exp(loss.high),
-        by_prompt=None if loss.by_prompt is None or value > 1e30 else value * (1 + loss.by_prompt - loss.value),
-    )
-
-
-def _exp(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).exp().item()  # inf where math.exp would raise
+    record = replace(exponential(loss), metric="logit_lens_perplexity")
+    if loss.by_prompt is None or record.value > 1e30:
+        return record
+    return replace(record, by_prompt=record.value * (1 + loss.by_prompt - loss.value))
 
 
 @dataclass(kw_only=True)
