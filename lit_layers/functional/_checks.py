@@ -14,10 +14,15 @@ def widened(name: str, tensor: Tensor) -> Tensor:
     Raises:
         TypeError: no floating-point tensor.
     """
+    check_floating(name, tensor)
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless `tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"expected {name} to be a floating-point tensor, got {kind}")
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def check_option(name: str, value: Any, *allowed: Any) -> None:
@@ -161,9 +166,7 @@ CHUNK = 2**21  # numbers widened at once: 16 MB in float64
 
 def check_features(features: Tensor, like: Tensor | None = None) -> None:
     """Raises unless the features are a floating-point tensor (layers, n, dim), of the layers and width of `like`."""
-    if not isinstance(features, Tensor) or not features.is_floating_point():
-        kind = features.dtype if isinstance(features, Tensor) else type(features).__name__
-        raise TypeError(f"expected features to be a floating-point tensor, got {kind}")
+    check_floating("features", features)
     if features.ndim != 3 or not len(features) or not features.shape[2]:
         raise ValueError(f"expected features of shape (layers, n, dim), got {tuple(features.shape)}")
     if like is not None and (len(features), features.shape[2]) != like.shape[:2]:

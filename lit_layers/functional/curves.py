@@ -95,8 +95,6 @@ def resampled_curves(
         raise ValueError(f"expected the scores (layers, rows) of at least 2 rows, got shape {tuple(values.shape)}")
     if not values.isfinite().all():
         raise ValueError("expected finite scores: leave undefined rows out first")
-    if resamples < 1:
-        raise ValueError(f"expected at least 1 resample, got {resamples}")
     num_rows = values.shape[1]
     return torch.cat([counts @ values.T / num_rows for counts in row_counts(num_rows, resamples, seed)])
 
@@ -141,6 +139,8 @@ def choice_interval(
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
     """How often each row is drawn, some resamples at a time."""
+    if resamples < 1:
+        raise ValueError(f"expected at least 1 resample, got {resamples}")
     if num_rows * resamples <= DRAWN_AT_ONCE:  # all records of an analysis have the same
         yield _few_counts(num_rows, resamples, seed)
     else:
@@ -318,12 +318,9 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
 
 
 def _correlation_with_depth(values: Float[Tensor, "*n layers"]) -> Tensor:
-    """Spearman's, average ranks for ties; NaN for a constant curve. Ranks are halves: these sums have no rounding."""
-    others = values[..., None, :]
-    below, equal = (others < values[..., None]).sum(-1), (others == values[..., None]).sum(-1)
-    middle = (values.shape[-1] + 1) / 2
-    ranks = below.double() + (equal.double() + 1) / 2 - middle
-    depth = torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - middle
+    """Spearman's, average ranks for ties; NaN for a constant curve. These sums of whole numbers have no rounding."""
+    ranks = (values[..., :, None] - values[..., None, :]).sign().sum(-1)  # twice a rank's distance from the mean rank
+    depth = 2 * torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - (values.shape[-1] + 1)
     return (ranks * depth).sum(-1) / (ranks.square().sum(-1) * depth.square().sum()).sqrt()
 
 
@@ -349,8 +346,6 @@ def bootstrap_interval(
         raise ValueError(f"expected the values of at least 2 prompts, got shape {tuple(values.shape)}")
     if not values.isfinite().all():
         raise ValueError("expected finite values: leave undefined ones out first")
-    if resamples < 1:
-        raise ValueError(f"expected at least 1 resample, got {resamples}")
     ends, columns = percentiles(confidence), values.reshape(len(values), -1)
     resampled = _medians if statistic == "median" else _means
     drawn = torch.cat([resampled(columns, counts) for counts in row_counts(len(values), resamples, seed)])
@@ -410,8 +405,6 @@ def macro_f1_interval(
             f"{tuple(predictions.shape)}"
         )
     ends = percentiles(confidence)
-    if resamples < 1:
-        raise ValueError(f"expected at least 1 resample, got {resamples}")
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
     is_known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions

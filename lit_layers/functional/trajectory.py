@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_layers.functional._checks import check_option, settled, widened
+from lit_layers.functional._checks import check_floating, check_option, settled, widened
 
 States = Float[Tensor, "layers *n dim"]
 PerToken = Float[Tensor, "*n"]
@@ -233,8 +233,7 @@ def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
 
 
 def _num_steps(states: States) -> int:
-    if not isinstance(states, Tensor) or not states.is_floating_point():
-        widened("states", states)
+    check_floating("states", states)
     if states.ndim < 2 or not len(states):
         raise ValueError(f"expected states of shape (layers, *n, dim), got {tuple(states.shape)}")
     return len(states) - 1

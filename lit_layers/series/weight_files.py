@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 Format = Literal["safetensors", "pickle"]
 STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}
-_PIECE = 2**22  # bytes of a file at a time
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,11 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
 
 def content_hash(path: Path, like: str = "sha256") -> str:
     """The hash of a file's content: sha256, or git's sha1 where `like` is as short as one."""
-    size = path.stat().st_size
-    digest = hashlib.sha1(f"blob {size}\0".encode()) if len(like) == 40 else hashlib.sha256()
+    begin = hashlib.sha256
+    if len(like) == 40:
+        begin = functools.partial(hashlib.sha1, f"blob {path.stat().st_size}\0".encode())
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, begin).hexdigest()
 
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint

@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_layers.functional._checks import (
     check_features,
     check_finite,
+    check_floating,
     check_option,
     feature_scaling,
     settled,
@@ -367,9 +368,7 @@ def _fitted_rows(num_rows: int, split: float | Tensor | None, seed: int) -> Tens
 
 
 def _checked_ids(features: Tensor, token_ids: Tensor, eps: float) -> Tensor:
-    if not isinstance(features, Tensor) or not features.is_floating_point():
-        kind = features.dtype if isinstance(features, Tensor) else type(features).__name__
-        raise TypeError(f"expected features to be a floating-point tensor, got {kind}")
+    check_floating("features", features)
     if not isinstance(token_ids, Tensor) or token_ids.is_floating_point() or token_ids.dtype == torch.bool:
         kind = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
         raise TypeError(f"expected token_ids to be an integer tensor, got {kind}")
