@@ -224,6 +224,15 @@ def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
         assert np.allclose(model.tables(name, 0)[1], metric + shift)
 
 
+def test_a_model_whose_last_layers_have_no_scores_is_left_out(tmp_path):
+    for name, depth in (("whole", 6), ("part", 12)):
+        metric, scores = tables(6)
+        add(tmp_path / name, name, None, scores=scores, metric=metric, provenance={"depth": depth})
+    found = read_layers([tmp_path / "whole", tmp_path / "part"], metrics=["prompt_entropy"], scores="mteb")
+    assert [model.name for model in found.models] == ["whole"]
+    assert found.left_out == {"part": "scores up to layer 6 of 12"}
+
+
 def test_models_too_shallow_for_a_correlation_are_left_out(tmp_path):
     metric, scores = tables(3)
     add(tmp_path / "shallow", "shallow", None, scores=scores, metric=metric)

@@ -610,6 +610,10 @@ def test_models_of_different_depths_have_a_line_each_over_their_depth_in_per_cen
     assert fig.series[0].color != fig.series[1].color
     random = plots.model_profile(models(a=2, b=4), "random_m")
     assert list(drawn(random, "b")) == [25, 50, 75, 100], "the depth is of the model's layers, not of the metric's"
+    part = plots.model_profile(models(a=2, b=4), "m", num_layers={"org/a": 8, "org/b": 2})
+    assert list(drawn(part, "a")) == [0, 12.5, 25], "of a model whose later layers were not measured"
+    assert list(drawn(part, "b")) == [0, 25, 50, 75, 100]
+    assert line(part, "a").texts[1] == "layer 1 of 8"
 
 
 def test_models_of_one_depth_are_drawn_over_their_layers() -> None:

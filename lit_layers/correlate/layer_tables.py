@@ -115,9 +115,13 @@ def read_layers(
         source=", ".join([str(path) for path in (*folders, score_path, metrics_file) if path is not None]),
     )
     names = of_metrics[0].models
+    depths: dict[str, int] = {}
+    for model in models:
+        known = (each.provenance.get("depth") for each in model.measurements)
+        depths[model.name] = max((depth for depth in known if type(depth) is int), default=0)
     for name in [*names, *(name for name in of_score.models if len(same_model(name, names)) != 1)]:
         try:
-            tables.models.append(_model_tables(tables, name, of_score, of_metrics, step))
+            tables.models.append(_model_tables(tables, name, of_score, of_metrics, step, depths.get(name, 0)))
         except _LeftOutError as reason:
             tables.left_out[name] = str(reason)
     if not tables.models:
@@ -132,7 +136,12 @@ class _LeftOutError(Exception):
 
 
 def _model_tables(
-    tables: LayerTables, name: str, scores: "_Source", metrics: Sequence["_Source"], step: int | None
+    tables: LayerTables,
+    name: str,
+    scores: "_Source",
+    metrics: Sequence["_Source"],
+    step: int | None,
+    num_layers: int,
 ) -> ModelTables:
     """The tables of one model; what is common to all models is set in `tables`."""
     places, first = same_model(name, scores.models), tables.first_layer
@@ -146,6 +155,8 @@ def _model_tables(
     if of_scores is None:
         raise _LeftOutError(f"no {scores.query.text}")
     depth = max(layer for curve in of_scores.by_task.values() for layer in curve)
+    if depth < num_layers:  # what is compared with its last layer would be compared with another
+        raise _LeftOutError(f"scores up to layer {depth} of {num_layers}")
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
     if None not in (tables.states, of_scores.states) and of_scores.states != tables.states:

@@ -47,14 +47,15 @@ def model_profile(
     *,
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
+    num_layers: Mapping[str, int] | None = None,
     **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
 
     Where the models are not equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the
-    last layer. Rows tagged `reference`, the metrics named in `baselines`, and the rows whose tag `control` is named in
-    `controls` are dashed: in grey what is the same for all models, else in the model's colour. `tags` chooses a
-    variant, as in `emergence_curves`.
+    last layer, by `num_layers`, or else the last that was measured. Rows tagged `reference`, the metrics named in
+    `baselines`, and the rows whose tag `control` is named in `controls` are dashed: in grey what is the same for all
+    models, else in the model's colour. `tags` chooses a variant, as in `emergence_curves`.
 
     Raises:
         InputError: for suspect models, unless they are allowed.
@@ -66,7 +67,8 @@ def model_profile(
         raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
     number = numbered_by(points)
     table: Any = frame
-    depths = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)[list(by_model)].dropna()
+    measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)[list(by_model)].dropna()
+    depths = measured.clip(lower=pd.Series(num_layers or {}, dtype=float).reindex(measured.index).fillna(0))
     is_share = number == "layer" and depths.nunique() > 1 and bool(depths.all())
     names = short_names(list(by_model))
     series: list[Series] = []

@@ -96,7 +96,8 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     means = with_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
     medians = with_task_medians(means.frame)
     frame = medians.frame
-    shown = sections.sections(variant_sections.without(frame), comparing=comparing)
+    depths = {m.run: m.provenance["depth"] for m in drawable if type(m.provenance.get("depth")) is int}
+    shown = sections.sections(variant_sections.without(frame), comparing=comparing, num_layers=depths)
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
     shown += variant_sections.sections(frame, medians.notes)

@@ -43,10 +43,13 @@ Captioned = tuple[str, Callable[[], Chart]]  # a caption, and what draws the fig
 _Choice = tuple[str, Iterable[Captioned]]
 
 
-def sections(frame: pd.DataFrame, *, comparing: bool = False) -> list[dict[str, Any]]:
+def sections(
+    frame: pd.DataFrame, *, comparing: bool = False, num_layers: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
     """Returns a section for each analysis of a run, or of models side by side, that has anything to draw.
 
-    Its secondary metrics, the diagnostics, come last and are `folded`.
+    `num_layers` are those of the models, of which not all need be measured. Secondary metrics, the diagnostics, come
+    last in their section and are `folded`.
     """
     shown = []
     table: Any = frame
@@ -54,7 +57,7 @@ def sections(frame: pd.DataFrame, *, comparing: bool = False) -> list[dict[str, 
         metrics = sorted((name for name in part["metric"].unique() if not look_up(name).unlisted), key=rank)
         blocks, elsewhere = ([], []) if comparing else _together(Rows(part, analysis))
         elsewhere = {*elsewhere, *(look_up(metric).baseline for metric in metrics)}
-        of_metric = _of_models if comparing else _of_run
+        of_metric = partial(_of_models, num_layers=num_layers) if comparing else _of_run
         drawn = {metric: of_metric(part, metric, analysis) for metric in metrics if metric not in elsewhere}
         aside = [each for metric, each in drawn.items() if each is not None and look_up(metric).secondary]
         blocks += [each for metric, each in drawn.items() if each is not None and not look_up(metric).secondary]
@@ -152,14 +155,16 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric])
 
 
-def _of_models(part: pd.DataFrame, metric: str, analysis: str) -> Block | None:
+def _of_models(
+    part: pd.DataFrame, metric: str, analysis: str, num_layers: Mapping[str, int] | None = None
+) -> Block | None:
     """A metric of models without steps in all its shapes; None where the table of results says it all."""
     rows = rows_of(part, metric)
     points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
     points = {run: these for run, these in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in these)}
     every = [point for of_run in points.values() for point in of_run]
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
-    draw = partial(plots.model_profile, part, metric, baselines=baselines)
+    draw = partial(plots.model_profile, part, metric, baselines=baselines, num_layers=num_layers)
     # every choice has the same places: a graph only where every model has pairs of different blocks
     has_graph = all(any(is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values())
     called = short_names(list(points))
