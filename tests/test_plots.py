@@ -1,3 +1,4 @@
+import json
 import math
 import re
 import tempfile
@@ -636,6 +637,15 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
             assert own.dash == lines[text].dash
     assert list(lines["b, model's head"].y) == [7.0, 7.0]
     assert list(lines["a, Random m"].x) == [50, 100]
+
+
+def test_charts_beside_each_other_lean_on_no_signal_that_only_one_alone_has() -> None:
+    of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
+    charts = [plots.coupling_graph(of_pairs), plots.layer_matrix(of_pairs, "coupling_pair")]
+    charts += [plots.model_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
+    signals = r'"expr": "[^"]*\b(width|height)\b'
+    assert all(re.search(signals, json.dumps(chart.whole())) for chart in charts)
+    assert not re.search(signals, json.dumps(plots.Panels(title="", charts=charts).whole()))
 
 
 def test_more_models_than_colours_have_other_marks() -> None:

@@ -187,6 +187,7 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path):
     text = (tmp_path / "a.svg").read_text()
     for part in ("MTEB: mean over tasks", "Optimizer step", "Best layer from 1 on"):
         assert part in text
+    assert '<path d="M0,0h9v310h-9Z" fill="url(#gradient' in text, "a colour bar as high as the map"
     assert (tmp_path / "a.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="ends in .png, .svg, .pdf"):
         plots.write_surface(frame, tmp_path / "a.gif", "main_score")

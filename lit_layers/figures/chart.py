@@ -1,7 +1,6 @@
 """What a figure shows, apart from how: series and cells on two axes; and the same as Vega-Lite, PNG, SVG and PDF."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from lit_layers.figures.axes import Axis, AxisName, Training, log_axis
 from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED
 from lit_layers.figures.vega import (
     DETAIL,
+    LABELS,
     NUMBER,
     ORDER,
     area,
@@ -21,6 +21,7 @@ from lit_layers.figures.vega import (
     phrase,
     pictures_of,
     rule,
+    sized,
     touched,
 )
 
@@ -271,7 +272,7 @@ class Chart(Picture):
         if not still and any(s.hover for s in self.series):
             layers.append(self._touch())
         if any(s.labels for s in self.series):
-            layers.append(_LABELS)
+            layers.append(LABELS)
         if notes := self.notes or [f"Not on a log axis: {n} of 0 or below" for n in [self._num_unplaced] if n]:
             framed = len(notes) > 1 and not still
             text = {"expr": f"{json.dumps(list(notes))}[frame]"} if framed else notes[-1]
@@ -364,15 +365,6 @@ class Chart(Picture):
 
 _OF_ROW = {"c": "datum.ci", "z": "(datum.zi ? datum.zi : datum.u ? 2.6 * datum.z : null)"}
 _OF_ROW |= {"m": "(datum.u ? datum.p : datum.mi)"}  # what a point has of its own, or apart
-_LABEL = {"type": "text", "fontSize": 10.5, "color": INK, "tooltip": None}
-_LABELS = {
-    "transform": [{"filter": "datum.q"}],
-    "mark": _LABEL
-    | {"align": {"expr": "datum.a < 0 ? 'right' : datum.a > 0 ? 'left' : 'center'"}}
-    | {"baseline": {"expr": "datum.b < 0 ? 'top' : datum.b > 0 ? 'bottom' : 'middle'"}}
-    | {"dx": {"expr": "(datum.b ? 5 : 8) * datum.a"}, "dy": {"expr": "-(datum.a ? 4 : 7) * datum.b"}},
-    "encoding": {"text": {"field": "q"}, "color": {"field": "g", "type": "nominal", "scale": None}},
-}
 
 
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
@@ -450,18 +442,9 @@ class Panels(Picture):
     width: int = 300
 
     def whole(self, *, still: bool = True) -> dict[str, Any]:
-        parts = [
-            {**_sized(chart.spec(width=self.width), self.width), "title": {"text": chart.title, "fontSize": 11}}
-            for chart in self.charts
-        ]
+        specs = [chart.spec(width=self.width) for chart in self.charts]
+        titles = [{"title": {"text": chart.title, "fontSize": 11}} for chart in self.charts]
+        parts = [{**sized(spec, spec), **title} for spec, title in zip(specs, titles, strict=True)]
         apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
         content = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
         return {"$schema": _SCHEMA, "title": self.title, **content, "config": self.charts[0].config}
-
-
-def _sized(part: Any, width: int) -> Any:
-    """With the width in place of the signal of that name, which a chart beside others does not have."""
-    if isinstance(part, dict):
-        expression = {"expr": re.sub(r"\bwidth\b", str(width), part["expr"])} if "expr" in part else {}
-        return {**{name: _sized(each, width) for name, each in part.items()}, **expression}
-    return [_sized(each, width) for each in part] if isinstance(part, list) else part

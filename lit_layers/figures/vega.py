@@ -15,6 +15,7 @@ from typing import Any
 
 from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
+from lit_layers.figures.theme import INK
 from lit_layers.files.durable import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -23,6 +24,15 @@ _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
+_LABEL = {"type": "text", "fontSize": 10.5, "color": INK, "tooltip": None}
+LABELS = {
+    "transform": [{"filter": "datum.q"}],
+    "mark": _LABEL
+    | {"align": {"expr": "datum.a < 0 ? 'right' : datum.a > 0 ? 'left' : 'center'"}}
+    | {"baseline": {"expr": "datum.b < 0 ? 'top' : datum.b > 0 ? 'bottom' : 'middle'"}}
+    | {"dx": {"expr": "(datum.b ? 5 : 8) * datum.a"}, "dy": {"expr": "-(datum.a ? 4 : 7) * datum.b"}},
+    "encoding": {"text": {"field": "q"}, "color": {"field": "g", "type": "nominal", "scale": None}},
+}
 
 
 def area(size: float) -> float:
@@ -91,6 +101,18 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
     mark = {"type": "rule", "color": color, "strokeWidth": width, "tooltip": None}
     place = {"field": "at", "type": "quantitative"}
     return {"data": {"values": [{"at": at}]}, "mark": mark, "encoding": {side: place, **other}}
+
+
+def sized(part: Any, sizes: Mapping[str, float]) -> Any:
+    """A part of a specification with numbers for the signals `width` and `height`, which charts side by side lack."""
+    if isinstance(part, list):
+        return [sized(each, sizes) for each in part]
+    if not isinstance(part, dict):
+        return part
+    in_numbers = {name: sized(each, sizes) for name, each in part.items()}
+    if "expr" in part:
+        in_numbers["expr"] = re.sub(r"\b(width|height)\b", lambda name: str(sizes[name[0]]), part["expr"])
+    return in_numbers
 
 
 def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
