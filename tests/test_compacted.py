@@ -155,16 +155,19 @@ def of_another_log(path: Path) -> None:
     path.write_bytes((other / NAME).read_bytes())
 
 
-def rewritten(path: Path, column: str | None = None, value: Any = None, *, said: Any = None) -> None:
-    """A table of the right columns and log, whose rows no run wrote, or that says something else of its log."""
-    table = pq.read_table(path)
+def rewritten(
+    path: Path, column: str | None = None, value: Any = None, *, said: Any = None, names: list[str] | None = None
+) -> None:
+    """A table of the right columns and log, whose rows no run wrote, or that says something else of its log, or has
+    columns in an order of their own."""
+    table = pq.read_table(path, columns=names)
     log = json.loads((pq.read_metadata(path).metadata or {})[b"log"]) if said is None else said
     if column is not None:
         place = table.schema.get_field_index(column)
         values = pa.array([value] * table.num_rows, table.schema.field(place).type)
         table = table.set_column(place, column, values)
     with pq.ParquetWriter(path, table.schema, store_schema=False) as file:
-        file.write_table(table)
+        file.write_table(table, row_group_size=2)
         file.add_key_value_metadata({"log": json.dumps(log)})
 
 
@@ -180,6 +183,15 @@ def test_a_table_that_cannot_be_trusted_is_told_and_the_lines_are_read(harm, roo
         assert rows(records.frame(root, analysis="a")) == of_lines(root, "a")
     assert f"{root / NAME} " in caplog.text
     assert "make it again with lit-layers compact" in caplog.text
+
+
+@pytest.mark.parametrize(("metric", "layer"), [(None, None), ("first", 0), ("second", 2), (None, 1), ("third", 0)])
+def test_a_table_of_many_groups_with_columns_in_another_order_is_read_as_well(metric, layer, root, caplog):
+    records.compact(root)
+    rewritten(root / NAME, names=[*foreign_parquet.NUMBERS][::-1])
+    found = records.frame(root, analysis="a", metric=metric, layer=layer, settings="all")
+    assert rows(found) == of_lines(root, "a", metric, layer, settings="all")
+    assert not caplog.records  # that the lines are read instead
 
 
 @pytest.mark.parametrize("said", OF_NO_LOG)

@@ -94,7 +94,9 @@ def _answers(content: bytes) -> Iterator[Lists | dict[str, Any] | str]:
             yield said["error"]
             continue
         if "rows" in said:
-            yield said
+            columns = said["rows"]
+            rows = zip(*columns.values(), strict=True)
+            yield {**said, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
             continue
         size = 4 * sum(said["lengths"])
         if len(content) < size:
@@ -132,15 +134,18 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
 
     pc: Any = compute  # whose functions are made as it is imported
     asked = {name: value for name, value in (("metric", metric), ("layer", layer)) if value is not None}
-    limits: Any = {"thrift_string_size_limit": 2**26, "thrift_container_size_limit": 2**20}
-    with pq.ParquetFile(path, **limits) as file:
-        said = file.metadata.metadata or {}
-        if {field.name: str(field.type) for field in file.schema_arrow} != NUMBERS or b"log" not in said:
+    # Texts are much alike: each is unpacked once.
+    options: Any = {"read_dictionary": [name for name, kind in NUMBERS.items() if kind == "string"]}
+    options |= {"thrift_string_size_limit": 2**26, "thrift_container_size_limit": 2**20}
+    with pq.ParquetFile(path, **options) as file:
+        said, schema = file.metadata.metadata or {}, file.schema.to_arrow_schema()
+        if {field.name: str(field.type) for field in schema} != NUMBERS or b"log" not in said:
             raise _RefusedError("is no table of numbers")
         if b"ARROW:schema" in said:
             raise _RefusedError("is no table of numbers")
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        chosen = [n for n, group in enumerate(groups) if _may_hold(group, {"analysis": analysis, **asked})]
+        places = {name: schema.names.index(name) for name in ("analysis", "metric", "layer")}
+        chosen = [n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis, **asked})]
         number, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
         if number > MAX_ROWS or size > 8 * MAX_BYTES:
             raise _RefusedError(f"is too large: {number:,} rows are to be read, at most {MAX_ROWS:,} are")
@@ -150,16 +155,18 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
     for name, value in asked.items():
         rows = pc.and_(rows, pc.or_(shared, pc.fill_null(pc.equal(table[name], value), False)))
     log = json.loads(said[b"log"])
-    table = table.filter(rows)
-    return {"rows": table.to_pylist(), "log": log}
+    return {"rows": table.filter(rows).cast(schema).to_pydict(), "log": log}
 
 
-def _may_hold(group: Any, asked: dict[str, Any]) -> bool:
-    """Whether a row of the group may have these values; one without a metric stands for all of its analysis."""
-    columns = {group.column(index).path_in_schema: group.column(index).statistics for index in range(group.num_columns)}
-    shared = columns["metric"] is None or columns["metric"].null_count != 0
+def _may_hold(group: Any, places: dict[str, int], asked: dict[str, Any]) -> bool:
+    """Whether a row of the group may have these values; one without a metric stands for all of its analysis.
+
+    `places` are those of the columns: of many groups few of their claims are looked at.
+    """
+    of_metric = group.column(places["metric"]).statistics
+    shared = of_metric is None or of_metric.null_count != 0
     for name, value in asked.items():
-        bounds = columns[name]
+        bounds = group.column(places[name]).statistics
         if bounds is None or not bounds.has_min_max or (shared and name != "analysis"):
             continue
         if not bounds.min <= value <= bounds.max:
