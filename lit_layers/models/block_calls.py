@@ -199,6 +199,23 @@ def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
     return masks[id(value)][1]
 
 
+@contextmanager
+def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the masks that blocks are called with are `softened`."""
+    masks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        hidden, args, kwargs = split_arguments(args, kwargs)
+        return (hidden, *softened(args, masks)), softened(kwargs, masks)
+
+    handles = [block.register_forward_pre_hook(soften, with_kwargs=True) for block in dict.fromkeys(blocks)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def is_cache(value: Any) -> bool:
     # By name: timm's blocks need no transformers.
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
