@@ -418,6 +418,18 @@ def test_texts_beyond_the_length_where_frequencies_change_are_as_the_model_has_t
     )
 
 
+def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
+    """Gemma 3n as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 8}
+    options |= {"intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.0] * 6}
+    model = tiny_model("Gemma3nForCausalLM", "gemma3n_text", **options)
+    with pytest.raises(
+        InputError, match=r"block 5 is called with something \(shared_kv_states\) that blocks before it"
+    ):
+        LayeredModel(model)
+
+
 def test_what_a_weight_of_zero_hides_at_first_is_found_when_it_has_another_value():
     model = toy("gated")
     with torch.no_grad():

@@ -172,14 +172,19 @@ class Evidence:
         """What blocks are called with besides their state depends on the batch, and on no state."""
         with replaced(self.blocks, self.family.handing_on(len(self.blocks), in_tuple=False)):
             calls = self._passed(self.probe.call)
-        for number, (with_blocks, without) in enumerate(zip(self.calls, calls, strict=True), start=1):
+        refusal = None
+        # The last block first: what one leaves in an argument that all share, those before it have not put there yet.
+        for number in reversed(self._numbers()):
+            with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
             theirs |= without.kwargs
             for place, _, _ in self.layout.beside if self.layout else ():  # a part of the state
                 del mine[place]
             unlike = [name for name, value in mine.items() if not _alike(value, theirs.get(name))]
             if unlike and not self._is_idle(number, without):
-                raise NotShown(f"block {number} is called with something ({unlike[0]}) that blocks before it have made")
+                refusal = f"block {number} is called with something ({unlike[0]}) that blocks before it have made"
+        if refusal is not None:
+            raise NotShown(refusal)
 
     def _is_idle(self, number: int, without: Watched) -> bool:
         """Whether a block does the same without what blocks before it have made."""
@@ -271,12 +276,13 @@ class Evidence:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same: tensors by value, anything that is neither number nor tensor by kind."""
+    """Whether two arguments are the same: tensors by value, also in containers, such as that in which blocks of Gemma
+    3n leave their keys for later ones; anything else that is neither number nor tensor by kind."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
     if isinstance(one, int | float | str | None) or isinstance(other, int | float | str | None):
         return bool(type(one) is type(other) and one == other)
