@@ -2,16 +2,15 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from lit_layers import metrics
+from lit_layers import functional, metrics
 from lit_layers.analyses.attention import AttentionPatterns
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.linear_structure import NextTokenResidual
 from lit_layers.analyses.readouts.readout_scores import Lens
-from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.representation import Representation, StateMetric
 from lit_layers.analyses.state_spread import StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
@@ -54,7 +53,7 @@ def metric_names() -> dict[str, str]:
         for group in groups
         for metric in metrics.names(group)
         if metric not in _ELSEWHERE
-    }
+    } | {name: name for name, row in metrics.METRICS.items() if row.of_states}
 
 
 def named(names: Sequence[str]) -> dict[str, set[str] | None]:
@@ -86,5 +85,9 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
     Raises:
         InputError: as `named`.
     """
-    kinds: list[Any] = [NAMES[name] for name in named(names)]
-    return [kind(batches=few if issubclass(kind, COSTLY) else batches) for kind in kinds]
+    return [
+        NAMES[name](batches=few if issubclass(NAMES[name], COSTLY) else batches)
+        if name in NAMES
+        else StateMetric(metric=getattr(functional, name), batches=batches)
+        for name in named(names)
+    ]
