@@ -64,19 +64,19 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
-    of_metrics, wanted = metric_names(), dict[str, set[str] | None]()
+    of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
     for name in names:
         if name in NAMES:
-            wanted[name] = None
+            metrics_of[name] = None
         elif name in of_metrics:
-            chosen = wanted.setdefault(of_metrics[name], set())
+            chosen = metrics_of.setdefault(of_metrics[name], set())
             if chosen is not None:
                 chosen.add(name)
         else:
             near = difflib.get_close_matches(str(name), [*NAMES, *of_metrics], n=3, cutoff=0.5)
             remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
-    return wanted
+    return metrics_of
 
 
 def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:

@@ -32,7 +32,7 @@ class Layout:
         return math.prod(self.sizes) + sum(width for _, _, width in self.beside)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What a state is of each token."""
         return " + ".join([" x ".join(map(str, self.sizes)), *(str(width) for _, _, width in self.beside)])
 

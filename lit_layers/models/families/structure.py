@@ -270,7 +270,7 @@ def _shown(evidence: Evidence) -> Structured:
     shown = {
         "blocks": family.blocks,
         **({"beside": ", ".join(family.beside)} if family.beside else {}),
-        **({"state": family.layout.told} if family.layout is not None else {}),
+        **({"state": family.layout.description} if family.layout is not None else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
         "chain": chained,
