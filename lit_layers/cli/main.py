@@ -91,9 +91,12 @@ def run_verb(command: str, rest: list[str]) -> int:
     from lit_layers.cli import quick_help, threads
     from lit_layers.cli.remote_roots import in_local_copies
     from lit_layers.cli.shipped_recipes import with_recipes_found
-    from lit_layers.errors import InputError, RunLostError
+    from lit_layers.errors import InputError, RunLostError, refuse_pipe
 
     try:
+        for word in rest:
+            refuse_pipe(word)
+            refuse_pipe(word.partition("=")[2])
         rest = with_recipes_found(command, rest)
         if (text := quick_help.answer(command, rest)) is not None:
             print(text, end="")

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_pipe
 from lit_layers.files.remote_store import is_remote
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
@@ -231,7 +231,7 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
 
 def refuse_wild_values(options: Mapping[str, Any]) -> None:
     """Refuses numbers that are infinite, not a number, or so large that something would count to them, texts that no
-    file could be named by, and places on a store that the command line does not name as such.
+    file could be named by, files that are none, and places on a store that the command line does not name as such.
 
     Raises:
         InputError: naming the option and its value.
@@ -245,6 +245,8 @@ def refuse_wild_values(options: Mapping[str, Any]) -> None:
                 f"{where}: expected a local path, got {url}: what is on a store stands on the command line, as --root "
                 "or before all options"
             )
+        if isinstance(value, str | Path):
+            refuse_pipe(value, f"{where}: ")
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):
