@@ -53,7 +53,8 @@ class Record:
     `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
     Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
     `by_prompt` (prompts,) are the values of which `value` is the mean, in the order of the data and NaN where a prompt
-    has none: known where the number was measured, and kept apart from it (`lit_layers.prompt_values`).
+    has none: known where the number was measured, and kept apart from it (`lit_layers.prompt_values`). So are `states`
+    (prompts, dim), the vectors that the number is of.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -68,6 +69,7 @@ class Record:
     n: Count | None = None
     tags: dict[str, Tag] = field(default_factory=dict)
     by_prompt: _ByPrompt = field(default=None, compare=False, repr=False)
+    states: _ByPrompt = field(default=None, compare=False, repr=False)
 
 
 @with_config(schema.OPEN)

@@ -3,7 +3,9 @@
 `values/step-000001000/ANALYSIS-DIGEST.parquet` in the run's folder belongs to one line of `measurements.jsonl`: a row a
 number, with `metric`, `layer`, `tags` (JSON) and `values`, a list of one float32 a prompt in the order of the data, NaN
 where a prompt has none. Kept are the values of numbers that make curves, not those of matrices and maps, nor of the
-rows that a probe was fitted to. The file can be deleted, lost or torn: then orders in time are compared without it.
+rows that a probe was fitted to. Vectors that a number is of (`PooledStates`) are in a file of the same name that ends
+in `.safetensors`: `layer-L` (prompts, dim) in float32. These files can be deleted, lost or torn: then orders in time
+are compared without them, and states not at all.
 """
 
 import hashlib
@@ -12,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from lit_layers.schema import VALUES_MB
 
 logger = logging.getLogger(__name__)
 FOLDER = "values"
+DIMENSION = "pooled_dimension"  # the metric whose numbers, of layers, have the states that they are of
+VALUES, STATES = ".parquet", ".safetensors"  # what the files end in
 _ROUNDING = 1e-5  # of float32, of a mean of many
 
 Key = tuple[str, int | None, str]
@@ -40,13 +44,14 @@ def key_of(record: Record) -> Key:
     return record.metric, record.layer, json.dumps(tags, sort_keys=True)
 
 
-def path_of(root: Path, measurement: Measurement) -> Path:
-    """Returns where the values of a measurement are: one place for each run, step, analysis and settings."""
+def path_of(root: Path, measurement: Measurement, kind: str = VALUES) -> Path:
+    """Returns where the values of a measurement are, or with `kind` its states: one place for each run, step, analysis
+    and settings."""
     identity = json.dumps([measurement.run, measurement.analysis, settings_of(measurement)])
     digest = hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:10]
     step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
     name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
-    return root / FOLDER / step / f"{name}-{digest}.parquet"
+    return root / FOLDER / step / f"{name}-{digest}{kind}"
 
 
 class ValueFiles:
@@ -68,30 +73,29 @@ class ValueFiles:
 
     def write(self, measurement: Measurement) -> None:
         """Writes the values of a measurement, whole or not at all; where there are none, what is there stays."""
-        records = [record for record in measurement.records if _is_kept(record)] if self.limit else []
-        if not records:
+        for path, content in _contents(self.root, measurement) if self.limit else ():
+            run_lock.check(path)
+            try:
+                self._put(path, content, measurement.analysis)
+            except OSError as error:  # the numbers themselves matter more, and are refused where the disk takes nothing
+                if not self._said:
+                    logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
+                self._said.add(measurement.analysis)
+
+    def _put(self, path: Path, content: bytes, analysis: str) -> None:
+        if self._sizes is None:
+            there = (each for kind in (VALUES, STATES) for each in (self.root / FOLDER).glob(f"*/*{kind}"))
+            self._sizes = {each: each.stat().st_size for each in there if each.is_file()}
+        others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
+        total = sum(self._sizes.values()) - self._sizes.get(path, 0)
+        if len(content) > min(self.share - sum(others), self.limit - total, MAX_BYTES):
+            self._say_no_room(analysis, len(content))
+            path.unlink(missing_ok=True)  # of weights that were there before
+            self._sizes.pop(path, None)
             return
-        path = path_of(self.root, measurement)
-        run_lock.check(path)
-        try:
-            if self._sizes is None:
-                folder = self.root / FOLDER
-                self._sizes = {each: each.stat().st_size for each in folder.glob("*/*.parquet") if each.is_file()}
-            content = _content(measurement, records)
-            others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
-            total = sum(self._sizes.values()) - self._sizes.get(path, 0)
-            if len(content) > min(self.share - sum(others), self.limit - total, MAX_BYTES):
-                self._say_no_room(measurement.analysis, len(content))
-                path.unlink(missing_ok=True)  # of weights that were there before
-                self._sizes.pop(path, None)
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-            self._sizes[path] = len(content)
-        except OSError as error:  # the numbers themselves matter more, and are refused where the disk takes nothing
-            if not self._said:
-                logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
-            self._said.add(measurement.analysis)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+        self._sizes[path] = len(content)
 
     def _say_no_room(self, analysis: str, size: int) -> None:
         if analysis not in self._said:
@@ -105,7 +109,9 @@ class ValueFiles:
 
 def without_values(measurement: Measurement) -> Measurement:
     """Returns a measurement as it is in `measurements.jsonl`."""
-    return replace(measurement, records=[replace(record, by_prompt=None) for record in measurement.records])
+    return replace(
+        measurement, records=[replace(record, by_prompt=None, states=None) for record in measurement.records]
+    )
 
 
 def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Key, ByPrompt] | str]:
@@ -130,6 +136,32 @@ def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Ke
     return answers
 
 
+def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.float32]] | str:
+    """Returns by layer the states (prompts, dim) of the prompts that were measured; none without a file.
+
+    What is there is foreign: of a file that is damaged, too large or no table of states, the sentence that says so.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    path = path_of(root, measurement, STATES)
+    if not path.is_file():
+        return {}
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            return f"{path.name} is too large: {size:,} bytes, at most {MAX_BYTES:,} are read"
+        there = load(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        return f"{path.name} is damaged: {str(error).splitlines()[0]}"
+    layers = {
+        record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
+    }
+    found = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
+    if any(states.ndim != 2 or states.dtype != np.float32 for states in found.values()):
+        return f"{path.name} holds no states of prompts"
+    return found
+
+
 def _is_kept(record: Record) -> bool:
     if record.by_prompt is None or record.other_layer is not None or not record.tags.keys().isdisjoint(PLACES):
         return False
@@ -144,7 +176,18 @@ def _is_mean(values: ByPrompt, value: float) -> bool:
     return bool(abs(defined.mean() - value) <= _ROUNDING * max(np.abs(defined).max(), 1e-30))
 
 
-def _content(measurement: Measurement, records: list[Record]) -> bytes:
+def _contents(root: Path, measurement: Measurement) -> Iterator[tuple[Path, bytes]]:
+    records = [record for record in measurement.records if _is_kept(record)]
+    if records:
+        yield path_of(root, measurement), _content(records)
+    states = {f"layer-{record.layer}": record.states for record in measurement.records if record.states is not None}
+    if states:
+        from safetensors.numpy import save
+
+        yield path_of(root, measurement, STATES), save(states)
+
+
+def _content(records: list[Record]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

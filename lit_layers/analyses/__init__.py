@@ -6,6 +6,7 @@ from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.layer_similarity import LayerSimilarity, OrderStates
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
+from lit_layers.analyses.pooled_states import PooledStates
 from lit_layers.analyses.probes.attentive_probe import AttentiveProbe
 from lit_layers.analyses.probes.label_probe import LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
@@ -41,6 +42,7 @@ __all__ = [
     "NgramAgreement",
     "OrderStates",
     "PathsInPlane",
+    "PooledStates",
     "Probe",
     "PromptStudies",
     "Representation",

@@ -2,15 +2,17 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lit_layers import functional, metrics
+from lit_layers import metrics
 from lit_layers.analyses.attention import AttentionPatterns
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.linear_structure import NextTokenResidual
+from lit_layers.analyses.pooled_states import PooledStates
 from lit_layers.analyses.readouts.readout_scores import Lens
-from lit_layers.analyses.representation import Representation, StateMetric
+from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.state_spread import StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
@@ -24,6 +26,7 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     Coupling: ("coupling",),
     Lens: ("lens",),
     StateGeometry: ("geometry",),
+    PooledStates: ("pooled",),
     AttentionPatterns: ("attention",),
     LayerSimilarity: ("similarity",),
     TokenCoupling: ("token_coupling",),
@@ -53,7 +56,7 @@ def metric_names() -> dict[str, str]:
         for group in groups
         for metric in metrics.names(group)
         if metric not in _ELSEWHERE
-    } | {name: name for name, row in metrics.METRICS.items() if row.of_states}
+    }
 
 
 def named(names: Sequence[str]) -> dict[str, set[str] | None]:
@@ -64,19 +67,19 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
-    of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
+    of_metrics, wanted = metric_names(), dict[str, set[str] | None]()
     for name in names:
         if name in NAMES:
-            metrics_of[name] = None
+            wanted[name] = None
         elif name in of_metrics:
-            chosen = metrics_of.setdefault(of_metrics[name], set())
+            chosen = wanted.setdefault(of_metrics[name], set())
             if chosen is not None:
                 chosen.add(name)
         else:
             near = difflib.get_close_matches(str(name), [*NAMES, *of_metrics], n=3, cutoff=0.5)
             remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
-    return metrics_of
+    return wanted
 
 
 def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
@@ -85,9 +88,5 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
     Raises:
         InputError: as `named`.
     """
-    return [
-        NAMES[name](batches=few if issubclass(NAMES[name], COSTLY) else batches)
-        if name in NAMES
-        else StateMetric(metric=getattr(functional, name), batches=batches)
-        for name in named(names)
-    ]
+    kinds: list[Any] = [NAMES[name] for name in named(names)]
+    return [kind(batches=few if issubclass(kind, COSTLY) else batches) for kind in kinds]

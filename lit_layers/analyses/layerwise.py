@@ -203,8 +203,8 @@ def layerwise(analyses: Sequence[Analysis]) -> list[LayerwiseAnalysis]:
         if not isinstance(analysis, LayerwiseAnalysis):
             raise InputError(
                 f"{analysis.name}: {type(analysis).__name__} needs the whole model and cannot be streamed; those that "
-                "can are Trajectory, Representation, StateGeometry, StateMetric and Coupling: leave it out, or measure "
-                "without --stream-blocks"
+                "can are Trajectory, Representation, StateGeometry, PooledStates, StateMetric and Coupling: leave it "
+                "out, or measure without --stream-blocks"
             )
     return [analysis for analysis in analyses if isinstance(analysis, LayerwiseAnalysis)]
 

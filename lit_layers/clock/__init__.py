@@ -5,6 +5,7 @@ from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.layer_statistics import LayerCurve, layer_curves, layer_table, over_the_seeds
 from lit_layers.clock.lead_lags import lead_lag_table
 from lit_layers.clock.model_forecasts import ModelForecasts, early_parts, forecast_models
+from lit_layers.clock.state_similarity import similar_states
 from lit_layers.clock.step_curves import StepCurve, curves_in, over_seeds
 from lit_layers.clock.times_and_order import (
     Clock,
@@ -37,6 +38,7 @@ __all__ = [
     "over_seeds",
     "over_the_seeds",
     "prediction_table",
+    "similar_states",
     "times_of_run",
     "times_table",
 ]

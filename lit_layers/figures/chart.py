@@ -147,7 +147,7 @@ class Chart(Picture):
     def spec(self, axis: AxisName | None = None, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
         """Returns it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
         axis = axis or self.axis
-        last = len(self.frames) - 1
+        last = max(0, len(self.frames) - 1)
         rows = rows_of(self)
         spec: dict[str, Any] = {
             "width": self.height - 70 if self.square and width != "container" else width,

@@ -240,7 +240,8 @@ def procrustes_distance(
     With both centred and scaled to Frobenius norm 1 the least |X Q - Y|^2 over rotations and reflections Q, which is
     2 - 2 |X'Y|_* (nuclear norm). Range [0, 2]: 0 where they are the same up to rotation. Unchanged by rotation,
     isotropic scaling and translation of either side, and by a joint order of the rows. The narrower side is taken to be
-    filled up with zeros. For as many dimensions as rows even independent data come near: use more rows than dimensions.
+    filled up with zeros. For as many dimensions as rows even independent data come near: use more rows than dimensions,
+    or compare with what rows in another order give.
 
     Source: Ding, Denain & Steinhardt 2021, section 2.2.
 
@@ -249,10 +250,25 @@ def procrustes_distance(
             `undefined="nan"`).
     """
     x, y, problems = _pairs(x, y)
-    norms = [torch.linalg.matrix_norm(side, keepdim=True) for side in (x, y)]
-    x, y = (side / norm.where(norm > 0, 1.0) for side, norm in zip((x, y), norms, strict=True))
-    shared = torch.linalg.svdvals(x.mT @ y).sum(-1)
-    return settled("procrustes_distance", (2 - 2 * shared).clamp(min=0.0), problems, undefined)
+    return settled("procrustes_distance", _apart(_turnable(x), _turnable(y)), problems, undefined)
+
+
+def procrustes_distance_matrix(
+    states: Float[Tensor, "places rows dim"], *, undefined: Undefined = "raise"
+) -> Float[Tensor, "places places"]:
+    """`procrustes_distance` of every two representations; symmetric, 0 on the diagonal.
+
+    Raises:
+        ValueError: one whose rows are all equal or hold a value that is not finite; with `undefined="nan"` its row and
+            column are NaN.
+    """
+    states, problems = _several("procrustes_distance_matrix", states)
+    turnable = _turnable(states)
+    distances = states.new_zeros(len(states), len(states))
+    for place in range(len(states) - 1):
+        others = turnable[place + 1 :]
+        distances[place, place + 1 :] = _apart(turnable[place].expand_as(others), others)
+    return settled("procrustes_distance_matrix", distances + distances.mT, problems, undefined)
 
 
 def subspace_overlap(
@@ -274,16 +290,63 @@ def subspace_overlap(
     if x.shape[-1:] != y.shape[-1:]:
         raise ValueError(f"expected x and y of one width, got {x.shape[-1]} and {y.shape[-1]}")
     x, y, problems = _pairs(x, y)
-    if not 1 <= k <= min(x.shape[-2] - 1, x.shape[-1]):
-        raise ValueError(f"expected k from 1 to the smaller of rows - 1 and dim, got {k} of {tuple(x.shape[-2:])}")
     bases = []
     for name, side in (("x", x), ("y", y)):
-        _, values, directions = torch.linalg.svd(side, full_matrices=False)
-        floor = max(side.shape[-2:]) * _EPS * values[..., 0]
-        problems[f"{name} has fewer than {k} directions"] = values[..., k - 1] <= floor
-        bases.append(directions[..., :k, :])
-    overlap = (bases[0] @ bases[1].mT).square().sum((-2, -1)) / k
-    return settled("subspace_overlap", overlap, problems, undefined)
+        basis, fewer = _principal(side, k)
+        problems[f"{name} has fewer than {k} directions"] = fewer
+        bases.append(basis)
+    return settled("subspace_overlap", _overlap(*bases), problems, undefined)
+
+
+def subspace_overlap_matrix(
+    states: Float[Tensor, "places rows dim"], *, k: int, undefined: Undefined = "raise"
+) -> Float[Tensor, "places places"]:
+    """`subspace_overlap` of every two representations of the same features; symmetric, 1 on the diagonal.
+
+    Raises:
+        ValueError: `k` that is none; one with fewer directions, or with a value that is not finite; with
+            `undefined="nan"` its row and column are NaN.
+    """
+    states, problems = _several("subspace_overlap_matrix", states)
+    bases, fewer = _principal(states, k)
+    problems[f"one has fewer than {k} directions"] = fewer | fewer[:, None]
+    return settled("subspace_overlap_matrix", _overlap(bases[:, None], bases), problems, undefined)
+
+
+def _turnable(rows: Tensor) -> Tensor:
+    """Centred rows at Frobenius norm 1, turned into as few dimensions as they have: X = (R Q)' has the norms of R'."""
+    norm = torch.linalg.matrix_norm(rows, keepdim=True)
+    rows = rows / norm.where(norm > 0, 1.0)
+    return torch.linalg.qr(rows.mT, mode="r").R.mT if rows.shape[-2] < rows.shape[-1] else rows
+
+
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    return (2 - 2 * torch.linalg.svdvals(x.mT @ y).sum(-1)).clamp(min=0.0)
+
+
+def _principal(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k leading directions (*n, k, dim) of centred rows, and which have fewer.
+
+    Raises:
+        ValueError: `k` that is none of 1 to the smaller of rows - 1 and dim.
+    """
+    if not 1 <= k <= min(rows.shape[-2] - 1, rows.shape[-1]):
+        raise ValueError(f"expected k from 1 to the smaller of rows - 1 and dim, got {k} of {tuple(rows.shape[-2:])}")
+    _, values, directions = torch.linalg.svd(rows, full_matrices=False)
+    floor = max(rows.shape[-2:]) * _EPS * values[..., 0]
+    return directions[..., :k, :], values[..., k - 1] <= floor
+
+
+def _overlap(one: Tensor, other: Tensor) -> Tensor:
+    return (one @ other.mT).square().sum((-2, -1)) / one.shape[-2]
+
+
+def _several(metric: str, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each place's rows centred, and which pairs are undefined."""
+    if states.ndim != 3:
+        raise ValueError(f"{metric} needs states of shape (places, rows, dim), got {(*states.shape,)}")
+    states, _, problems = _pairs(states, states)
+    return states, {reason: bad | bad[:, None] for reason, bad in problems.items()}
 
 
 def _pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

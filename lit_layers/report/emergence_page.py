@@ -23,7 +23,6 @@ from lit_layers.clock.times_and_order import (
     agreement_sentence,
     agreement_table,
     emerged_in_order,
-    few_seeds_sentence,
     layer_order_table,
     of_the_model,
     order_table,
@@ -44,6 +43,8 @@ from lit_layers.report.emergence_charts import (
     time_text,
     timeline,
 )
+from lit_layers.report.state_charts import run_blocks, step_blocks
+from lit_layers.report.state_charts import sentences as state_sentences
 from lit_layers.report.template import Block, Figures, Table, block_of, fill, placed, table_of
 
 ONLY_PROMPTS = (
@@ -66,12 +67,14 @@ def write_emergence(
     seeds: bool = False,
     leads: pd.DataFrame | None = None,
     forecasts: ModelForecasts | None = None,
+    states: pd.DataFrame | None = None,
 ) -> list[Path]:
     """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
 
     Of numbers with `layers` also layers.csv and .parquet; of runs that say what single blocks are worth blocks.csv and
     .parquet, over these runs, too, where they are `seeds` of one. Of `leads` lead_lag.csv and .parquet; of `forecasts`
-    forecast.csv and .parquet, and forecast_errors.csv.
+    forecast.csv and .parquet, and forecast_errors.csv; of `states`, as `similar_states` compares them, states.csv and
+    .parquet.
 
     Returns their paths, the page first. Files of these names are replaced.
 
@@ -81,9 +84,10 @@ def write_emergence(
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
     predicted = prediction_table(blocks, pooled=seeds)
     leads = pd.DataFrame({"run": []}) if leads is None else leads
+    states = pd.DataFrame() if states is None else states
     files = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
     both = {"layer_order": layer_order_table(clock), "layers": layer_table(layers), "blocks": predicted}
-    both |= {"lead_lag": leads, **({} if forecasts is None else {"forecast": forecasts.table})}
+    both |= {"lead_lag": leads, "states": states, **({} if forecasts is None else {"forecast": forecasts.table})}
     for name, table in both.items():
         if len(table) or name == "forecast":
             files |= {f"{name}.csv": table, f"{name}.parquet": table}
@@ -98,9 +102,10 @@ def write_emergence(
         leads={run: lead_lag_chart(leads, run) for run in leads["run"].unique()},
         forecast=error_chart(forecasts) if forecasts is not None and len(forecasts.errors) else None,
         fronts=layer_fronts(clock, axis=axis),
+        states=_state_blocks(states, several=len(clock.runs) > 1),
     )
     pictures = write_pictures(charts.named(), folder)
-    page = _page(clock, charts, axis, agreement, predicted, leads, forecasts)
+    page = _page(clock, charts, axis, agreement, predicted, leads, forecasts, state_sentences(states))
     return [*records.write_files(folder, {"emergence.html": page}), *pictures, *paths]
 
 
@@ -115,6 +120,7 @@ class _Charts:
     leads: dict[str, Chart | None]
     forecast: Chart | None
     fronts: list[tuple[StepCurve, Chart]]
+    states: list[Block]
 
     def named(self) -> Iterator[tuple[str, Chart | Panels]]:
         """Yields what the files of each are called after, and the chart."""
@@ -129,6 +135,9 @@ class _Charts:
             yield "forecast", self.forecast
         for curve, chart in self.fronts:
             yield f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart
+        for block in self.states:
+            charts = [each["chart"] for choice in block["choices"] for each in choice["figures"]]
+            yield f"states {block['title']}", Panels(title="", charts=charts, columns=3, width=300)
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -157,6 +166,7 @@ def _page(
     predicted: pd.DataFrame,
     leads: pd.DataFrame,
     forecasts: ModelForecasts | None,
+    alike: Sequence[str],
 ) -> str:
     figures: Figures = []
     emerges = [times.emerges for times in clock.times]
@@ -194,12 +204,21 @@ def _page(
         ],
         leads=[_leads(leads, run, chart, figures) for run, chart in charts.leads.items()],
         forecast=None if forecasts is None else _forecast(forecasts, charts.forecast, figures),
+        alike=alike,
+        states=placed(charts.states, figures),
         agreement=_agreement(agreement),
         agreed=agreement_sentence(agreement),
         paired=_how_paired(clock),
         times=_times(clock),
         confidence=f"{100 * clock.confidence:g}%",
     )
+
+
+def _state_blocks(states: pd.DataFrame, *, several: bool) -> list[Block]:
+    if not len(states):
+        return []
+    within = states["run"] == states["other_run"]
+    return [*step_blocks(states[within], several=several), *run_blocks(states[~within])]
 
 
 def _leads(leads: pd.DataFrame, run: str, chart: Chart | None, figures: Figures) -> dict[str, Any]:
@@ -239,7 +258,6 @@ def _notes(clock: Clock) -> list[str]:
     tested, false = len(clock.curves), (1 - clock.confidence) * len(clock.curves)
     return [
         *notes,
-        *filter(None, [few_seeds_sentence(clock)]),
         f"Each verdict is a test of its own: of {tested} flat curves some {false:.2g} would be said to emerge.",
     ]
 

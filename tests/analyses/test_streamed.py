@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lit_layers.analyses import Coupling, Lens, Representation, StateGeometry, Trajectory
+from lit_layers.analyses import Coupling, Lens, PooledStates, Representation, StateGeometry, Trajectory
 from lit_layers.analyses.depth_coupling import _Run
 from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, layerwise, walk
 from lit_layers.data.batches import Batches
@@ -87,6 +87,7 @@ def test_every_option_gives_the_records_of_the_whole_model(tmp_path, dtype):
         Trajectory(name="last", batches=data, tokens="last", drop_first=0),
         Representation(batches=data, preset="released_code"),
         StateGeometry(batches=data, num_halves=2),
+        PooledStates(batches=data, num_halves=2),
         Representation(name="rankme", batches=data, rankme=True, states="hf", alpha=2.0),
         Coupling(batches=data, k=(5,), states="hf", sign="absolute", skip_last=True, token="first"),
         Coupling(name="wide", batches=data, k=(32,), num_singular_values=40, num_prompts=3),

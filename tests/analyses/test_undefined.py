@@ -135,6 +135,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     ),
     "NextTokenResidual": lambda data: analyses.NextTokenResidual(batches=data.batches(), num_halves=2),
     "PathsInPlane": lambda data: analyses.PathsInPlane(batches=data.batches(), num_prompts=6, num_tokens=3),
+    "PooledStates": lambda data: analyses.PooledStates(batches=data.batches(), num_halves=2),
     "Probe": lambda data: analyses.Probe(**data.task()),
     "PromptStudies": lambda data: analyses.PromptStudies(batches=data.batches(), p=(0.0, 0.5), lengths=(4,)),
     "Representation": lambda data: analyses.Representation(batches=data.batches(), num_halves=2, rankme=True),

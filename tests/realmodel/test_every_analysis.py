@@ -101,6 +101,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.StateMetric(metric=effective_rank, batches=prompts, options={"undefined": "nan"}),
         analyses.PathsInPlane(batches=prompts),
         analyses.StateGeometry(batches=prompts),
+        analyses.PooledStates(batches=prompts),
         analyses.AttentionPatterns(batches=prompts),
         analyses.InContext(batches=prompts),
         analyses.NgramAgreement(batches=prompts, corpus=prompts, num_tokens=2),

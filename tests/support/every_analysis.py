@@ -96,6 +96,7 @@ def of_prompts(batches: Any) -> list[Analysis]:
         lit_layers.analyses.OrderStates(batches=batches, seeds=(0,), loops=(2,)),
         lit_layers.analyses.PathsInPlane(batches=batches),
         lit_layers.analyses.StateGeometry(batches=batches),
+        lit_layers.analyses.PooledStates(batches=batches),
         lit_layers.analyses.AttentionPatterns(batches=batches),
     ]
 

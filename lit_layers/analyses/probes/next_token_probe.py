@@ -1,4 +1,4 @@
-"""Linear probes of each layer that predict the next token."""
+"""What a linear probe can tell about the next token from each layer."""
 
 import copy
 from collections import defaultdict

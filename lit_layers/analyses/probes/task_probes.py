@@ -1,4 +1,4 @@
-"""Linear probes of each layer on a downstream task, and their scores with fewer labelled texts."""
+"""What a linear probe of each layer can tell on a downstream task, and what it gains from more labelled texts."""
 
 import itertools
 import math
@@ -200,10 +200,10 @@ class Probe(OnTask):
         features = self._features(model, rows)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
-        labels, trained = rows.targets["train"], _Kept(features, layers, kept)
-        fittings = [_Fitting(trained, labels, {})]
+        labels, known = rows.targets["train"], _Kept(features, layers, kept)
+        fittings = [_Fitting(known, labels, {})]
         if self.random_labels:
-            fittings.append(_Fitting(trained, permuted(labels, self.seed), {"control": "random_labels"}))
+            fittings.append(_Fitting(known, permuted(labels, self.seed), {"control": "random_labels"}))
         if self.untrained:
             fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
             everywhere = _Kept(fresh, torch.ones_like(layers), kept)

@@ -68,6 +68,7 @@ def emerge(
         measure_times,
         over_seeds,
         over_the_seeds,
+        similar_states,
     )
     from lit_layers.clock.layer_statistics import MONOTONICITY
     from lit_layers.clock.model_forecasts import sentences as forecast_sentences
@@ -103,7 +104,10 @@ def emerge(
         clock.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
     leads = lead_lag_table(clock, loss=loss or "", seed=seed)
+    folders = [place for place in runs if (place / "measurements.jsonl").is_file()]
+    states = similar_states(folders, settings=settings or (), allow_suspect=allow_suspect) if folders else None
     extra: dict[str, Any] = {"layers": layers, "blocks": blocks, "leads": leads, "forecasts": forecasts}
+    extra["states"] = states
     paths = write_emergence(clock, folder, axis=axis, seeds=seeds, **extra)
     _show(clock, axis)
     print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
@@ -128,7 +132,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _show(clock: "Clock", axis: str) -> None:
-    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, few_seeds_sentence, of_the_model
+    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, of_the_model
     from lit_layers.report.emergence_charts import time_text
 
     for run in clock.runs:
@@ -149,6 +153,6 @@ def _show(clock: "Clock", axis: str) -> None:
     agreement = agreement_table(clock)
     for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
         print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
-    print(*filter(None, [agreement_sentence(agreement), few_seeds_sentence(clock)]), sep="\n")
+    print(*filter(None, [agreement_sentence(agreement)]))
     for why, number in clock.left_out.items():
-        print(f"left out: {number} curve{'s' if number > 1 else ''}: {why}")
+        print(f"left out: {number} curves: {why}")

@@ -8,7 +8,6 @@ from lit_layers.models.families.rows import (
     class_named,
     one_side,
     propose_blocks,
-    short_length,
     text_config,
     trunk_of,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "family_of",
     "one_side",
     "propose_blocks",
-    "short_length",
     "text_config",
     "trunk_of",
 ]

@@ -1,0 +1,197 @@
+"""How alike states are: of two checkpoints of a run, and of several seeds at one step, by the states that runs keep."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from lit_layers import prompt_values, run_data
+from lit_layers.figures.tables import grouped
+from lit_layers.figures.theme import spread
+from lit_layers.identity import Measurement, Settings, settings_of
+from lit_layers.records import is_suspect
+
+Array = NDArray[np.float32]
+logger = logging.getLogger(__name__)
+CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
+COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric", "value", "chance", "num_prompts")
+MOST_STEPS = 24  # that are compared, evenly spread over the checkpoints
+NUM_DIRECTIONS = 8  # of a subspace
+FEWEST_PROMPTS = 4  # that have a similarity
+_SAME = 1e-3  # of the dimension of the states that a file holds to that of its measurement, relative
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptStates:
+    """What a run keeps of one analysis: of each layer the states (steps, prompts, dim), NaN where there are none."""
+
+    run: str
+    analysis: str
+    settings: str
+    steps: Sequence[int]
+    layers: Mapping[int, Array]
+
+
+def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> list[KeptStates]:
+    """Returns the states that a run keeps of its curves' measurements, of at most `MOST_STEPS` checkpoints.
+
+    What a folder holds in place of states is told in one warning.
+    """
+    with_states = [
+        m for m in measurements if m.step is not None and any(r.metric == prompt_values.DIMENSION for r in m.records)
+    ]
+    kept, unread = [], list[str]()
+    for analysis, of_analysis in grouped(with_states, lambda m: m.analysis).items():
+        there = [m for m in of_analysis if prompt_values.path_of(root, m, prompt_values.STATES).is_file()]
+        by_step: dict[int, Mapping[int, Array]] = {}
+        for m in spread(sorted(there, key=lambda m: m.step or 0), MOST_STEPS):
+            states = prompt_values.read_states(root, m)
+            problem = states if isinstance(states, str) else _problem(m, states)
+            if problem or isinstance(states, str):
+                unread.append(problem)
+            else:
+                by_step[m.step or 0] = states
+        shapes = {tuple(states.shape) for layers in by_step.values() for states in layers.values()}
+        if len(shapes) > 1:
+            unread.append(f"the states of {analysis} are not of the same prompts and width at all steps")
+        elif shapes:
+            about = {"run": run, "analysis": analysis, "settings": settings_of(there[0])}
+            kept.append(KeptStates(steps=[*by_step], layers=_by_layer(by_step, *shapes), **about))
+    if unread:
+        logger.warning("%s: states are not compared: %s%s", root, unread[0], _more(len(unread) - 1))
+    return kept
+
+
+def similar_states(roots: Sequence[Path], *, settings: Settings = (), allow_suspect: bool = False) -> pd.DataFrame:
+    """Returns the tables of `similarity_of_steps` of each run's folder, and of `similarity_of_runs` of all, as one."""
+    runs = [run_data.read_run(root, settings=settings) for root in roots]
+    several = [
+        kept
+        for root, run in zip(roots, runs, strict=True)
+        for kept in kept_states(root, run.name, [m for m in run.measurements if allow_suspect or not is_suspect(m)])
+    ]
+    tables = [*map(similarity_of_steps, several), similarity_of_runs(several)]
+    return pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
+
+
+def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUSTES, SUBSPACE)) -> pd.DataFrame:
+    """Returns the table of every two checkpoints of a run, at each layer, with the columns `COLUMNS`.
+
+    `linear_cka` is debiased; `subspace_overlap` is of the 8 leading directions, or as many as there are. `chance` is
+    the same between the states of a checkpoint and those of other prompts, in a random order, the median over steps; of
+    subspaces what independent ones have.
+    Prompts that are not finite at some step are left out at all, and steps at which most are not have no value.
+    """
+    rows = [
+        (kept.run, kept.run, kept.analysis, layer, kept.steps[a], kept.steps[b], *numbers)
+        for layer, states in kept.layers.items()
+        for a, b, *numbers in _compared(states, metrics)
+    ]
+    return pd.DataFrame(rows, columns=[*COLUMNS])
+
+
+def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
+    """Returns the table of every two runs at equal steps, at each layer, as `similarity_of_steps`.
+
+    Of runs that were measured with the same settings on the same prompts, and are as wide; without `subspace_overlap`,
+    as the features of two seeds have no order in common.
+    """
+    rows = []
+    for alike in grouped(several, lambda kept: (kept.analysis, kept.settings, _shape(kept))).values():
+        common = sorted(set.intersection(*(set(kept.steps) for kept in alike)))
+        for step in common if len(alike) > 1 else ():
+            for layer in sorted(set.intersection(*(set(kept.layers) for kept in alike))):
+                states = np.stack([kept.layers[layer][kept.steps.index(step)] for kept in alike])
+                for a, b, *numbers in _compared(states, (CKA, PROCRUSTES)):
+                    rows.append((alike[a].run, alike[b].run, alike[a].analysis, layer, step, step, *numbers))
+    return pd.DataFrame(rows, columns=[*COLUMNS])
+
+
+def settling_steps(table: pd.DataFrame, *, threshold: float = 0.9) -> pd.DataFrame:
+    """Returns of each run, analysis and layer the step from which the CKA with the last checkpoint stays that high.
+
+    The columns are run, analysis, layer, step and last; a layer that has a gap in between is judged by the others.
+    """
+    rows = []
+    within = table[(table["run"] == table["other_run"]) & (table["metric"] == CKA)]
+    for key, part in within.groupby(["run", "analysis", "layer"], sort=False):
+        last = part["other_step"].max()
+        to_last = part[part["other_step"] == last].sort_values("step")
+        below = to_last.loc[to_last["value"] < threshold, "step"]
+        near = to_last.loc[to_last["step"] > below.max(), "step"] if len(below) else to_last["step"]
+        rows.append((*key, int(near.min()) if len(near) else int(last), int(last)))
+    return pd.DataFrame(rows, columns=["run", "analysis", "layer", "step", "last"])
+
+
+def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int, str, float, float, int]]:
+    """Of states (places, prompts, dim) both places, the metric, its value and chance, and how many prompts it is of."""
+    import torch  # which pages without states do without
+
+    from lit_layers.analyses.statistics import complete  # with torch
+    from lit_layers.functional import similarity  # with torch
+
+    tensor = torch.from_numpy(states)
+    _, kept = complete(tensor.isfinite().all(-1))
+    rows, number = tensor[:, kept].double(), int(kept.sum())
+    if number < FEWEST_PROMPTS:
+        return
+    k = min(NUM_DIRECTIONS, number - 1, rows.shape[-1])
+    matrices: dict[str, Callable[..., Any]] = {
+        CKA: lambda rows: similarity.linear_cka_matrix(rows, debiased=True, undefined="nan"),
+        PROCRUSTES: lambda rows: similarity.procrustes_distance_matrix(rows, undefined="nan"),
+        SUBSPACE: lambda rows: similarity.subspace_overlap_matrix(rows, k=k, undefined="nan"),
+    }
+    shuffled = rows[:, torch.randperm(number, generator=torch.Generator().manual_seed(0))]
+    for metric in metrics:
+        values = matrices[metric](rows)
+        if metric == SUBSPACE:  # which does not know the order of the rows
+            chance = k / rows.shape[-1]
+        else:
+            by_chance = [matrices[metric](torch.stack(pair))[0, 1] for pair in zip(rows, shuffled, strict=True)]
+            chance = torch.stack(by_chance).nanmedian().item()
+        for a, b in itertools.combinations(range(len(rows)), 2):
+            if not (value := values[a, b]).isnan():
+                yield a, b, metric, value.item(), chance, number
+
+
+def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
+    """Why the states by layer are not those that were measured: they have another dimension."""
+    import torch  # which pages without states do without
+
+    from lit_layers.analyses.statistics import complete  # with torch
+    from lit_layers.functional.entropy import participation_ratio  # with torch
+
+    if not states:
+        return f"none of {measurement.analysis} at step {measurement.step} can be read"
+    tensors = {layer: torch.from_numpy(values) for layer, values in states.items()}
+    if len({each.shape for each in tensors.values()}) > 1:
+        return f"those of {measurement.analysis} at step {measurement.step} are not of the same prompts at all layers"
+    _, kept = complete(torch.stack([each.isfinite().all(-1) for each in tensors.values()]))
+    measured = [record for record in measurement.records if record.metric == prompt_values.DIMENSION]
+    for record in measured:
+        if record.layer in tensors and record.n == kept.sum():
+            rows = tensors[record.layer][kept].double()
+            found = participation_ratio(rows, center=True, undefined="nan").item()
+            if not abs(found - record.value) <= _SAME * record.value:
+                return f"those of {measurement.analysis} at step {measurement.step} are not what was measured"
+    return ""
+
+
+def _by_layer(by_step: Mapping[int, Mapping[int, Array]], shape: tuple[int, ...]) -> dict[int, Array]:
+    nothing = np.full(shape, np.nan, dtype=np.float32)
+    layers = sorted({layer for states in by_step.values() for layer in states})
+    return {layer: np.stack([states.get(layer, nothing) for states in by_step.values()]) for layer in layers}
+
+
+def _shape(kept: KeptStates) -> tuple[int, ...]:
+    return tuple(next(iter(kept.layers.values())).shape[1:])
+
+
+def _more(number: int) -> str:
+    return f"; and {number} more" if number > 0 else ""

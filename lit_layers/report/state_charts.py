@@ -1,0 +1,138 @@
+"""How alike the states of checkpoints and of seeds are: maps of steps by steps and of runs by runs, and a sentence."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lit_layers.clock.state_similarity import (
+    CKA,
+    PROCRUSTES,
+    SUBSPACE,
+    kept_states,
+    settling_steps,
+    similarity_of_steps,
+)
+from lit_layers.figures.axes import Axis
+from lit_layers.figures.chart import Cells, Chart
+from lit_layers.figures.labels import count, value
+from lit_layers.figures.maps import tabled
+from lit_layers.figures.theme import spread
+from lit_layers.identity import Measurement
+from lit_layers.report.template import Block, block_of
+
+OTHERS = "The Procrustes distance, the overlap of subspaces, and other seeds: lit-layers emerge."
+TITLES = {
+    CKA: "CKA of pooled states",
+    PROCRUSTES: "Procrustes distance of pooled states",
+    SUBSPACE: "Overlap of leading subspaces of pooled states",
+}
+_BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0}  # of states with themselves
+_LAYERS = 9  # that a reader chooses from: the tables have all
+_TICKS = 9
+
+
+def section(root: Path, run: str, measurements: Sequence[Measurement]) -> dict[str, Any] | None:
+    """Returns the section of a run's page: by the CKA alone, which takes milliseconds; None of a run without states."""
+    tables = [similarity_of_steps(kept, (CKA,)) for kept in kept_states(root, run, measurements)]
+    blocks = [each for table in tables if len(table) for each in step_blocks(table)]
+    note = " ".join([*(f"{line}." for table in tables for line in sentences(table)), OTHERS])
+    return (
+        {"name": "states", "title": "How alike the checkpoints are", "note": note, "metrics": blocks}
+        if blocks
+        else None
+    )
+
+
+def step_blocks(table: pd.DataFrame, *, several: bool = False) -> list[Block]:
+    """Returns for each run, analysis and metric of a table of steps a map of steps by steps, for a choice of layers.
+
+    With `several` runs the titles say which.
+    """
+    blocks = []
+    for (run, analysis, metric), part in table.groupby(["run", "analysis", "metric"], sort=False):
+        where = ", ".join([*([str(run)] if several else []), *([] if analysis == "pooled_states" else [str(analysis)])])
+        title = f"{TITLES[str(metric)]}{f', {where}' if where else ''}"
+        charts = [(f"Layer {layer}", _steps(title, layer, of_layer)) for layer, of_layer in _by_layer(part)]
+        blocks.append(block_of(title, charts, _chance(part), wide=False))
+    return blocks
+
+
+def run_blocks(table: pd.DataFrame) -> list[Block]:
+    """Returns for each analysis and metric of a table of runs a map of runs by runs, with a slider over the steps."""
+    blocks = []
+    for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
+        title = f"{TITLES[str(metric)]}, runs at equal steps"
+        title += "" if analysis == "pooled_states" else f", {analysis}"
+        charts = [(f"Layer {layer}", _runs(title, layer, of_layer)) for layer, of_layer in _by_layer(part)]
+        blocks.append(block_of(title, charts, _chance(part), wide=False))
+    return blocks
+
+
+def sentences(table: pd.DataFrame) -> list[str]:
+    """Returns of each run from which step on its first, middle and last layer are what they are in the end."""
+    lines = []
+    for (run, _), part in settling_steps(table).groupby(["run", "analysis"], sort=False):
+        part = part[part["layer"] > 0]
+        places = spread(part.to_dict("records"), 3)
+        told = [f"layer {row['layer']} from step {count(row['step'])}" for row in places]
+        if told and part["step"].min() < part["last"].max():
+            lines.append(
+                f"{run}: the CKA with step {count(part['last'].max())} stays above 0.9 at {', '.join(told)} on"
+            )
+    return lines
+
+
+def _by_layer(table: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    for layer in spread(sorted(table["layer"].unique()), _LAYERS):
+        yield int(layer), table[table["layer"] == layer]
+
+
+def _chance(table: pd.DataFrame) -> str:
+    low, high = table["chance"].min(), table["chance"].max()
+    between = value(low) if value(low) == value(high) else f"{value(low)} to {value(high)}"
+    return f"By chance {between}."
+
+
+def _steps(title: str, layer: int, table: pd.DataFrame) -> Chart:
+    keys = sorted({*table["step"], *table["other_step"]})
+    matrix = _matrix(table, "step", "other_step", keys)
+    labels = {step: count(step) for step in spread(keys, _TICKS)}
+    return _map(f"{title}, layer {layer}", keys, labels, [matrix], "step {y}, step {x}", table)
+
+
+def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
+    names = list(dict.fromkeys([*table["run"], *table["other_run"]]))
+    steps = sorted(table["step"].unique().tolist())
+    matrices = [_matrix(table[table["step"] == step], "run", "other_run", names) for step in steps]
+    labels = {number: f"{name}  {number + 1}" for number, name in enumerate(names)}
+    chart = _map(f"{title}, layer {layer}", range(len(names)), labels, matrices, "{t}", table, steps, names)
+    across = Axis(keys=range(len(names)), labels={number: str(number + 1) for number in labels}, grid=False)
+    return Chart(**{**vars(chart), "x": across, "square": False})
+
+
+def _map(
+    title: str,
+    keys: Sequence[int],
+    labels: dict[int, str],
+    values: list[list[list[Any]]],
+    hover: str,
+    table: pd.DataFrame,
+    frames: Sequence[int] = (),
+    texts: Sequence[str] = (),
+) -> Chart:
+    metric = str(table["metric"].iloc[0])
+    best = _BEST[metric]
+    ends = (min(table["value"].min(), 0.999), best) if best else (best, max(table["value"].max(), 1e-3))
+    scheme: Any = "viridis" if best else {"name": "viridis", "extent": [1, 0]}
+    axis = Axis(keys=keys, labels=labels, grid=False)
+    cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, hover=hover, texts=texts)
+    return Chart(title=title, x=axis, y=axis, cells=cells, frames=frames, height=420, square=True)
+
+
+def _matrix(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[Any]]:
+    pairs = {(row[down], row[across]): row["value"] for row in table.to_dict("records")}
+    pairs |= {(b, a): each for (a, b), each in pairs.items()}
+    best = _BEST[str(table["metric"].iloc[0])]
+    return tabled({**pairs, **{(key, key): best for key in keys}}, keys, keys)
