@@ -103,10 +103,12 @@ def _rows(task: str, read: Columns, as_official: Callable[[Row], Row], limit: in
         try:
             if empty := [column for column, value in row.items() if value is None]:
                 raise ValueError(f"nothing in column {empty[0]!r}")
+            if "choices" in row and not float(row["label"]).is_integer():
+                raise ValueError(f"the label {row['label']!r}, expected a whole number")
             rows.append(as_official(row))
             if "choices" in row and not 0 <= int(row["label"]) < len(row["choices"]):
                 raise ValueError(f"{len(row['choices'])} choices and the label {row['label']}")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
             raise InputError(f"{read.place}: row {number} is no row of {task} ({error})") from error
     return rows
 
@@ -137,6 +139,8 @@ def _own(row: Row) -> Row:
     choices = json.loads(row["choices"]) if isinstance(row["choices"], str) else row["choices"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices: expected a list of two texts or more, got {choices!r}")
+    if not isinstance(row["context"], str):
+        raise ValueError(f"context: expected a text, got {row['context']!r}")
     row |= {"choices": choices, "label": int(row["label"])}
     return row
 

@@ -134,6 +134,7 @@ def test_wrong_input_is_refused(tmp_path):
         ([{"question": "a", "choices": ["b", "c"]}], r"has no column 'label': it has question, choices"),
         ([{"question": "a", "choices": ["b", "c"], "label": 2}], r"row 0 is no row of arc_challenge \("),
         ([{"question": "a", "choices": ["b", "c"], "label": -1}], r"\(2 choices and the label -1\)"),
+        ([{"question": "a", "choices": ["b", "c"], "label": 0.5}], r"\(the label 0.5, expected a whole number\)"),
         ([{"question": "a", "choices": ["b"], "label": None}], r"\(nothing in column 'label'\)"),
     ]
     for rows, message in cases:
@@ -152,6 +153,10 @@ def test_wrong_input_is_refused(tmp_path):
     own = tmp_path / "mine.jsonl"
     for text, message in (
         ('{"context": "a", "choices": ["b"], "label": 0}', "choices: expected a list of two texts or more, got"),
+        ('{"context": "a", "choices": ["b", "c"], "label": 0.9}', "the label 0.9, expected a whole number"),
+        ('{"context": "a", "choices": ["b", "c"], "label": Infinity}', "the label inf, expected a whole number"),
+        (f'{{"context": "a", "choices": ["b", "c"], "label": {10**400}}}', "row 0 is no row of mine"),
+        ('{"context": 5, "choices": ["b", "c"], "label": 0}', "context: expected a text, got 5"),
         ("{", "no JSON object in line 1"),
         ("[1]", "has a list, no JSON object, in line 1"),
         ("", "has no "),
