@@ -1,5 +1,6 @@
 """What ends a command with one sentence."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,3 +28,16 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
     except OSError as error:
         reason = "not a directory" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
         raise InputError(f"{attempt}: {reason}{remedy}") from error
+
+
+def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
+    """Refuses a name that is there and neither a file nor a folder: to read a pipe, socket or device may never end.
+
+    What a shell makes of `<(COMMAND)` is read.
+
+    Raises:
+        InputError: naming it.
+    """
+    name = os.fspath(name)
+    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and name[:8] != "/dev/fd/":
+        raise InputError(f"{option}expected a file or folder, {name} is a pipe, a socket or a device")

@@ -36,6 +36,7 @@ class Metric:
         of_full: what is left of the full model's value is a share of it.
         also: a second group.
         function: whose docstring defines it: of `lit_layers.functional`, as `entropy.matrix_entropy`.
+        of_states: `StateMetric` measures that function, under its own name; the analysis of its group does not.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Metric:
     of_full: bool = False
     also: str = ""
     function: str = ""
+    of_states: bool = False
     group: str = ""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.compacted import Compacted, read_tables, write_table
 from lit_layers.errors import InputError, refused
-from lit_layers.files import run_lock
+from lit_layers.files import remote_runs, run_lock
 from lit_layers.files.durable import replace_file, write_json
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
@@ -231,7 +231,8 @@ class _Choice(NamedTuple):
 
 def _files(*places: str | Path) -> list[Path]:
     """The file of measurements of each place, which is that file or its folder."""
-    files = [Path(place) / "measurements.jsonl" if Path(place).is_dir() else Path(place) for place in places]
+    folders = [remote_runs.read(place) for place in places]
+    files = [folder / "measurements.jsonl" if folder.is_dir() else folder for folder in folders]
     for file, place in zip(files, places, strict=True):
         if not file.is_file():
             raise InputError(f"expected a file of measurements, or a folder with measurements.jsonl, {place} is none")
@@ -402,7 +403,7 @@ class ScalarLog:
                     f"{self.path} has no row that ends at byte {offset} (it has {size} bytes): it is not the file of "
                     f"this checkpoint; restore it, or move it away to go on without its rows"
                 )
-            run_lock.forget(self.path)
+            run_lock.forget(self.path, keep=offset)
             file.truncate(offset)
             os.fsync(file.fileno())
 

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict
 
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError, refuse_pipe, refused
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
@@ -100,6 +100,7 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
     Raises:
         InputError: for a file that is none, or cannot be read.
     """
+    refuse_pipe(path)
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
     return parse(text, kind, path, remedy)
@@ -113,6 +114,7 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     """
     import yaml
 
+    refuse_pipe(path)
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
     try:

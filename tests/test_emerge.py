@@ -1,5 +1,6 @@
 """`lit-layers emerge` against curves whose times were planted, and tables written as other tools write them."""
 
+import html
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.identity import UNKNOWN
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.report.emergence_charts import (
@@ -177,13 +179,32 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
     out = tmp_path / "out"
     arguments = ["--seeds", "--confidence", "0.9", "--metrics", "coupling,prompt_entropy", "--out", str(out)]
     assert main(["emerge", *map(str, roots), *arguments]) == 0
-    assert "left out: 1 curves: over 3 seeds: not all of them have it" in capsys.readouterr().out
-    page = (out / "emergence.html").read_text()
+    said, page = capsys.readouterr().out, (out / "emergence.html").read_text()
+    assert "left out: 1 curve: over 3 seeds: not all of them have it" in said
+    for text in (said, html.unescape(page)):
+        assert "Over 3 seeds the verdict rests on Student's t with 2 degrees of freedom" in text
     assert "With 90% intervals" in page
     assert "of 6 flat curves some 0.6 would" in page
     called = write_run(tmp_path / "2 seeds", 5)
     assert main(["emerge", str(roots[0]), str(called), "--seeds", "--out", str(out)]) == 2
     assert "expected no run to be called 2 seeds" in capsys.readouterr().err
+
+
+def test_runs_of_other_settings_are_no_seeds_of_one_and_settings_left_out_are_told(tmp_path, capsys, caplog):
+    roots = [write_run(tmp_path / f"s{seed}", seed) for seed in range(2)]
+    path = roots[1] / "measurements.jsonl"
+    path.write_text(path.read_text().replace("c" * 16, "d" * 16))
+    for verb in ("emerge", "report"):
+        assert main([verb, *map(str, roots), "--seeds", "--out", str(tmp_path / "out")]) == 2
+        assert "s0 and s1 measured coupling with other settings, cccccccc and dddddddd" in capsys.readouterr().err
+    lines = [
+        line.replace("d" * 16, ("e" if '"step":8,' in line else "c") * 16) for line in path.read_text().splitlines()
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    curves = [curve for root in roots for curve in curves_of(root)]
+    assert "s1: other settings are left out: coupling: cccccccc is shown, not eeeeeeee at step 8" in caplog.text
+    assert {8, *over_seeds(curves, "2 seeds")[0].at} == {*STEPS}
+    assert over_seeds([replace(curve, settings=UNKNOWN) if curve.run == "s1" else curve for curve in curves], "2 seeds")
 
 
 def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
@@ -360,7 +381,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     for sentence_, arguments in (
-        ("values at 6 checkpoints or more", [few]),
+        ("times: few, Coupling: expected values at 6 checkpoints or more, got 5", [few]),
         ("step 8 are suspect (equal to the final step)", [suspect]),
         ("two values at step 7 of", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
@@ -504,6 +525,20 @@ def test_when_it_emerges_is_a_picture_beside_those_of_the_page(run, tmp_path, mo
     pictures = {path.stem for path in write_pictures(run, tmp_path / "pictures")}
     assert "emergence_timeline" in pictures
     assert len(pictures) == len(page_figures(write_report(run, tmp_path / "page.html")))
+
+
+def test_of_hundreds_of_curves_the_first_are_told_and_the_others_folded(run, tmp_path, monkeypatch):
+    lines = [f"Curve {number}: half-way at step {number}" for number in range(30)]
+    told = {"sentences": lines, "still": [f"Flat {number}" for number in range(25)], "notes": ["of 55"], "blocks": []}
+    monkeypatch.setattr("lit_layers.report.emergence_page.of_one_run", lambda *_: told)
+    text = write_report(run, tmp_path / "page.html").read_text()
+    section = text[text.index('<section id="emergence">') : text.index('<section id="results">')]
+    assert re.findall(r"<li>(.*?)</li>", section) == lines
+    folded = section[section.index("<details>") :]
+    assert "<summary>6 that come later</summary>" in folded
+    assert re.findall(r"<li>(.*?)</li>", folded) == lines[24:]
+    assert "<summary>25 that do not emerge</summary>" in folded
+    assert "Does not emerge" not in section
 
 
 def test_the_runs_own_page_leaves_suspect_checkpoints_out_of_its_times(tmp_path):

@@ -1,6 +1,7 @@
 """Every layer of a model in one call: names, a table, pictures, comparisons; whatever fails is raised."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ from transformers import AutoModel, AutoTokenizer
 
 import lit_layers
 from lit_layers import layerwise, measure, records
-from lit_layers.analyses import Lens, Trajectory, catalogue
+from lit_layers.analyses import Lens, StateMetric, Trajectory, catalogue
 from lit_layers.data.batches import encode_texts
+from lit_layers.data.given_batches import GivenBatches
 from lit_layers.errors import InputError
+from lit_layers.functional import anisotropy
+from lit_layers.metrics import METRICS
 from lit_layers.models.build import causal_lm, save, vit
 from lit_layers.models.saved import load
+from lit_layers.models.view import LayeredModel
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import VOCABULARY
 
@@ -140,12 +145,21 @@ def test_every_metric_that_can_be_named_is_given_by_its_analysis():
     model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))
     of_metrics = catalogue.metric_names()
-    assert set(of_metrics.values()) == set(catalogue.NAMES)
+    of_states = {name for name, row in METRICS.items() if row.of_states}  # each an analysis of its own
+    assert set(of_metrics.values()) - of_states == set(catalogue.NAMES)
     for name, kind in catalogue.NAMES.items():
         options = {"k": [4]} if name in ("coupling", "token_coupling") else {}
         measurement = measure(model, kind(batches=[ids], **options), run="r", step=None)
         given = {record.metric for record in measurement.records}
         assert {metric for metric, of in of_metrics.items() if of == name} <= given, (name, measurement.error)
+
+
+def test_a_row_of_a_function_of_states_is_enough_to_measure_it_by_its_name(model, batches, monkeypatch):
+    monkeypatch.setitem(METRICS, "anisotropy", replace(METRICS["anisotropy"], of_states=True))
+    result = lit_layers.layers(model, ["anisotropy"], batches=batches)
+    (measurement,), given = result.measurements, GivenBatches(batches)
+    assert measurement.provenance["config_hash"] == StateMetric(metric=anisotropy, batches=given).config_hash()
+    assert [record.layer for record in measurement.records] == [*range(LayeredModel(model).num_layers + 1), None]
 
 
 @pytest.mark.realmodel

@@ -748,6 +748,16 @@ def test_an_analysis_of_someones_own_with_the_tags_of_a_probe_keeps_all_its_metr
     assert {"Calibration", "Probe accuracy (share)", "Plateau, best layer and inflection"} <= {*titles_of(part)}
 
 
+def test_the_c_that_a_watching_probe_chose_belongs_to_no_split_and_has_figures_of_its_own(tmp_path: Path) -> None:
+    found = layer_results("probe/topics", step=8)
+    chosen = [Record(metric="probe_c", value=0.5, layer=layer, tags={"task": "topics"}) for layer in (0, 1)]
+    records.append(tmp_path / "measurements.jsonl", replace(found, records=[*found.records, *chosen]))
+    part = sections_of(write_report(tmp_path))["Probe: topics"]
+    assert {"Probe regularisation c", "Probe accuracy (share)", "Plateau, best layer and inflection"} <= {
+        *titles_of(part)
+    }
+
+
 def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_models: Path, tmp_path: Path) -> None:
     page = write_report(layerwise_models, tmp_path / "page.html")
     text = shown(page)

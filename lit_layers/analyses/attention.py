@@ -35,7 +35,7 @@ SCORES = {
     "sink_mass": sink_mass,
     "previous_token_score": previous_token_score,
 }
-BEST = {"previous_token_score", "prefix_matching_score", "copying_score"}  # of which the best head is told, too
+BEST = {"previous_token_score", "prefix_matching_score", "copying_score"}  # which have a record of the best head, too
 OF_A_BLOCK = 0.4  # of a pass through a block, at most: what reading its heads takes
 
 
@@ -71,7 +71,7 @@ class HeadAnalysis(DividedAnalysis):
         Raises:
             InputError: no block has attention whose weights can be read.
         """
-        reason, found = "", False
+        reason, has_heads = "", False
         for layer in range(1, model.num_layers + 1):
             call, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
             if call.alignment is not None:
@@ -81,9 +81,9 @@ class HeadAnalysis(DividedAnalysis):
             except Unsupported as error:
                 reason = str(error)
                 continue
-            found = True
+            has_heads = True
             yield layer, heads
-        if not found:
+        if not has_heads:
             raise InputError(
                 f"{self.name}: {type(model.model).__name__} has no attention weights to read ({reason}): leave this "
                 "analysis out"

@@ -2,9 +2,8 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from lit_layers import metrics
+from lit_layers import functional, metrics
 from lit_layers.analyses.attention import AttentionPatterns
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.depth_coupling import Coupling
@@ -12,7 +11,7 @@ from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.linear_structure import NextTokenResidual
 from lit_layers.analyses.pooled_states import PooledStates
 from lit_layers.analyses.readouts.readout_scores import Lens
-from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.representation import Representation, StateMetric
 from lit_layers.analyses.state_spread import StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
@@ -56,7 +55,7 @@ def metric_names() -> dict[str, str]:
         for group in groups
         for metric in metrics.names(group)
         if metric not in _ELSEWHERE
-    }
+    } | {name: name for name, row in metrics.METRICS.items() if row.of_states}
 
 
 def named(names: Sequence[str]) -> dict[str, set[str] | None]:
@@ -67,19 +66,19 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
-    of_metrics, wanted = metric_names(), dict[str, set[str] | None]()
+    of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
     for name in names:
         if name in NAMES:
-            wanted[name] = None
+            metrics_of[name] = None
         elif name in of_metrics:
-            chosen = wanted.setdefault(of_metrics[name], set())
+            chosen = metrics_of.setdefault(of_metrics[name], set())
             if chosen is not None:
                 chosen.add(name)
         else:
             near = difflib.get_close_matches(str(name), [*NAMES, *of_metrics], n=3, cutoff=0.5)
             remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
-    return wanted
+    return metrics_of
 
 
 def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
@@ -88,5 +87,9 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
     Raises:
         InputError: as `named`.
     """
-    kinds: list[Any] = [NAMES[name] for name in named(names)]
-    return [kind(batches=few if issubclass(kind, COSTLY) else batches) for kind in kinds]
+    return [
+        NAMES[name](batches=few if issubclass(NAMES[name], COSTLY) else batches)
+        if name in NAMES
+        else StateMetric(metric=getattr(functional, name), batches=batches)
+        for name in named(names)
+    ]

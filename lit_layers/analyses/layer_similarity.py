@@ -258,14 +258,14 @@ class OrderStates(DividedAnalysis):
         return {("values",): values[..., mask.any(-1).cpu()]}
 
     def combine(self, model: LayeredModel, batches: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        found = torch.cat([batch["values",] for batch in batches], dim=-1)  # (2, orders, prompts)
+        against = torch.cat([batch["values",] for batch in batches], dim=-1)  # (2, orders, prompts)
         chosen = enumerate(variant for variant, _, _ in self._orders(model))
         for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
             members = list(group)
             tags = {name: tag for name, tag in members[0][1].tags.items() if name not in ("seed", "schedule")}
             tags |= {"num_seeds": len(members)} if members[0][1].name == "random" else {}
             tags |= self.tags_of("drop_first")
-            for metric, values in zip(ENDING, found[:, [index for index, _ in members]].mean(1), strict=True):
+            for metric, values in zip(ENDING, against[:, [index for index, _ in members]].mean(1), strict=True):
                 yield from summarize(metric, values, tags=tags)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -248,7 +248,8 @@ class StateMetric(StatesAnalysis):
             `lit_layers.functional`, or of your own code (`--code`).
         batches: what is measured on.
         name: of the analysis; that of the function by default.
-        options: keyword arguments of the function; they are tags of the numbers.
+        options: keyword arguments of the function; they are tags of the numbers. One that takes `undefined`, as those
+            of `lit_layers.functional` do, is given "nan" for it.
         points: what the points are.
         pooling: of the vectors of prompts.
         drop_first: how many first tokens are left out.
@@ -374,8 +375,17 @@ class StateMetric(StatesAnalysis):
         Raises:
             TypeError: no floating-point number.
         """
+        options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
         with torch.no_grad():
-            return widened(f"what {self.metric_name} returns", torch.as_tensor(self.metric(states, **self.options)))
+            value = self.metric(states, **(options | self.options))
+        return widened(f"what {self.metric_name} returns", torch.as_tensor(value))
+
+
+def _parameters(function: Callable[..., Any]) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # of one that is compiled
+        return ()
 
 
 def _source(function: Callable[..., Any]) -> str:

@@ -133,7 +133,7 @@ class Speed(Analysis):
         num_rounds: over which medians are taken.
         num_warm_up: rounds before those.
         seed: of the random tokens or pixels, which cost what real ones do.
-        tell: told what is timed.
+        tell: called with what is timed.
 
     Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
     `relative_latency`, `throughput` (inputs a second in batches), `peak_memory` (bytes of a pass over a batch, weights

@@ -89,21 +89,21 @@ def _imported(name: str) -> ModuleType:
 def run_verb(command: str, rest: list[str]) -> int:
     """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
     from lit_layers.cli import quick_help, threads
+    from lit_layers.cli.remote_roots import in_local_copies
     from lit_layers.cli.shipped_recipes import with_recipes_found
-    from lit_layers.errors import InputError, RunLostError
+    from lit_layers.errors import InputError, RunLostError, refuse_pipe
 
     try:
+        for word in rest:
+            refuse_pipe(word)
+            refuse_pipe(word.partition("=")[2])
         rest = with_recipes_found(command, rest)
         if (text := quick_help.answer(command, rest)) is not None:
             print(text, end="")
             return 0
         threads.settle()
-        module = _imported(f"lit_layers.cli.verbs.{command}")
-        if hasattr(module, "main"):
-            return module.main(rest)
-        from lit_layers.cli.options import run
-
-        return run(getattr(module, command), rest)
+        with in_local_copies(command, rest, os.environ) as rest:
+            return _called(command, rest)
     except InputError as error:
         code = _refuse(str(error), command)
         return FAILED if isinstance(error, RunLostError) else code
@@ -115,6 +115,15 @@ def run_verb(command: str, rest: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _called(command: str, rest: list[str]) -> int:
+    module = _imported(f"lit_layers.cli.verbs.{command}")
+    if hasattr(module, "main"):
+        return module.main(rest)
+    from lit_layers.cli.options import run
+
+    return run(getattr(module, command), rest)
 
 
 def _refuse(sentence: str, command: str | None = None) -> int:

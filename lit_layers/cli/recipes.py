@@ -18,7 +18,8 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_pipe
+from lit_layers.files.remote_store import is_remote
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
 HELP = "command line only, repeatable: a recipe may name the classes of this package, or of all modules of this folder"
@@ -229,8 +230,8 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
 
 
 def refuse_wild_values(options: Mapping[str, Any]) -> None:
-    """Refuses numbers that are infinite, not a number, or so large that something would count to them, and texts that
-    no file could be named by.
+    """Refuses numbers that are infinite, not a number, or so large that something would count to them, texts that no
+    file could be named by, files that are none, and places on a store that the command line does not name as such.
 
     Raises:
         InputError: naming the option and its value.
@@ -238,6 +239,14 @@ def refuse_wild_values(options: Mapping[str, Any]) -> None:
     for where, value, *_ in _values(options):
         if isinstance(value, str | Path) and "\0" in str(value):
             raise InputError(f"{where}: expected text without the character NUL, got {str(value)[:200]!r}")
+        if (isinstance(value, Path) or where == "root") and is_remote(value):
+            url = str(value).replace(":/", "://").replace(":///", "://")
+            raise InputError(
+                f"{where}: expected a local path, got {url}: what is on a store stands on the command line, as --root "
+                "or before all options"
+            )
+        if isinstance(value, str | Path):
+            refuse_pipe(value, f"{where}: ")
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):

@@ -1,6 +1,7 @@
 """Where curves come from: the folder of a run, a table of scores by step, results of lm-eval or of MTEB."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
 from lit_layers.identity import Settings
 
+logger = logging.getLogger(__name__)
 _TABLES: dict[str, Any] = {
     ".csv": pd.read_csv,
     ".parquet": pd.read_parquet,
@@ -59,7 +61,7 @@ def curves_of(
         metrics: these alone, `METRIC` or `ANALYSIS/METRIC`; without any, those that tables of results have.
         where: tags, or columns of a table, that curves must have.
         axis: what they are over.
-        settings: of runs, as in `lit_layers.identity`.
+        settings: of runs, as in `lit_layers.identity`; which others there are is told in a warning.
         allow_suspect: also take checkpoints that an audit found suspect.
 
     Raises:
@@ -96,6 +98,8 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
     run = run_data.read_run(root, settings=settings)
     if run.compares_models:
         raise InputError(f"{root}: expected a run over training steps, its models have none")
+    for sentence in run_data.other_settings(run):
+        logger.warning("%s: other settings are left out: %s; choose with --settings", root, sentence)
     if (suspect := run_data.suspects(run)) and not allow_suspect:
         steps = listing("step", [step for steps in suspect.values() for step in steps])
         raise InputError(

@@ -13,6 +13,7 @@ from lit_layers.clock.prompt_curves import prompts_of_curve, rows_of_curves
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import ORDINALS, grouped
+from lit_layers.identity import UNKNOWN, settings_of, short
 from lit_layers.metrics import look_up
 
 Array = NDArray[np.floating[Any]]
@@ -31,7 +32,7 @@ class StepCurve:
     `over` says what the errors are over: "prompts" (or test rows), "seeds", or "" where they are guessed. Of several
     seeds `seeds` has the curve of each, (seeds, checkpoints), and `values` their mean. `prompts` are the values of each
     prompt, (prompts, checkpoints), NaN where there is none; None where a run does not keep them. Curves with the same
-    `prompts_of` are of the same prompts in the same order.
+    `prompts_of` are of the same prompts in the same order. `settings` are those it was measured with.
     """
 
     run: str
@@ -45,6 +46,7 @@ class StepCurve:
     seeds: Array | None = None
     prompts: Array | None = None
     prompts_of: str = ""
+    settings: str = UNKNOWN
 
     @property
     def over(self) -> str:
@@ -77,10 +79,10 @@ def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """Returns the curves that all runs have, over those of their checkpoints that all have, with each run's own.
 
     Raises:
-        InputError: two runs are the same, as `refuse_copies` says.
+        InputError: two runs are the same, or were measured with other settings, as `refuse_odd_seeds` says.
     """
     curves = list(curves)
-    refuse_copies(curves)
+    refuse_odd_seeds(curves)
     runs = len({curve.run for curve in curves})
     return [curve for curve in means_of_seeds(curves, name) if curve.seeds is not None and len(curve.seeds) == runs]
 
@@ -115,11 +117,12 @@ def at_common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
     return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
 
 
-def refuse_copies(seeds: Iterable[StepCurve]) -> None:
-    """Refuses runs with the same numbers everywhere: an interval over a run and its copy is no interval over seeds.
+def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
+    """Refuses seeds of which no mean is one number's, and no interval one over seeds.
 
     Raises:
-        InputError: naming the first two.
+        InputError: naming the first two runs that have the same numbers everywhere, or of which an analysis had other
+            options or other data.
     """
     seen: dict[frozenset[Any], str] = {}
     for run, curves in grouped(seeds, lambda curve: curve.run).items():
@@ -128,6 +131,15 @@ def refuse_copies(seeds: Iterable[StepCurve]) -> None:
             raise InputError(
                 f"seeds: {first} and {run} have the same numbers at every checkpoint: expected runs of different "
                 "model.init_seed or data.seed (seed_everything alone changes neither)"
+            )
+    measured: dict[Any, StepCurve] = {}
+    for curve in (each for each in seeds if not each.settings.startswith(UNKNOWN)):
+        first = measured.setdefault(curve.key, curve)
+        if first.settings != curve.settings:
+            raise InputError(
+                f"seeds: {first.run} and {curve.run} measured {curve.analysis} with other settings, "
+                f"{short(first.settings)} and {short(curve.settings)}: expected the same; choose with --settings, or "
+                "measure one again"
             )
 
 
@@ -198,12 +210,14 @@ def curves_in(
         InputError: measurements that do not say how many tokens were seen, where these are the axis.
     """
     points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
+    settings: dict[str, str] = {}  # of each analysis: a run's measurements are of one
     for m in measurements:
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:
             continue
         if at is None:
             raise InputError(f"axis: {run} does not say how many tokens step {m.step} has seen: expected step")
+        settings.setdefault(m.analysis, settings_of(m))
         for record in m.records:
             row = look_up(record.metric)
             if record.other_layer is not None or _NO_CURVE & record.tags.keys() or record.metric == records.FAILED:
@@ -214,10 +228,11 @@ def curves_in(
             if at in curve:
                 raise InputError(f"{run}: {m.analysis} has two values of {record.metric} at {axis} {at}: expected one")
             curve[at] = record.value, _stderr(record)
-    return [
+    curves = (
         curve_of_points(run, analysis, metric, layer, tags, [(at, *each[at]) for at in sorted(each)])
         for (analysis, metric, layer, _), (tags, each) in points.items()
-    ]
+    )
+    return [replace(curve, settings=settings[curve.analysis]) for curve in curves]
 
 
 def _stderr(record: records.Record) -> float:

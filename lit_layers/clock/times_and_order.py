@@ -23,6 +23,7 @@ TIMES = ("onset", "halfway", "peak", "plateau")
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
+FEW_SEEDS = 3
 FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
 WIDEST = 0.25  # of the axis: where a half-way point is known no better, its place in an order is chance
 
@@ -60,7 +61,7 @@ def measure_times(
         InputError: none can be measured.
     """
     counts: dict[str, Any] = {}
-    kept, times, left_out = [], [], dict[str, int]()
+    kept, times, left_out, first = [], [], dict[str, int](), dict[str, str]()
     for number, curve in enumerate(curves):
         show(number, len(curves), f"{curve.run}: {curve.title}")
         try:
@@ -77,11 +78,12 @@ def measure_times(
         except ValueError as error:
             reason = str(error).split(", got")[0]
             left_out[reason] = left_out.get(reason, 0) + 1
+            first.setdefault(reason, f"{curve.run}, {curve.title}: {error}")
             continue
         kept.append(curve)
         times.append(measured)
     if not kept:
-        reasons = "; ".join(left_out)
+        reasons = "; ".join(first.values())
         raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
     return Clock(kept, times, left_out, confidence)
 
@@ -149,6 +151,18 @@ def is_before(first: Timed, second: Timed) -> tuple[float, bool]:
     """Returns the probability that the first curve is half-way before the second, and whether they were paired."""
     paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
     return probability_before(first[1], second[1], paired=paired), paired
+
+
+def few_seeds_sentence(clock: Clock) -> str:
+    """Returns how little the verdict over two or three seeds is worth; of more nothing."""
+    seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
+    if seeds > FEW_SEEDS:
+        return ""
+    degrees = f"{seeds - 1} degree{'s' if seeds > 2 else ''} of freedom"
+    return (
+        f"Over {seeds} seeds the verdict rests on Student's t with {degrees}: "
+        "what emerges in each of them may be said not to."
+    )
 
 
 def order_table(clock: Clock) -> pd.DataFrame:

@@ -122,8 +122,8 @@ def copying_score(
     among = raised.gather(-1, ids[..., None, :].expand(*ids.shape, ids.shape[-1]))  # (*n, tokens, tokens)
     first = ~(ids[..., :, None] == ids[..., None, :]).tril(-1).any(-1)  # each different token once
     total = (among * first[..., None, :]).sum(-1)
-    own = among.diagonal(dim1=-2, dim2=-1)
-    values = torch.where(total > 0, own / total.where(total > 0, 1.0), 0.0).mean(-1)
+    of_token = among.diagonal(dim1=-2, dim2=-1)
+    values = torch.where(total > 0, of_token / total.where(total > 0, 1.0), 0.0).mean(-1)
     problems = {
         "a logit is not finite": ~logits.isfinite().flatten(-2).all(-1),
         "there is no token": torch.tensor(not ids.shape[-1], device=logits.device),

@@ -222,7 +222,7 @@ class Variant:
     @property
     def tags(self) -> dict[str, str | int | float]:
         """What a record of it is tagged with; `block` is the record's layer. Custom and random orders are written out,
-        as no other tag tells them."""
+        as no other tag identifies them."""
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
             if (value := getattr(self, name)) is not None:

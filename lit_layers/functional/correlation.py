@@ -168,7 +168,7 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
 def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
     """Pearson's r of both columns centred within their groups, df = n - groups - 1.
 
-    The same as the partial correlation given an indicator of each group. A group of one row tells nothing.
+    The same as the partial correlation given an indicator of each group. A group of one row adds nothing.
 
     Raises:
         UndefinedError: no df left, or a column that is constant within every group.

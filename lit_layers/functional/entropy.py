@@ -335,7 +335,7 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: fl
     """Of each matrix (*n, rows, dim), the largest first: roots of the eigenvalues of its smaller Gram matrix.
 
     They are those of the matrix itself to 2e-13 of the largest, to 6e-12 where many lie near the bound: a matrix with
-    smaller ones than its Gram matrix can tell from rounding, or than the root of `least_share`, is decomposed as it
+    smaller ones than its Gram matrix resolves above rounding, or than the root of `least_share`, is decomposed as it
     stands. `rank` (*n) is the most that differ from 0.
     """
     # The eigenvalues of a Gram matrix take half the time of a singular value decomposition on a CPU; on a GPU the

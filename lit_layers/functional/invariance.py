@@ -86,7 +86,7 @@ def dime(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """How much more entropy two views have together if the prompts of one are shuffled: what one tells of the other.
+    """How much more entropy two views have together if the prompts of one are shuffled: their shared information.
 
     Mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), o entry by entry. Range about
     [0, log N], slightly below 0 at times. 0 where one view is the same for all prompts, and where the rows of each view

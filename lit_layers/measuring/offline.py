@@ -12,7 +12,7 @@ from typing import Any
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
-from lit_layers.files import run_lock
+from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import settings_name
 from lit_layers.measuring import canary
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
@@ -62,10 +62,11 @@ def analyze(
         InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
             root that holds the measurements of another model.
     """
-    series, root = OneModel(model, revision=revision), Path(root)
+    series = OneModel(model, revision=revision)
     options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
-    analyze_series(series, analyses, root=root, **options)
-    earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
+    with remote_runs.written(root) as root:
+        analyze_series(series, analyses, root=root, **options)
+        earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
     return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now
 
@@ -97,8 +98,8 @@ def analyze_series(
 
     Args:
         analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
-        root: the folder of the results; its name is the run's (of several models without steps each is a run), so that
-            the numbers of a run's own folder join those that training wrote.
+        root: the folder of the results, or s3://bucket/run; its name is the run's (of several models without steps each
+            is a run), so that the numbers of a run's own folder join those that training wrote.
         keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
         shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root.
         stream_blocks: whether to read each model block by block, so that it is never in memory as a whole; an
@@ -131,22 +132,23 @@ def analyze_series(
         )
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
-    tell, root = progress or silent, Path(root)
-    measurer = Measurer(
-        series=series,
-        root=root,
-        stream_blocks=stream_blocks,
-        device=device_of("cpu" if engine == "ray" else device),  # each worker has its own
-        dtype=dtype,
-        kept_mb=kept_mb,
-        earlier=SeriesMeasurements(root),
-        tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
-    )
-    how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
-    measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, **how)
-    measuring.choose(analyses)
-    with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
-        return measuring.run(device if engine == "ray" else None)
+    tell = progress or silent
+    with remote_runs.written(root) as root:
+        measurer = Measurer(
+            series=series,
+            root=root,
+            stream_blocks=stream_blocks,
+            device=device_of("cpu" if engine == "ray" else device),  # each worker has its own
+            dtype=dtype,
+            kept_mb=kept_mb,
+            earlier=SeriesMeasurements(root),
+            tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
+        )
+        how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
+        measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, **how)
+        measuring.choose(analyses)
+        with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
+            return measuring.run(device if engine == "ray" else None)
 
 
 def _named(checkpoint: Checkpoint, error: InputError) -> str:

@@ -32,7 +32,7 @@ class Layout:
         return math.prod(self.sizes) + sum(width for _, _, width in self.beside)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What a state is of each token."""
         return " + ".join([" x ".join(map(str, self.sizes)), *(str(width) for _, _, width in self.beside)])
 
@@ -197,6 +197,23 @@ def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
     if id(value) not in masks:
         masks[id(value)] = value, value.clamp(min=least) if bool((value < least).any()) else value
     return masks[id(value)][1]
+
+
+@contextmanager
+def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the masks that blocks are called with are `softened`."""
+    masks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        hidden, args, kwargs = split_arguments(args, kwargs)
+        return (hidden, *softened(args, masks)), softened(kwargs, masks)
+
+    handles = [block.register_forward_pre_hook(soften, with_kwargs=True) for block in dict.fromkeys(blocks)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def is_cache(value: Any) -> bool:

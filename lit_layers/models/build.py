@@ -1,4 +1,4 @@
-"""Models: built from a name, cut to their first blocks, saved as plain folders, told apart by a hash."""
+"""Models: built from a name, cut to their first blocks, saved as plain folders, identified by a hash."""
 
 import copy
 import difflib
@@ -58,7 +58,7 @@ def causal_lm(
     are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
     alone; with `weights`, a model of the same kind and shape, they are copies of that model's. `pad_vocab_to=64` pads
     the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the fused form of its activation (the
-    same function, several times faster) unless told otherwise. On the `device` "meta" it has no weights.
+    same function, several times faster) by default. On the `device` "meta" it has no weights.
 
     Raises:
         InputError: an unknown type, an unknown override, or values that do not fit together.

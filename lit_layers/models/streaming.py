@@ -68,7 +68,7 @@ class StreamedModel(LayeredModel):
 
     def _prove(self) -> None:
         """Shows on all its weights that a model without a row is one of blocks. Each block, and the head, is read as
-        often as a pass of the proof runs it: about ten times.
+        often as a pass of the proof runs it: eight times.
 
         Raises:
             InputError: it is none, or uses weights of modules that it does not call.

@@ -1,8 +1,9 @@
 """The layered view: hidden states at every block boundary, and each block as a function of its input."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
-from lit_layers.models.block_calls import BlockCall, Layout, cut, first, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, Layout, cut, first, replaced, softening, split_arguments
 from lit_layers.models.build import true_vocab_size
-from lit_layers.models.families import Network, family_of, trunk_of
+from lit_layers.models.families import Network, family_of, short_length, trunk_of
 from lit_layers.models.families.structure import UNPROVEN, is_proven
 
 Batch = Mapping[str, Tensor]
@@ -253,18 +254,11 @@ class LayeredModel:
             order.append(module)
             hook(module, args, kwargs, output)
 
-        masks: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            hidden, args, kwargs = split_arguments(args, kwargs)
-            return (hidden, *softened(args, masks)), softened(kwargs, masks)
-
         blocks = dict.fromkeys(self.blocks)  # some run several times
         handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
-        if self.dtype == torch.float64:
-            handles += [block.register_forward_pre_hook(soften, with_kwargs=True) for block in blocks]
         try:
-            yield
+            with softening(blocks) if self.dtype == torch.float64 else nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -319,6 +313,11 @@ class LayeredModel:
             raise InputError(
                 f"{type(self.model).__name__} has no row in lit_layers/models/families, and its states are others with "
                 "padding behind the texts: give texts of one length"
+            )
+        elif inputs["input_ids"].shape[1] > (most := short_length(self.model.config) or math.inf):
+            raise InputError(
+                f"{type(self.model).__name__} has other rotary frequencies for texts of more than {most} tokens, which "
+                f"one text would change for its batch: give texts of one length, or padded to at most {most}"
             )
         elif (alignment := Alignment.of(mask)) is not None:
             inputs = {name: alignment.moved(column) for name, column in inputs.items()}

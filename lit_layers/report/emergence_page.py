@@ -23,6 +23,7 @@ from lit_layers.clock.times_and_order import (
     agreement_sentence,
     agreement_table,
     emerged_in_order,
+    few_seeds_sentence,
     layer_order_table,
     of_the_model,
     order_table,
@@ -258,6 +259,7 @@ def _notes(clock: Clock) -> list[str]:
     tested, false = len(clock.curves), (1 - clock.confidence) * len(clock.curves)
     return [
         *notes,
+        *filter(None, [few_seeds_sentence(clock)]),
         f"Each verdict is a test of its own: of {tested} flat curves some {false:.2g} would be said to emerge.",
     ]
 

@@ -99,7 +99,7 @@ def block(
     figures: a sentence stands where one has none.
     """
     shown = [{"text": text, "figures": [_drawn(*each) for each in figures]} for text, figures in choices]
-    places = max(1, *(len(choice["figures"]) for choice in shown))
+    places = max([1, *(len(choice["figures"]) for choice in shown)])
     for choice in shown:
         choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
@@ -307,9 +307,12 @@ def _together(rows: Rows) -> tuple[list[Block], list[str]]:
         blocks, groups = [_residuals(rows), *_summaries(rows, "law")], ["residual", "law", "residual_detail"]
     elif {"task", "split"} <= tags:
         without = Rows(rows.table.drop(columns="split"), rows.analysis)  # one and the same
-        blocks = [_probe(rows, metric) for metric in rows.having("score")]
+        scores = [
+            metric for metric in rows.having("score") if rows.values(metric, "split", _SPLITS)
+        ]  # not the chosen c
+        blocks = [_probe(rows, metric) for metric in scores]
         blocks += [*_summaries(without, "monotonicity"), *_summaries(without, "layer")]
-        groups = ["score", "monotonicity", "layer"]
+        return blocks, [*scores, *rows.having("monotonicity"), *rows.having("layer")]
     else:
         return [], []
     return blocks, [metric for group in groups for metric in rows.having(group)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, refuse_copies
+from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, refuse_odd_seeds
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis
@@ -131,8 +131,8 @@ def read_side_by_side(
         allow_suspect: also take checkpoints that an audit found suspect.
 
     Raises:
-        InputError: fewer than two runs, two of one name, two seeds with the same numbers, a recipe without that field,
-            or as `curves_of`.
+        InputError: fewer than two runs, two of one name, two seeds with the same numbers or of other settings, a recipe
+            without that field, or as `curves_of`.
     """
     if len(roots) < 2:
         raise InputError(f"runs: expected two or more to stand side by side, got {len(roots)}")
@@ -157,7 +157,7 @@ def read_side_by_side(
     partly: dict[str, None] = {}
     for name, runs in groups.items():
         curves_of_seeds = [curve for run in runs for curve in by_run[run]]
-        refuse_copies(curves_of_seeds)
+        refuse_odd_seeds(curves_of_seeds)
         by_key = grouped(curves_of_seeds, lambda curve: curve.key)
         for key, curves in by_key.items():
             line = Line.of(name, curves) if len(curves) == len(runs) else None

@@ -187,7 +187,7 @@ class Checkpoint:
         return self.source.fetch()
 
     def load(self, *, dtype: "torch.dtype | None" = None) -> "nn.Module":
-        """The model on the CPU in evaluation mode, float32 unless told otherwise; no code of the checkpoint runs.
+        """The model on the CPU in evaluation mode, float32 by default; no code of the checkpoint runs.
 
         Raises:
             InputError: files that are missing or damaged, or a pickle that is more than tensors.
@@ -206,7 +206,7 @@ class Checkpoint:
             raise InputError(f"{self.series} {self.name} cannot be loaded ({why}): get it again") from error.__cause__
 
     def config(self) -> dict[str, Any]:
-        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        """What config.json says; nothing where it is damaged, which loading the model refuses."""
         try:
             config = json.loads(self.source.read("config.json"))
         except (ValueError, LookupError, OSError):

@@ -213,7 +213,7 @@ class EmergenceCallback(_AtSteps):
             lies in files in root meanwhile.
         values_mb: the most that the values of single prompts may take, in files of root beside the measurements
             (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
-        watchers: told of each analysis as it starts and ends.
+        watchers: called as each analysis starts and ends.
         measure: "async": the steps that `SeriesCheckpoint` saves are measured by a second process on this machine's
             CPUs, and training goes on: it hears of the numbers as they arrive, and the process ends once all that was
             saved is measured (`lit_layers.training.watching.MeasuringAside`).

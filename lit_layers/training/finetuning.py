@@ -111,7 +111,7 @@ def check_generator(model: LayeredModel, num_tokens: int, tokenizer: str, size: 
     if model.family.sees_images or not model.model.can_generate():
         kind = type(model.model).__name__
         raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
-    check_texts(model, num_tokens, size, known=true_vocab_size(model.model), tokenizer=tokenizer)
+    check_texts(model, num_tokens, size, vocabulary=true_vocab_size(model.model), tokenizer=tokenizer)
 
 
 @dataclass(kw_only=True)

@@ -66,7 +66,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 class WeightedMean(Metric):
     """Sum of weight x value over sum of weights, in float64; not a number where one of the values is none.
 
-    torchmetrics' own mean leaves such values out or, told not to, the weights.
+    torchmetrics' own mean leaves such values out, or else only the weights.
     """
 
     full_state_update = False

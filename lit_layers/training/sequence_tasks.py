@@ -445,5 +445,5 @@ def _records(result: Mapping[str, Any], variant: Variant, training: Training) ->
 
 def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
     check_texts(
-        view, num_tokens, vocab_size, known=view.model.config.vocab_size, tokenizer="the tokenizer", place=place
+        view, num_tokens, vocab_size, vocabulary=view.model.config.vocab_size, tokenizer="the tokenizer", place=place
     )

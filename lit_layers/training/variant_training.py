@@ -151,7 +151,7 @@ class TrainedVariants(Analysis):
         root: of what each variant leaves behind, so that a finished one is not trained again.
         tokenizer: a local path or a name of the Hub.
         variants, middles, seeds, loops, custom: which orders; the full model is always one.
-        tell: told what is trained now.
+        tell: called with what is trained now.
     """
 
     UNMEASURED = ("root", "tell")
@@ -233,7 +233,7 @@ class SavedVariants(TrainedVariants):
 
     Each variant begins with the weights of the model that is measured, which is not changed. What is trained:
     embeddings, head and the blocks that run; the others have no gradient and stay. The trained weights lie in
-    `root/NAME/model` as any saved model does (which runs in its plain order unless told otherwise: `finetuned.json`
+    `root/NAME/model` as any saved model does (which runs in its plain order by default: `finetuned.json`
     beside it says the schedule). Where that folder is there already for the same weights, schedule and recipe, it is
     not trained again. All is a function of the recipe's seed, the global random state stays as it is.
     """
@@ -306,7 +306,7 @@ def accelerator_of(model: LayeredModel) -> str:
 
 
 def check_texts(
-    model: LayeredModel, num_tokens: int, size: int, *, known: int, tokenizer: str, place: str = "recipe: "
+    model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str, place: str = "recipe: "
 ) -> None:
     """Refuses rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
 
@@ -316,5 +316,5 @@ def check_texts(
     kind = type(model.model).__name__
     if model.max_tokens is not None and num_tokens > model.max_tokens:
         raise InputError(f"{place}num_tokens: {kind} takes at most {model.max_tokens} tokens, got {num_tokens}")
-    if size > known:
-        raise InputError(f"tokenizer: {kind} knows {known} tokens, {tokenizer} has {size}: name the model's own")
+    if size > vocabulary:
+        raise InputError(f"tokenizer: {kind} knows {vocabulary} tokens, {tokenizer} has {size}: name the model's own")

@@ -92,7 +92,7 @@ class StepMeasurer:
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
-        self._is_told = False  # how its versions compare with those that the run was measured under
+        self._has_warned = False  # how its versions compare with those that the run was measured under
 
     @property
     def file(self) -> Path:
@@ -167,10 +167,10 @@ class StepMeasurer:
         """The hash of the weights and what goes into their provenance.
 
         A run that goes on under other versions of the libraries is refused where its weights were measured before and
-        have other states now; where they were not, it is told once that nobody knows.
+        have other states now; where they were not, one warning says that nobody knows.
         """
         fingerprint, measured = weights_hash(model), [*self._store]
-        others, self._is_told = [] if self._is_told else canary.of_other_versions(measured, self.run), True
+        others, self._has_warned = [] if self._has_warned else canary.of_other_versions(measured, self.run), True
         if others and not any(m.provenance.get("weights_hash") == fingerprint for m in others):
             canary.warn_of(others)
         return fingerprint, canary.provenance_of(model, fingerprint, measured)

@@ -15,6 +15,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.functional.state_geometry import anisotropy
 from lit_layers.measuring.one_model import join_shares, measure
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles
@@ -163,6 +164,12 @@ def test_a_prompt_without_a_value_is_left_out_and_counted(model):
     assert counts == {(4, 2)}
     short = StateMetric(metric=stable_rank, batches=prompts(), drop_first=5).run(LayeredModel(model))
     assert {record.n for record in short} == {5}
+
+
+def test_a_function_of_the_package_leaves_out_a_prompt_that_it_refuses(model):
+    records = [*StateMetric(metric=anisotropy, batches=prompts(), drop_first=4).run(LayeredModel(model))]
+    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(5, 1)}  # of one point
+    assert all("undefined" not in record.tags for record in records)
 
 
 def test_options_are_tags_and_settings_and_the_source_of_ones_own_function_is_one():

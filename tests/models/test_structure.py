@@ -392,6 +392,44 @@ def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
         torch.testing.assert_close(trajectory.hidden[layer], expected.hidden_states[layer])
 
 
+def test_texts_beyond_the_length_where_frequencies_change_are_as_the_model_has_them_alone():
+    """Of Phi 3.5 these are more than 4,096 tokens, here 16: a batch is long by its longest text."""
+    rope = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 10000.0}
+    rope |= {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    model = tiny("phi3", original_max_position_embeddings=16, rope_parameters=rope)
+    ids = torch.arange(40).reshape(2, 20) + 3
+    with torch.no_grad():
+        own = {size: model(input_ids=ids[:1, :size], use_cache=False, output_hidden_states=True) for size in (10, 20)}
+    view = LayeredModel(model)  # whose frequencies are those of the last text: long ones
+    for size in (10, 20, 10):
+        for batch in (ids[:1, :size], ids[:, :size]):
+            states = view.trajectory({"input_ids": batch}).hidden[:-1, :1]
+            torch.testing.assert_close(states, torch.stack(own[size].hidden_states[:-1]))
+        found = measure(view, TrajectoryAnalysis(batches=Listed({"input_ids": ids[:, :size]})), run="phi3", step=0)
+        assert found.error is None, "the frequencies are those before"
+    apart = own[20].hidden_states[1][:, :10] - own[10].hidden_states[1]
+    assert apart.abs().max() > 0.1, "frequencies that differ"
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(20) < torch.tensor([[20], [10]])).long()}
+    with pytest.raises(InputError, match="frequencies for texts of more than 16 tokens, .* or padded to at most 16"):
+        view.trajectory(padded)
+    short = {name: column[:, :16] for name, column in padded.items()}
+    torch.testing.assert_close(
+        view.trajectory(short).hidden[:-1, 1:, :10], view.trajectory({"input_ids": ids[1:, :10]}).hidden[:-1]
+    )
+
+
+def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
+    """Gemma 3n as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 8}
+    options |= {"intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.0] * 6}
+    model = tiny_model("Gemma3nForCausalLM", "gemma3n_text", **options)
+    with pytest.raises(
+        InputError, match=r"block 5 is called with something \(shared_kv_states\) that blocks before it"
+    ):
+        LayeredModel(model)
+
+
 def test_what_a_weight_of_zero_hides_at_first_is_found_when_it_has_another_value():
     model = toy("gated")
     with torch.no_grad():

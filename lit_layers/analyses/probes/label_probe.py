@@ -1,4 +1,4 @@
-"""What a linear probe of each layer tells of the label of a text or image."""
+"""Linear probes of each layer that predict the label of a text or image."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -196,7 +196,7 @@ class LabelProblem(NamedTuple):
 
 
 def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
-    """What tells rows apart: images, or texts without their padding."""
+    """What identifies a row: images, or texts without their padding."""
     if model.family.sees_images:
         return list(batch["pixel_values"])
     return real_tokens(batch)

@@ -1,4 +1,4 @@
-"""What a linear probe can tell about the next token from each layer."""
+"""Linear probes of each layer that predict the next token."""
 
 import copy
 from collections import defaultdict

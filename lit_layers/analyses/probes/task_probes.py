@@ -1,4 +1,4 @@
-"""What a linear probe of each layer can tell on a downstream task, and what it gains from more labelled texts."""
+"""Linear probes of each layer on a downstream task, and their scores with fewer labelled texts."""
 
 import itertools
 import math
@@ -200,10 +200,10 @@ class Probe(OnTask):
         features = self._features(model, rows)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
-        labels, known = rows.targets["train"], _Kept(features, layers, kept)
-        fittings = [_Fitting(known, labels, {})]
+        labels, trained = rows.targets["train"], _Kept(features, layers, kept)
+        fittings = [_Fitting(trained, labels, {})]
         if self.random_labels:
-            fittings.append(_Fitting(known, permuted(labels, self.seed), {"control": "random_labels"}))
+            fittings.append(_Fitting(trained, permuted(labels, self.seed), {"control": "random_labels"}))
         if self.untrained:
             fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
             everywhere = _Kept(fresh, torch.ones_like(layers), kept)

@@ -112,14 +112,14 @@ class NgramAgreement(DividedAnalysis):
                 logits = model.readout(some) if states.shape[1] else some.new_zeros(len(some), 0, 1)
             log_proba = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             for order, distributions in after.items():
-                known = [each for each in distributions if each is not None]
-                others = iter(known[1:] + known[:1])
+                counted = [each for each in distributions if each is not None]
+                others = iter(counted[1:] + counted[:1])
                 chance = [None if each is None else next(others) for each in distributions]
                 kinds = {"ngram_divergence": distributions} | ({"random_ngram_divergence": chance} if order > 1 else {})
                 for metric, each in kinds.items():
-                    found = ngram_divergence(log_proba, each)
-                    values.setdefault((metric, order), []).append(mean_of_defined(found).cpu())
-                    values.setdefault((metric, order, "missing"), []).append(found.isnan().sum(-1).cpu())
+                    divergences = ngram_divergence(log_proba, each)
+                    values.setdefault((metric, order), []).append(mean_of_defined(divergences).cpu())
+                    values.setdefault((metric, order, "missing"), []).append(divergences.isnan().sum(-1).cpu())
         return {key: torch.cat(parts) for key, parts in values.items()}
 
     def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:

@@ -132,7 +132,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _show(clock: "Clock", axis: str) -> None:
-    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, of_the_model
+    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, few_seeds_sentence, of_the_model
     from lit_layers.report.emergence_charts import time_text
 
     for run in clock.runs:
@@ -153,6 +153,6 @@ def _show(clock: "Clock", axis: str) -> None:
     agreement = agreement_table(clock)
     for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
         print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
-    print(*filter(None, [agreement_sentence(agreement)]))
+    print(*filter(None, [agreement_sentence(agreement), few_seeds_sentence(clock)]), sep="\n")
     for why, number in clock.left_out.items():
-        print(f"left out: {number} curves: {why}")
+        print(f"left out: {number} curve{'s' if number > 1 else ''}: {why}")

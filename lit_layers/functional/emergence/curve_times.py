@@ -180,8 +180,9 @@ class _Curve:
         if scale not in ("log", "linear"):
             raise ValueError(f"expected scale to be log or linear, got {scale!r}")
         x = np.log2(1 + at) if scale == "log" and (at >= 0).all() else at
-        if not ((at >= 0).all() and (at < 2**63).all() and (np.diff(x) > 0).all()):
-            raise ValueError(f"expected steps of 0 or more, below 2^63, that increase, got {at.tolist()}")
+        if len(wrong := np.flatnonzero(~((at >= 0) & (at < 2**63) & (np.diff(x, prepend=-1) > 0)))):
+            got = " after ".join(f"{step:g}" for step in at[max(0, wrong[0] - 1) : wrong[0] + 1][::-1])
+            raise ValueError(f"expected steps of 0 or more, below 2^63, that increase, got {got}")
         if np.isinf(y).any():
             raise ValueError("expected finite values, or NaN for a gap, got an infinite one")
         if not 0 < confidence < 1:
@@ -301,8 +302,8 @@ def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
     if errors.shape != there.shape:
         raise ValueError(f"expected a standard error for each value, got {errors.shape} for {there.shape}")
     errors = errors[there]
-    if not (np.isfinite(errors).all() and (errors >= 0).all()):
-        raise ValueError("expected finite standard errors of 0 or more wherever there is a value")
+    if len(wrong := errors[~(np.isfinite(errors) & (errors >= 0))]):
+        raise ValueError(f"expected finite standard errors of 0 or more wherever there is a value, got {wrong[0]:g}")
     if not errors.any():
         return errors
     errors = np.where(errors == 0, errors[errors > 0].min(), errors)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
+from scipy.linalg.lapack import dtrtrs
 
 Array = NDArray[np.floating[Any]]
 TEMPER = 0.9  # power of the evidence: no process is quite a training curve, and sure of one, intervals are too narrow
@@ -108,9 +108,12 @@ class _Kernel:
     height: float
     level: float
 
-    def __call__(self, distance: Array) -> Array:
+    def correlation(self, distance: Array) -> Array:
         d = distance / self.length * (3**0.5 if self.rough else 5**0.5)
-        return self.height**2 * (1 + d + (0 if self.rough else d * d / 3)) * np.exp(-d) + self.level**2
+        return (1 + d + (0 if self.rough else d * d / 3)) * np.exp(-d)
+
+    def __call__(self, distance: Array) -> Array:
+        return self.height**2 * self.correlation(distance) + self.level**2
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class _Process:
 
     def rest(self, columns: Array) -> Array:
         """What it leaves of values or of the shapes of steps, (checkpoints, any)."""
-        return solve_triangular(self.whole, columns, lower=True, check_finite=False)
+        return dtrtrs(self.whole, columns, lower=1)[0]  # scipy's own checks cost more than it solves
 
     def precision(self, ramps: Array) -> Array:
         """Of the height of steps, of whose shapes `ramps` is the rest, (steps,)."""
@@ -156,17 +159,22 @@ def draw_curves(
     weight = _shares(evidence)
     counts = rng.multinomial(draws, weight.ravel()).reshape(weight.shape)
     to_values, to_itself, parts = np.abs(grid[:, None] - x), np.abs(grid[:, None] - grid), []
+    correlations: dict[Any, Array] = {}  # of each form, whatever its height
     for process, count in zip(processes, counts, strict=True):
         if not count.any():
             continue
         drawn_from = steps.among(count > 0)
         seen, ramps = process.rest(process.kernel(to_values).T), process.rest(drawn_from.at(x))
-        left = process.kernel(to_itself) - seen.T @ seen
-        jitter = 1e-7 * (process.kernel.level / 10) ** 2 * np.eye(len(grid))
+        kernel = process.kernel
+        form = kernel.rough, kernel.length
+        if form not in correlations:
+            correlations[form] = kernel.correlation(to_itself)
+        left = kernel.height**2 * correlations[form] + kernel.level**2 - seen.T @ seen
+        np.fill_diagonal(left, left.diagonal() + 1e-7 * (kernel.level / 10) ** 2)
         chosen = np.repeat(np.arange(len(drawn_from.shape)), count[count > 0])
         precision, rest = process.precision(ramps), process.rest(y)
         height = (ramps.T @ rest / precision)[chosen] + rng.standard_normal(len(chosen)) / np.sqrt(precision)[chosen]
-        drawn = np.linalg.cholesky(left + jitter) @ rng.standard_normal((len(grid), len(chosen)))
+        drawn = np.linalg.cholesky(left) @ rng.standard_normal((len(grid), len(chosen)))
         drawn += seen.T @ (rest[:, None] - ramps[:, chosen] * height) + drawn_from.at(grid)[:, chosen] * height
         parts.append(drawn.T)
     return np.concatenate(parts) + level
@@ -217,8 +225,11 @@ def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[
 
 def _shares(evidence: Array) -> Array:
     """Of processes with steps (processes, steps, ...) by their evidence."""
-    weight = np.exp(TEMPER * (evidence - evidence.max((0, 1))))
-    return weight / weight.sum((0, 1))
+    weight = evidence - evidence.max((0, 1))
+    weight *= TEMPER
+    np.exp(weight, out=weight)
+    weight /= weight.sum((0, 1))
+    return weight
 
 
 def _processes(x: Array, y: Array, noises: Sequence[Array]) -> Iterator[_Process]:

@@ -273,7 +273,7 @@ class Replay(TorchFunctionMode):
             self.products += 1
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT
-                return args[0].new_zeros(*args[0].shape[:3], 1)  # what comes of it is not looked at
+                return args[0].new_zeros(*args[0].shape[:3], 1)  # its softmax is not looked at
             if self.products == self.attention.matmuls[1] and self.scored is not None:
                 return self._attend(*self.scored, args[1])
         return func(*args, **kwargs)

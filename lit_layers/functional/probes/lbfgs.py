@@ -45,7 +45,7 @@ def minimize(
     Args:
         evaluate: of all problems at once, (problems, *shape) to values (problems,) and gradients of that shape.
         precondition: times an estimate of the inverse Hessians, symmetric and positive where gradients lie; linear.
-        is_done: tells it from points, values, gradients and the steps that L-BFGS would take, to (problems,).
+        is_done: which problems (problems,) are solved, by points, values, gradients and the steps L-BFGS would take.
         max_iterations: for each problem. One that uses them up, or finds no acceptable step, stays where it is.
     """
     point = start

@@ -81,7 +81,7 @@ def fit_logistic_probes(
 
     A layer has converged when max |gradient| <= tolerance c n; one that has not is flagged in `converged`. The solver
     goes on from there until what is left to gain is about the same share of the objective, which a nearly separable
-    problem's gradient does not tell. Computed in float32, or in float64 where the features are: large features that are
+    problem's gradient does not show. Computed in float32, or in float64 where the features are: large features that are
     not standardised, or a tolerance far below 1e-6, need that.
 
     `start` are the probes of a similar problem, such as those of the checkpoint before, from whose weights (of

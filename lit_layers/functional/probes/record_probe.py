@@ -66,7 +66,7 @@ def fit_record_probes(
     next weaker and the next stronger one are tried, and those beyond for as long as the held-out log-loss falls. Where
     that has one valley, as it all but always has, this gives the c of the whole path; of several valleys, the one that
     `start` lies in. A fit begins where the earlier one at the same c ended that did not see these rows either (of five
-    folds their mean), and so differs as far as the end of a fit allows. Of a layer whose earlier fit tells held-out
+    folds their mean), and so differs as far as the end of a fit allows. Of a layer whose earlier fit predicts held-out
     rows worse than the class shares do, its c alone is used.
 
     Computed as in `fit_logistic_probes`: a layer at a time on a CPU, batched on a GPU; the rows that are not held out

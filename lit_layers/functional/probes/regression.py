@@ -199,7 +199,7 @@ def _outputs(targets: Tensor, num_rows: int) -> Tensor:
     return outputs
 
 
-# How much of the next token's id a linear map of the states cannot tell. All computed in float64.
+# How much of the variance of the next token's id a linear map of the states leaves. All computed in float64.
 
 Normalize = Literal["layer_norm", "rms_norm", "standardize", "none"]
 

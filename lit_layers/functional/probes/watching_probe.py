@@ -316,8 +316,8 @@ def calibration(
 ) -> tuple[float, float, float]:
     """The lowest mean log-loss of softmax(prior + t parts[0] + b parts[1]), t and b >= 0; t = b = 0 if t were negative.
 
-    A negative b is of no use but to tell rows by how q changed as they were left out. Where all rows are told right, t
-    would have no bound: beside the n rows the log-loss counts one of which each class is the label by its share.
+    A negative b only picks up how q changed as rows were left out. Where all rows are classified correctly, t would
+    have no bound: beside the n rows the log-loss counts one of which each class is the label by its share.
     """
     factors = torch.tensor(start, dtype=torch.float64, device=parts.device)
 
@@ -340,7 +340,7 @@ def calibration(
         apart = ((parts - mean) * share.sqrt()).double().flatten(1)
         curvature = apart @ apart.T / len(targets)
         if not curvature.diagonal().mean() > 1e-12 * size:
-            break  # all rows are told for certain
+            break  # all rows are classified with certainty
         curvature += 1e-9 * curvature.diagonal().mean() * torch.eye(2).to(curvature)
         step = torch.linalg.solve(curvature, slope)
         if step[1] > factors[1]:  # b stays at least 0

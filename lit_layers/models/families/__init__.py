@@ -8,6 +8,7 @@ from lit_layers.models.families.rows import (
     class_named,
     one_side,
     propose_blocks,
+    short_length,
     text_config,
     trunk_of,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "family_of",
     "one_side",
     "propose_blocks",
+    "short_length",
     "text_config",
     "trunk_of",
 ]

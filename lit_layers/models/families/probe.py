@@ -103,11 +103,12 @@ def _texts(model: Network) -> Tensor:
         for name, value in config.to_dict().items()
         if name.endswith(("_id", "_index", "_idx")) and isinstance(value, int)
     }
-    plain = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
+    tokens = range(min(config.vocab_size, 4096))
+    plain = [token for token in tokens if token not in special] or [*tokens]
     limit = getattr(config, "max_position_embeddings", None) or 0
     length = min(NUM_TOKENS, limit) if limit > 0 else NUM_TOKENS
     rows = [[plain[(7919 * (start + place)) % len(plain)] for place in range(length)] for start in (1, 1, 37)]
-    rows[1][-1] = plain[(7919 * 101) % len(plain)]
+    rows[1][-1] = plain[(plain.index(rows[0][-1]) + 1) % len(plain)]
     return torch.tensor(rows)
 
 

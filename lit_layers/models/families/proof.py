@@ -6,16 +6,16 @@ over what it was called with, is another function than the model. So the model i
 changed, and the chain must follow.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import BlockCall, replaced
-from lit_layers.models.families.probe import CANNOT_CALL, PositionTables, Probe, Watched, watch
+from lit_layers.models.block_calls import BlockCall, replaced, softening
+from lit_layers.models.families.probe import CANNOT_CALL, Probe, Watched, watch
 from lit_layers.models.families.rows import Network, trunk_of
 
 # Relative differences of float32 (of which parts of any model are), and of 16 bits.
@@ -72,23 +72,35 @@ def in_float32(model: Network) -> Iterator[None]:
             narrow(module, (), None)
 
 
+class Pass(NamedTuple):
+    """The model's own pass of the probe."""
+
+    calls: Sequence[Watched]  # of its blocks
+    output: Any
+    limit: int | None  # tokens that fit the tables that are looked up by counting
+
+
 class Evidence:
     """The identities of one model, one after the other."""
 
-    def __init__(self, model: Network, family: Any, probe: Probe) -> None:
+    def __init__(self, model: Network, family: Any, probe: Probe, first: Pass) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
         self.layout = None  # of the states of this batch
-        self.calls, output, self.limit = self._passed(probe.call)
-        self.logits = family.result(output)
+        self.calls, self.limit = self._of_blocks(first.calls, probe.needed), first.limit
+        self.logits = family.result(first.output)
         self.states = [self.calls[0].state, *(call.after for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
         if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):
             raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
     def replayed(self) -> float:
-        """(i) Every block, called again with what it was called with, gives what it gave: the last one first, so that
-        none sees what another has just left behind."""
+        """(i) Every block, called again with what it was called with, gives what it gave: the last one first, and after
+        another batch, of other texts and another length, so that none finds what another call has just left behind."""
+        inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
+        if self.probe.of_texts:
+            inputs = {name: column[:, : max(1, column.shape[1] - 1)] for name, column in inputs.items()}
+        self.probe.call(self.model, inputs, dict(self.family.options))
         return max(
             self._same(
                 apart(self._call(number)(self.states[number - 1]), self.states[number]),
@@ -119,7 +131,7 @@ class Evidence:
             return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
 
         with replaced(self.blocks, [forward, *others]):
-            calls, _, _ = self._passed(self.probe.call)
+            calls = self._passed(self.probe.call)
         hidden, worst = shifted, 0.0
         for number in self._numbers()[1:]:
             hidden = self._call(number)(hidden)
@@ -135,14 +147,6 @@ class Evidence:
         if not self._is_change(apart(hidden, self.states[-1]), worst):
             raise NotShown("another state behind block 1 changes nothing behind the last block")
         return worst
-
-    def pass_another(self) -> None:
-        """Has another batch pass, of other texts and another length: blocks that find in their model what its last call
-        left there give something else afterwards when they are called again."""
-        inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
-        if self.probe.of_texts:
-            inputs = {name: column[:, : max(1, column.shape[1] - 1)] for name, column in inputs.items()}
-        self.probe.call(self.model, inputs, dict(self.family.options))
 
     def read_out(self) -> tuple[float, bool]:
         """(iii) What is behind the blocks makes the logits of the last state alone; and whether it does for each token
@@ -167,15 +171,20 @@ class Evidence:
     def arguments_alone(self) -> None:
         """What blocks are called with besides their state depends on the batch, and on no state."""
         with replaced(self.blocks, self.family.handing_on(len(self.blocks), in_tuple=False)):
-            calls, _, _ = self._passed(self.probe.call)
-        for number, (with_blocks, without) in enumerate(zip(self.calls, calls, strict=True), start=1):
+            calls = self._passed(self.probe.call)
+        refusal = None
+        # The last block first: what one leaves in an argument that all share, those before it have not put there yet.
+        for number in reversed(self._numbers()):
+            with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
             theirs |= without.kwargs
             for place, _, _ in self.layout.beside if self.layout else ():  # a part of the state
                 del mine[place]
             unlike = [name for name, value in mine.items() if not _alike(value, theirs.get(name))]
             if unlike and not self._is_idle(number, without):
-                raise NotShown(f"block {number} is called with something ({unlike[0]}) that blocks before it have made")
+                refusal = f"block {number} is called with something ({unlike[0]}) that blocks before it have made"
+        if refusal is not None:
+            raise NotShown(refusal)
 
     def _is_idle(self, number: int, without: Watched) -> bool:
         """Whether a block does the same without what blocks before it have made."""
@@ -203,7 +212,7 @@ class Evidence:
         }
         try:
             alone, behind = (
-                [call.after[:, :length] for call in self._passed(self.family.features, inputs)[0]]
+                [call.after[:, :length] for call in self._passed(self.family.features, inputs)]
                 for inputs in (
                     {"input_ids": ids[:, :length]},
                     {n: v for n, v in padded.items() if n in self.probe.columns},
@@ -218,27 +227,29 @@ class Evidence:
         if trunk_of(self.model) is self.model:
             return False
         try:
-            calls, _, _ = self._passed(self.family.features)
+            calls = self._passed(self.family.features)
         except (NotShown, *CANNOT_CALL):
             return False
         return all(call.module is block for call, block in zip(calls, self.blocks, strict=True)) and all(
             apart(call.after, state) <= self.tolerance for call, state in zip(calls, self.states[1:], strict=True)
         )
 
-    def _passed(
-        self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None
-    ) -> tuple[list[Watched], Any, int | None]:
-        tables = PositionTables(self.probe.needed.shape[1])
+    def _passed(self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None) -> list[Watched]:
         inputs = self.probe.inputs if inputs is None else inputs
-        with watch(self.blocks) as calls, tables:
-            output = call(self.model, inputs, dict(self.family.options))
+        is_wide = next(self.blocks[0].parameters(), self.logits).dtype == torch.float64
+        with watch(self.blocks) as calls, softening(self.blocks) if is_wide else nullcontext():
+            call(self.model, inputs, dict(self.family.options))
+        return self._of_blocks(calls, inputs[self.probe.columns[0]])
+
+    def _of_blocks(self, calls: Sequence[Watched], needed: Tensor) -> list[Watched]:
+        """The calls with states (batch, tokens, dim)."""
         if [each.module for each in calls] != list(self.blocks):
             raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
-        if (layout := self.family.layout) is not None:
-            layout = layout.at(calls[0].state, inputs[self.probe.columns[0]].shape[1])
-            self.layout = self.layout or layout
-            calls = [each.seen(layout) for each in calls]
-        return calls, output, tables.limit
+        if (layout := self.family.layout) is None:
+            return [*calls]
+        layout = layout.at(calls[0].state, needed.shape[1])
+        self.layout = self.layout or layout
+        return [each.seen(layout) for each in calls]
 
     def _numbers(self) -> range:
         return range(1, len(self.blocks) + 1)
@@ -265,12 +276,13 @@ class Evidence:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same: tensors by value, anything that is neither number nor tensor by kind."""
+    """Whether two arguments are the same: tensors by value, also in containers, such as that in which blocks of Gemma
+    3n leave their keys for later ones; anything else that is neither number nor tensor by kind."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
     if isinstance(one, int | float | str | None) or isinstance(other, int | float | str | None):
         return bool(type(one) is type(other) and one == other)

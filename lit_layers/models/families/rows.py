@@ -76,7 +76,6 @@ Inputs = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-PLAIN_TEXT = ("input_ids", "attention_mask", "position_ids")
 IMAGES = ("pixel_values",)
 
 
@@ -90,54 +89,16 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def soft_capped(config: Any, logits: Tensor) -> Tensor:
-    cap = config.final_logit_softcapping
-    return logits if cap is None else (logits / cap).tanh() * cap
-
-
-def scaled(config: Any, logits: Tensor) -> Tensor:
-    return logits / config.logits_scaling
-
-
-def language_head(model: Network, normed: Tensor, finish: Callable[[Any, Tensor], Tensor] | None = None) -> Tensor:
+def language_head(model: Network, normed: Tensor) -> Tensor:
     """Scores of the next token; without a head the normed state itself, as the bare model returns it."""
-    if (head := model.get_output_embeddings()) is None:
-        return normed
-    return head(normed) if finish is None else finish(model.config, head(normed))
-
-
-def bert_head(model: Network, hidden: Tensor) -> Tensor:
-    """What each BERT class makes of its last state: itself, words, one class per text or one per token."""
-    if hasattr(model, "cls"):
-        return model.cls(hidden)
-    if hasattr(model, "classifier"):
-        pooler = trunk_of(model).pooler
-        return model.classifier(hidden if pooler is None else pooler(hidden))
-    return hidden
+    head = model.get_output_embeddings()
+    return normed if head is None else head(normed)
 
 
 def roberta_head(model: Network, hidden: Tensor) -> Tensor:
-    """As BERT's, but a classifier of texts picks the first token itself."""
+    """Words, one class per text or one per token; a classifier of texts picks the first token itself."""
     head = getattr(model, "lm_head", None) or getattr(model, "classifier", None)
     return hidden if head is None else head(hidden)
-
-
-def distilbert_head(model: Network, hidden: Tensor) -> Tensor:
-    if hasattr(model, "vocab_projector"):
-        return model.vocab_projector(model.vocab_layer_norm(model.activation(model.vocab_transform(hidden))))
-    if hasattr(model, "pre_classifier"):
-        return model.classifier(model.pre_classifier(hidden[:, 0]).relu())
-    return model.classifier(hidden) if hasattr(model, "classifier") else hidden
-
-
-def modernbert_head(model: Network, normed: Tensor) -> Tensor:
-    return model.decoder(model.head(normed)) if hasattr(model, "decoder") else normed
-
-
-def mamba_head(model: Network, normed: Tensor) -> Tensor:
-    """Mamba keeps its residual stream in float32 beside weights of half precision, and its scores in any model."""
-    head = model.get_output_embeddings()
-    return normed if head is None else head(normed.to(head.weight.dtype)).float()
 
 
 def timm_head(model: Network, normed: Tensor) -> Tensor:
@@ -179,8 +140,30 @@ def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
     """A call as transformers' models are called, in the precision of their weights: accelerate has a model in training
     called under autocast, and its blocks, which are called alone here, are not."""
     plain = vars(model).get("_original_forward")
-    with replaced([model], [plain]) if plain is not None else nullcontext():
+    with replaced([model], [plain]) if plain is not None else nullcontext(), kept_frequencies(model):
         return model(**inputs, **options, return_dict=True)
+
+
+def short_length(config: Any) -> int | None:
+    """Of a model with other rotary frequencies for long texts (Phi 3.5): tokens of the longest text that is not long.
+    By the longest text of a batch, its whole batch is long or not."""
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have them for each kind of layer
+    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
+
+
+@contextmanager
+def kept_frequencies(model: Network) -> Iterator[None]:
+    """Where each call writes down its rotary frequencies, those before are back afterwards."""
+    buffers = model.named_buffers() if short_length(model.config) is not None else ()
+    kept = [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("inv_freq")]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
 
 
 def by_pixels(model: Network, inputs: Inputs, options: Options) -> Tensor:
@@ -249,8 +232,7 @@ class Family:
         0  # that a block always returns in a tuple; 0: it returns the state alone, in some releases in one
     )
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
-    residual: bool = True  # a block is x + f(x); False where its norm comes after the addition
-    longest: str | None = "max_position_embeddings"  # field of the config: how many tokens a text may have; None: any
+    any_length: bool = False  # of a text
     first_position: Callable[[Any], int] = from_zero  # of a config: the number of a text's first token
     vision: Vision | None = None  # of models of images
     call: Callable[[Network, Inputs, Options], Any] = by_name
@@ -301,7 +283,7 @@ class Family:
 
     def most_tokens(self, config: Any) -> int | None:
         """Of the longest text; None where a text may have any length."""
-        return None if self.longest is None else getattr(config, self.longest) - self.first_position(config)
+        return None if self.any_length else config.max_position_embeddings - self.first_position(config)
 
     def final_norm(self, model: Network) -> nn.Module | None:
         """The norm behind the last block."""
@@ -336,12 +318,6 @@ def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm",
     return Family(name, (f"{prefix}ForCausalLM", f"{prefix}Model"), blocks, norm, **options)
 
 
-def _encoder(name: str, prefix: str, blocks: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
-    kinds = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-    usual: dict[str, Any] = {"options": (), "residual": False}
-    return Family(name, tuple(prefix + kind for kind in kinds), blocks, None, head, **(usual | options))
-
-
 def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
     """Of transformers; of timm there is one row alone."""
     classes = (f"{prefix}ForImageClassification", f"{prefix}Model")
@@ -349,43 +325,32 @@ def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], *
     return Family(name, head=head, inputs=IMAGES, options=(), **(usual | options))
 
 
-_STATE_SPACE: dict[str, Any] = {"norm": "norm_f", "head": mamba_head, "inputs": PLAIN_TEXT[:2], "longest": None}
+_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 _DINO: dict[str, Any] = {"blocks": "encoder.layer", "vision": ANY_SIZE}
 
 # fmt: off
 FAMILIES = (
+    # Read block by block, as large ones are, a class without a row is first proven on all its weights.
     Family("gpt2", ("GPT2LMHeadModel", "GPT2Model"), "h", "ln_f"),
     _decoder("gpt_neox", "GPTNeoX", norm="final_layer_norm"),
     _decoder("llama", "Llama"),
     _decoder("mistral", "Mistral"),
     _decoder("qwen2", "Qwen2"),
     _decoder("qwen3", "Qwen3"),
-    _decoder("olmo", "Olmo"),
-    _decoder("olmo2", "Olmo2"),
-    _decoder("gemma", "Gemma"),
-    _decoder("gemma2", "Gemma2", head=partial(language_head, finish=soft_capped)),
-    _decoder("granite", "Granite", head=partial(language_head, finish=scaled)),
-    _decoder("phi", "Phi", norm="final_layernorm"),
-    _decoder("gpt_neo", "GPTNeo", "h", "ln_f"),
-    _decoder("falcon", "Falcon", "h", "ln_f"),
-    _decoder("mpt", "Mpt", "blocks", "norm_f", longest="max_seq_len"),
-    # State spaces: layer 0 is the embedding, which transformers' own hidden_states leave out.
-    _decoder("mamba", "Mamba", **_STATE_SPACE),
-    _decoder("mamba2", "Mamba2", **_STATE_SPACE),
     # Recurrent: it takes no mask, and a mask of the batch says which tokens are real.
-    _decoder("rwkv", "Rwkv", "blocks", "ln_out", longest=None, inputs=PLAIN_TEXT[:2], num_values=3, call=unscaled,
+    _decoder("rwkv", "Rwkv", "blocks", "ln_out", any_length=True, inputs=TEXT[:2], num_values=3, call=unscaled,
              features=partial(unscaled, trunk=True)),
-    _encoder("bert", "Bert", "encoder.layer", bert_head),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
-    _encoder("roberta", "Roberta", "encoder.layer", roberta_head, first_position=behind_padding),
-    _encoder("distilbert", "DistilBert", "transformer.layer", distilbert_head, inputs=PLAIN_TEXT),
-    Family("modernbert", ("ModernBertForMaskedLM", "ModernBertModel"), "layers", "final_norm", modernbert_head,
-           inputs=PLAIN_TEXT, options=()),
+    Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
+           first_position=behind_padding),
+    # Without weights, images tell nothing of their model: read block by block and counted they need a row.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
            vision=TIMM, call=by_pixels, features=timm_features),
     _images("vit", "ViT", class_token_head),
+    # Of any size.
     _images("dinov2", "Dinov2", dinov2_head, **_DINO),
     _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
+    # Shown every patch, in order.
     _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=whole_images,
             features=partial(whole_images, trunk=True)),
     # Where the patches are averaged for classes, the norm comes after the mean, and `layernorm` does nothing.

@@ -20,8 +20,17 @@ from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
 from lit_layers.models.block_calls import Layout, is_cache, num_values, replaced
 from lit_layers.models.families.discovery import TWO_ROWS, is_encoder_decoder, row_of_blocks, with_parts_beside
-from lit_layers.models.families.probe import CANNOT_CALL, COLUMNS, Probe, Watched, is_timm, probe_of, watch
-from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, apart, in_float32
+from lit_layers.models.families.probe import (
+    CANNOT_CALL,
+    COLUMNS,
+    PositionTables,
+    Probe,
+    Watched,
+    is_timm,
+    probe_of,
+    watch,
+)
+from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, Pass, apart, in_float32
 from lit_layers.models.families.rows import (
     FAMILIES,
     TIMM,
@@ -212,14 +221,15 @@ def proven(model: Network, device: torch.device | None = None) -> Structured:
         evaluating(model),
     ):
         probe = probe_of(model, place)
-        family, beside = _found(model, probe)
+        family, beside, first = _found(model, probe)
         try:
             try:
-                family = _shown(model, family, probe)
+                family = _shown(Evidence(model, family, probe, first))
             except NotShown:
                 if beside is None:
                     raise
-                family = _shown(model, replace(family, layout=beside, dim=beside.dim, norm=None), probe)
+                family = replace(family, layout=beside, dim=beside.dim, norm=None)
+                family = _shown(Evidence(model, family, probe, first))
         except torch.OutOfMemoryError:
             raise
         except InputError:
@@ -243,27 +253,24 @@ def _tensors(model: Network) -> list[Tensor]:
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_inference()]
 
 
-def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
+def _shown(evidence: Evidence) -> Structured:
     """The family with all that its proof has shown."""
-    evidence = Evidence(model, family, probe)
-    replayed, chained = evidence.replayed(), evidence.chained()
+    family, probe = evidence.family, evidence.probe
+    replayed = evidence.replayed()
+    chained = evidence.chained() if replayed else 0.0  # blocks that give exactly what they gave are a chain
     evidence.arguments_alone()
     followed = evidence.followed()
-    evidence.pass_another()
-    replayed = max(replayed, evidence.replayed())
     read_out, together = evidence.read_out()
     if family.features is not family.call and not evidence.trunk_alone():
         family = evidence.family = replace(family, features=family.call)
     padding = evidence.takes_padding()
     causal = evidence.is_causal()
-    limits = (
-        [evidence.limit, getattr(text_config(model.config), "max_position_embeddings", None)] if probe.of_texts else []
-    )
+    limits = [evidence.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
     known = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": family.blocks,
         **({"beside": ", ".join(family.beside)} if family.beside else {}),
-        **({"state": family.layout.told} if family.layout is not None else {}),
+        **({"state": family.layout.description} if family.layout is not None else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
         "chain": chained,
@@ -282,6 +289,12 @@ def _shown(model: Network, family: Structured, probe: Probe) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
+
+
+def _said_limit(config: Any) -> int | None:
+    """Tokens of the longest text, as a config says it; MPT's by another name."""
+    config = text_config(config)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 def apart_when_built_again(model: Network) -> float:
@@ -308,11 +321,12 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _found(model: Network, probe: Probe) -> tuple[Structured, Layout | None]:
-    """The family as its structure is, and the layout with which it may be, if it is not without."""
+def _found(model: Network, probe: Probe) -> tuple[Structured, Layout | None, Pass]:
+    """The family as its structure is; the layout with which it may be, if it is not without; the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
-    with watch([*(module for members in lists.values() for module in members), *outside]) as calls:
+    tables = PositionTables(probe.needed.shape[1])
+    with watch([*(module for members in lists.values() for module in members), *outside]) as calls, tables:
         try:
             output = probe.call(model, probe.inputs, dict(probe.options))
         except torch.OutOfMemoryError:
@@ -350,7 +364,8 @@ def _found(model: Network, probe: Probe) -> tuple[Structured, Layout | None]:
         beside=found.beside,
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
-    return family, with_parts_beside(row, found.layout) if probe.of_texts and len(row) > 1 else None
+    beside = with_parts_beside(row, found.layout) if probe.of_texts and len(row) > 1 else None
+    return family, beside, Pass(row, output, tables.limit)
 
 
 def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:
@@ -422,7 +437,7 @@ def _outlined(model: Network) -> Structured:
         options=(("use_cache", False),) if "use_cache" in takes else (),
         returned=(0,) * len(lists[path]),
         dim=config.hidden_size,
-        limit=getattr(config, "max_position_embeddings", None),
+        limit=_said_limit(config),
         causal=True,
         shown=(("blocks", path), ("proof", UNPROVEN)),
     )

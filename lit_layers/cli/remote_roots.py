@@ -1,0 +1,88 @@
+"""A command line that names runs on a store, s3://bucket/run: the command itself gets their local copies."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from lit_layers.errors import InputError
+from lit_layers.files.remote_store import is_remote
+
+MEASURING = ("analyze", "intervene", "mteb")
+READING = ("audit", "compact", "correlate", "emerge", "publish", "report", "select")
+_OF_CHECKPOINTS = (*MEASURING, "audit", "select")
+_WRITES_NOTHING = {"-h", "--help", "--plan", "--print_config"}
+
+
+@contextlib.contextmanager
+def in_local_copies(command: str, argv: list[str], environment: Mapping[str, str]) -> Iterator[list[str]]:
+    """Gives the command line with local copies in place of what is on a store, as `--root` or among the words that are
+    no option's. What the command writes there is sent while it runs, and the rest at its end.
+
+    Raises:
+        InputError: a place that cannot be had; a command that needs a folder of its own.
+    """
+    places = {number: option for number, option in enumerate(map(_option, ["", *argv], argv)) if option is not None}
+    if not places:
+        yield argv
+        return
+    _refuse(command, argv, environment)
+    from lit_layers.files import remote_runs
+
+    line, copies, is_first = [*argv], [], not int(environment.get("LOCAL_RANK") or 0)
+    with contextlib.ExitStack() as held:
+        for number, option in places.items():
+            url = argv[number].removeprefix("--root=")
+            is_model = option == "" and command in _OF_CHECKPOINTS
+            wanted = remote_runs.everything if is_model else remote_runs.numbers
+            writes = command in ("fit", *MEASURING) and (option == "--root" or "--root" not in places.values())
+            if not is_first:  # the first rank has it, and started this one
+                folder = remote_runs.LocalCopy(url).folder
+            elif writes and not _WRITES_NOTHING & {*argv}:
+                wanted = remote_runs.to_resume if command == "fit" else wanted
+                folder = held.enter_context(remote_runs.written(url, wanted))
+            else:
+                folder = remote_runs.read(url, wanted)
+                copies.append(remote_runs.Additions(url))
+            line[number] = argv[number].replace(url, str(folder))
+        yield line
+        for copy in copies:
+            copy.send()
+    for number in places if is_first else ():
+        print(f"{argv[number].removeprefix('--root=')}: all is there", file=sys.stderr)
+
+
+def _option(before: str, word: str) -> str | None:
+    """The option that a place on a store is the value of, "" where it is a word of its own; None: another word."""
+    if word.startswith("--root=") and is_remote(word.removeprefix("--root=")):
+        return "--root"
+    if not is_remote(word) or word.startswith("-"):
+        return None
+    if before == "--root":
+        return before
+    return None if before.startswith("-") and "=" not in before else ""
+
+
+def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> None:
+    if command not in ("fit", *MEASURING, *READING):
+        raise InputError(f"{command} needs a local folder; a store can be the --root of fit, {', '.join(MEASURING)}")
+    several = {"WORLD_SIZE": "RANK", "SLURM_NTASKS": "SLURM_PROCID"}
+    ranks = max((int(environment.get(name) or 1) for name, rank in several.items() if rank in environment), default=1)
+    if ranks > 1 or int(environment.get("NODE_RANK") or 0):
+        raise InputError(
+            f"root: one process writes a run on a store, and {ranks} were started: leave torchrun and srun out (fit "
+            "starts the ranks of one machine itself, --engine ray those of many), or name a folder that all see"
+        )
+    words = {word.partition("=")[0] for word in argv}
+    if "--shard" in words:
+        raise InputError("shard: one process writes a run on a store: leave it out; --engine ray divides the work")
+    if command == "fit" and "--if_exists=overwrite" in _joined(argv):
+        raise InputError("if_exists: no run on a store is overwritten: choose another root, or remove the run there")
+    if command == "fit" and "--measure=async" in _joined(argv):
+        raise InputError("measure: async writes into a local folder; with a root on a store leave it out")
+
+
+def _joined(argv: list[str]) -> set[str]:
+    """Options with their values, however they are written."""
+    pairs = (f"{word}={value}" for word, value in pairwise(argv))
+    return {word.replace("if-exists", "if_exists") for word in (*argv, *pairs)}

@@ -1,0 +1,182 @@
+"""Commands on a run that lies on a store: an S3 server on this machine."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError, RunLostError
+from lit_layers.files import remote_runs, run_lock
+from lit_layers.files.remote_store import Store
+from lit_layers.training.checkpoints import saved_steps
+from tests.cli.test_fit import RECIPE
+from tests.support.forked import run_forked
+from tests.support.runs import make_run
+from tests.support.s3_server import s3_server
+from tests.support.undrawn import leave_undrawn
+
+pytestmark = [pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A function that moves this process to another machine: what was fetched is not there."""
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("LIT_LAYERS_REMOTE", str(tmp_path / name))
+
+    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05, "SETTLED": 0.05}.items():
+        monkeypatch.setattr(remote_runs, name, seconds)
+    move("machine")
+    return move
+
+
+def left(root: Path) -> dict:
+    """All that must not depend on where a run lies and how often it was killed."""
+    return {
+        "weights": {
+            step: hashlib.sha256((root / f"step-{step:09d}" / "model.safetensors").read_bytes()).hexdigest()
+            for step in saved_steps(root)
+        },
+        "losses": [(row["step"], row["train/loss"]) for row in records.rows(root / "metrics.jsonl")],
+        "measured": [(m.step, m.analysis, m.error, m.records) for m in records.read(root / "measurements.jsonl")],
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("no_page")
+def test_a_training_killed_and_gone_on_with_elsewhere_leaves_on_the_store_what_a_local_one_does(
+    bucket, corpus, tmp_path, machine, capfd
+):
+    recipe, url = tmp_path / "recipe.yaml", f"{bucket}/trained/run"
+    trainer = {**RECIPE["trainer"], "max_steps": 12}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "trainer": trainer, "resume_every": 2}))
+    fit = ["fit", "--config", str(recipe), "--resume", "last", "--root"]
+    assert run_forked(lambda: main([*fit, str(tmp_path / "run")])) == 0
+    store = Store(url)
+    for name in ("first", "second"):
+        machine(name)
+        before = {*store.listing()}
+        code = run_forked(
+            lambda: main([*fit, url]),
+            when=lambda before=before: any("meta.json" in each for each in {*store.listing()} - before),
+        )
+        assert code in (-signal.SIGKILL, 0)
+    machine("last")
+    assert run_forked(lambda: main([*fit, url])) == 0
+    assert left(remote_runs.read(url, remote_runs.everything)) == left(tmp_path / "run")
+
+    machine("of a reader")
+    assert main(["analyze", url]) == 0
+    assert "0 measured, 14 were known" in capfd.readouterr().out
+    assert main(["report", url, "--export", str(tmp_path / "numbers.csv")]) == 0
+    assert "report.html" in store.listing()
+    assert len(records.frame(url)) == len(records.frame(tmp_path / "run")) > 0
+    said = " ".join(store.read(name).decode(errors="replace") for name in store.listing() if "safetensors" not in name)
+    for secret in (os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_ACCESS_KEY_ID"]):
+        assert secret not in said + capfd.readouterr().err
+
+
+def test_what_reads_a_run_writes_its_page_there_and_nothing_else(bucket, tmp_path, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
+    url, store = f"{bucket}/read/run", Store(f"{bucket}/read/run")
+    run = make_run(tmp_path / "run", steps=(0, 1, 2), analyses=("trajectory",))
+    for path in (each for each in run.rglob("*") if each.is_file()):
+        store.put(path, path.relative_to(run).as_posix())
+    there = store.listing()
+    assert main(["report", url]) == 0
+    assert main(["compact", url]) == 0
+    assert {*store.listing()} - {*there} == {"report.html", "measurements.parquet"}
+    assert {name: store.listing()[name] for name in there} == there
+    assert "secret" not in capsys.readouterr().err
+
+
+REFUSED = [
+    (["report", "s3://no-such-bucket/run"], "s3://no-such-bucket/run: no such bucket or object"),
+    (["analyze", "MODEL", "--root", "s3://no-such-bucket/run"], "s3://no-such-bucket/run: no such bucket or object"),
+    (["report", "BUCKET/nothing"], "nothing is there"),
+    (["report", "nowhere://x/y"], "nowhere is no protocol that fsspec knows"),
+    (["report", "gs://x/y"], "its package is missing: pip install gcsfs"),
+    (["report", "https://x/y"], "https is no store that can be written"),
+    (["report", "s3://key:word@x/y"], "keys belong in the environment"),
+    (["watch", "BUCKET/run"], "watch needs a local folder"),
+    (["report", "RUN", "--out", "BUCKET/page.html"], "out: expected a local path, got BUCKET/page.html"),
+    (["analyze", "MODEL", "--config", "RECIPE"], "root: expected a local path, got s3://bucket/run"),
+    (["analyze", "MODEL", "--root", "BUCKET/run", "--shard", "0/2"], "shard: one process writes a run on a store"),
+    (["fit", "--config", "RECIPE", "--root", "BUCKET/run", "--measure", "async"], "measure: async writes into a local"),
+    (["fit", "--root", "BUCKET/run", "--if_exists", "overwrite"], "if_exists: no run on a store is overwritten"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED)
+def test_what_cannot_be_is_said_in_a_sentence(words, sentence, bucket, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("root: s3://bucket/run\n")
+    names = {"BUCKET": bucket, "RUN": str(tmp_path), "RECIPE": str(tmp_path / "recipe.yaml")}
+    for name, value in names.items():
+        words, sentence = [word.replace(name, value) for word in words], sentence.replace(name, value)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "word" not in said
+    assert said.count("\n") == 1
+
+
+def test_without_permission_nothing_is_begun(bucket, capsys, monkeypatch):
+    async def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied for secret-of-the-tests")
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", refuse)
+    s3fs.S3FileSystem.clear_instance_cache()  # which holds on to the method
+    assert main(["analyze", "MODEL", "--root", f"{bucket}/denied/run"]) == 2
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert capsys.readouterr().err == f"lit-layers analyze: error: {bucket}/denied/run: no permission\n"
+
+
+def test_one_process_writes_a_run_and_one_that_lost_it_stops(bucket, machine):
+    url = f"{bucket}/one/run"
+    with remote_runs.written(url):
+        machine("other")
+        with pytest.raises(InputError, match="is being written by"), remote_runs.written(url):
+            pass
+
+    def write_on() -> None:
+        with remote_runs.written(url) as root, run_lock.writing(root):
+            assert Store(url).claim(99, "another")
+            while not remote_runs._writers[0].lost:
+                time.sleep(0.01)
+            make_run(root)
+
+    with pytest.raises(RunLostError, match="writes there now"):
+        write_on()
+    assert not [name for name in Store(url).listing() if "measurements" in name]
+
+
+def test_what_a_user_deletes_in_the_local_copy_stays_on_the_store(bucket, tmp_path):
+    url = f"{bucket}/kept/run"
+    with remote_runs.written(url) as root:
+        make_run(root)
+    names = {*Store(url).listing()}
+    assert {"measurements.jsonl", "metrics.jsonl", "run.json"} <= names
+    (root / "run.json").unlink()
+    with remote_runs.written(url) as root:
+        assert json.loads((root / "run.json").read_text())["run"] == "quickstart"
+    shutil.rmtree(root)
+    with remote_runs.written(url) as root:
+        assert (root / "measurements.jsonl").is_file()
+    assert {*Store(url).listing()} ^ names == {".writer/000001.json", ".writer/000003.json"}

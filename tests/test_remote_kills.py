@@ -1,0 +1,136 @@
+"""A run on an S3 server whose writer is killed at any moment and goes on, here or on another machine, is whole."""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_layers import records
+from lit_layers.files import remote_runs, run_lock
+from lit_layers.identity import Measurement, Record
+from lit_layers.training.checkpoints import remove_folder, saved_steps, step_folder, write_folder
+from tests.support.forked import run_forked
+from tests.support.s3_server import s3_server
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 24))
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A writer that was killed on another machine is waited for as long as its claim lasts."""
+    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05, "SETTLED": 0.05}.items():
+        monkeypatch.setattr(remote_runs, name, seconds)
+
+
+@contextlib.contextmanager
+def machine(folder: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIT_LAYERS_REMOTE", str(folder))
+        yield
+
+
+def measurement(step: int) -> Measurement:
+    numbers = [Record(metric="number", value=step / 7, layer=layer) for layer in range(3)]
+    return Measurement(run="run", step=step, tokens=None, analysis="one", records=numbers, seconds=0.0, provenance={})
+
+
+def train(url: str, steps: int) -> int:
+    """What `fit --resume last` writes, with nothing computed: rows, checkpoints, measurements, states to go on from."""
+    with remote_runs.written(url, remote_runs.to_resume) as root, run_lock.writing(root):
+        (root / "run.json").write_text('{"run": "run"}')
+        known = {each.step for each in records.read(root / "measurements.jsonl")}
+        log, resume, facts = records.ScalarLog(root / "metrics.jsonl"), root / "resume", {"step": 0, "offset": 0}
+        if there := saved_steps(resume):
+            facts = json.loads((step_folder(resume, there[-1]) / "meta.json").read_text())
+        log.truncate(facts["offset"])
+        for step in range(facts["step"] + 1, steps + 1):
+            log.log(step, {"loss": 1 / step, "draw": random.random()})  # another one the second time
+            if step % 4 == 0:
+                save(step_folder(root, step), "config.json", {"step": step})
+                if step not in known:
+                    records.append(root / "measurements.jsonl", measurement(step))
+            if step % 10 == 0:
+                log.close()
+                save(step_folder(resume, step), "meta.json", {"step": step, "offset": log.offset})
+                for old in saved_steps(resume)[:-2]:
+                    remove_folder(step_folder(resume, old))
+            (root / "report.html").write_text(f"page of {step}")
+            remote_runs.time.sleep(0.01)
+        log.close()
+    return 0
+
+
+def save(folder: Path, last: str, facts: dict) -> None:
+    def fill(draft: Path) -> None:
+        (draft / "weights").write_bytes(bytes([facts["step"] % 251]) * 20_000)
+        (draft / last).write_text(json.dumps(facts))
+
+    write_folder(folder, fill)
+
+
+def refuse_torn(root: Path) -> None:
+    """What anybody sees at that moment: the beginning of a run."""
+    steps = [row["step"] for row in records.rows(root / "metrics.jsonl")]
+    assert steps == [*range(1, len(steps) + 1)]
+    measured = [each.step for each in records.read(root / "measurements.jsonl")]
+    assert measured == [*range(4, 4 * len(measured) + 1, 4)]
+    for folder in [*root.glob("step-*"), *root.glob("resume/step-*")]:
+        (facts,) = (json.loads(each.read_text()) for each in folder.glob("*.json"))
+        assert (folder / "weights").read_bytes() == bytes([facts["step"] % 251]) * 20_000
+        if "offset" in facts:
+            assert (root / "run.json").exists()
+            content = (root / "metrics.jsonl").read_bytes()[: facts["offset"]]
+            assert json.loads(content.splitlines()[-1])["step"] == facts["step"]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.soak)])
+def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_nothing(bucket, tmp_path, kills):
+    url, draws, done, moves, steps = f"{bucket}/{kills}/run", random.Random(kills), 0, 0, 40 * kills
+    here, onlooker = tmp_path / "0", tmp_path / "onlooker"
+    while done < kills or not is_whole(url, onlooker, steps):
+        with machine(here):
+            after = draws.uniform(0.5, 2.5) if done < kills else float("inf")
+            code = run_forked(functools.partial(train, url, steps), kill_after=after)
+        assert code in (0, -9)
+        done += code == -9
+        if code == 0 and done < kills:
+            steps += 40  # it was over before it could be killed
+        shutil.rmtree(onlooker, ignore_errors=True)
+        with machine(onlooker), contextlib.suppress(records.InputError):  # killed before anything was there
+            root = remote_runs.read(url, remote_runs.everything)
+            refuse_torn(root)
+            for mine in here.rglob("run/*.jsonl") if code == 0 else ():
+                assert (root / mine.name).read_bytes() == mine.read_bytes()
+        if draws.random() < 0.4:
+            here, moves = tmp_path / str(moves + 1), moves + 1
+    sys.stdout.write(f"{done} kills, {moves} moves to another machine, {steps} steps\n")
+    names = remote_runs.LocalCopy(url).store.listing()
+    assert not [name for name in names if ".parts/" in name]
+    assert [name for name in names if name.startswith("resume/")]
+
+
+def is_whole(url: str, folder: Path, steps: int) -> bool:
+    with machine(folder):
+        root = remote_runs.read(url, remote_runs.everything)
+    rows = [row["step"] for row in records.rows(root / "metrics.jsonl")]
+    every_fourth = [*range(4, steps + 1, 4)]
+    return (
+        rows == [*range(1, steps + 1)]
+        and [each.step for each in records.read(root / "measurements.jsonl")] == every_fourth
+        and saved_steps(root) == every_fourth
+        and saved_steps(root / "resume") == [steps - 10, steps]
+    )
