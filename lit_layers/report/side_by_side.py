@@ -1,7 +1,8 @@
 """Runs side by side: bands over seeds, a colour a run or group of seeds, and the difference of two."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import INK, MUTED, rounded, spread
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, rank, sentence
-from lit_layers.report.sections import balanced, block
+from lit_layers.report.sections import Captioned, balanced, block
 from lit_layers.report.template import Cells, Figures, Group, Table, charts_in, fill, placed
 from lit_layers.schema import run_facts
 
@@ -300,24 +301,14 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
             of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # not all are as deep
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
-            last = (
-                "the last layer" if max(of_all or layered, default=0) == max(layered, default=0) else "a layer of all"
-            )
-            parts: list[tuple[str, Callable[[], Any]]] = [
-                (
-                    "Over training" if None in by_layer else f"Over training, {last}",
-                    lambda lines=lines: over_training(lines, groups, axis=axis),
-                )
-            ]
+            is_last = max(of_all or layered, default=0) == max(layered, default=0)
+            at = "" if None in by_layer else ", the last layer" if is_last else ", a layer of all"
+            parts: list[Captioned] = [(f"Over training{at}", partial(over_training, lines, groups, axis=axis))]
             if len(layered) > 1 and _common_steps(line for each in layered.values() for line in each.values()):
-                parts.append(("Over layers", lambda layered=layered: over_layers(layered, groups)))
+                parts.append(("Over layers", partial(over_layers, layered, groups)))
             if len(groups) == 2 and len(lines) == 2 and _common_steps(lines.values()):
-                parts.append(
-                    (
-                        f"Difference, {groups[0]} less {groups[1]}",
-                        lambda lines=lines: of_difference(difference(lines[groups[0]], lines[groups[1]]), axis=axis),
-                    )
-                )
+                gap = difference(*(lines[name] for name in groups))
+                parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(of_difference, gap, axis=axis)))
             text = tag_text(dict(next(iter(lines.values())).curve.tags)) if tags else ""
             choices.append((text, parts))
         row = look_up(metric)
@@ -327,11 +318,8 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any
 
 def _notes(content: SideBySide) -> list[str]:
     over = {line.over for lines in content.lines.values() for line in lines.values()}
-    notes = (
-        ["Bands are 95% intervals over the seeds of a group, at the steps that all of them have."]
-        if any("seeds" in each for each in over)
-        else []
-    )
+    of_seeds = "Bands are 95% intervals over the seeds of a group, at the steps that all of them have."
+    notes = [of_seeds] if any("seeds" in each for each in over) else []
     if "prompts" in over:
         notes.append("Bands of a single run are over prompts (or test rows): another seed may lie outside of them.")
     return notes
@@ -358,31 +346,21 @@ def last_values(content: SideBySide) -> pd.DataFrame:
     that all groups have.
     """
     groups, rows = list(content.groups), []
+    shared = {key: lines for key, lines in content.lines.items() if len(lines) == len(groups)}
     last: dict[tuple[str, str, str], int | None] = {}
-    for (analysis, metric, layer, tags), lines in content.lines.items():
-        if len(lines) < len(groups):
-            continue
+    for analysis, metric, layer, tags in shared:
         key = (analysis, metric, tags)
         last[key] = None if layer is None or last.get(key, -1) is None else max(layer, last.get(key, -1) or 0)
-    for key, lines in content.lines.items():
-        analysis, metric, layer, tags = key
+    for (analysis, metric, layer, tags), lines in shared.items():
         common = _common_steps(lines.values())
-        if len(lines) < len(groups) or layer != last[analysis, metric, tags] or not common:
+        if layer != last[analysis, metric, tags] or not common:
             continue
         step = max(common)
         row = {"analysis": analysis, "metric": metric, "layer": layer, "tags": tags, "step": int(step)}
         row["title"] = next(iter(lines.values())).curve.title
-        parts = dict(lines)
-        if len(groups) == 2:
-            parts["difference"] = difference(*(lines[name] for name in groups))
-        for name, line in parts.items():
+        gap = {"difference": difference(*(lines[name] for name in groups))} if len(groups) == 2 else {}
+        for name, line in {**lines, **gap}.items():
             at = int(np.searchsorted(line.at, step))
             row |= {name: line.values[at], f"{name} low": line.low[at], f"{name} high": line.high[at]}
         rows.append(row)
-    return (
-        pd.DataFrame(rows).sort_values(
-            ["analysis", "metric"], key=lambda c: c.map(rank) if c.name == "metric" else c, kind="stable"
-        )
-        if rows
-        else pd.DataFrame(rows)
-    )
+    return pd.DataFrame(sorted(rows, key=lambda row: (row["analysis"], rank(row["metric"]))))
