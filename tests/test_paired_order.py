@@ -174,3 +174,22 @@ def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_p
     assert {curve.analysis for curve in curves if curve.prompts is not None} == {"a", "b"}
     assert [each.getMessage().count("is damaged") for each in caplog.records] == [1]
     assert str(run) in caplog.records[0].getMessage()
+
+
+def test_of_prompts_that_agree_on_the_order_pairs_are_certain_where_the_intervals_of_each_overlap():
+    """Each prompt rises at a step of its own, and of both metrics in the same order; dealt anew, they say no more."""
+    rng = np.random.default_rng(5)
+    middles, deal = rng.normal(6, 2, PROMPTS)[:, None], rng.permutation(PROMPTS)
+    of_prompts = lambda middle: rise(middle, 0.5) + rng.normal(0, 0.02, (PROMPTS, len(AXIS)))  # noqa: E731
+    rows = of_prompts(middles), of_prompts(middles + 0.3), of_prompts(middles[deal] + 0.3)
+    counts = bootstrap_counts(PROMPTS)
+    first, second, dealt = (
+        emergence_times(STEPS, each.mean(0), replicates=each, counts=counts, seed=number)
+        for number, each in enumerate(rows)
+    )
+    assert first.halfway is not None
+    assert second.halfway is not None
+    assert first.halfway.high > second.halfway.low
+    assert probability_before(first, second, paired=True) > 0.98
+    for later, paired in ((second, False), (dealt, True)):
+        assert 0.6 < probability_before(first, later, paired=paired) < 0.95
