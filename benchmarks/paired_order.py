@@ -35,12 +35,12 @@ def main() -> int:
             paired, alone, difference, spread, spread_alone = np.array([*pairs]).T
             error = np.sqrt(np.mean(((difference - shift) / spread) ** 2))
             cells = f"{shared:.0%}", f"{shift:g} octaves", f"{paired.mean():.2f}", f"{alone.mean():.2f}"
+            errors = f"{np.median(spread / spread_alone):.2f}", f"{error:.2f}"
             sure = (f"{(np.abs(p - 0.5) > 0.45).sum()} of {options.pairs}" for p in (paired, alone))
-            print(
-                f"| {' | '.join([*cells, f'{np.median(spread / spread_alone):.2f}', f'{error:.2f}', *sure])} |",
-                flush=True,
-            )
-    return 0
+            row = f"| {' | '.join([*cells, *errors, *sure])} |"
+            same = same and row in page
+            print(row, flush=True)
+    return int(options.check and not same)
 
 
 if __name__ == "__main__":
