@@ -64,8 +64,8 @@ from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import Store
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
-from lit_layers.training.finetuning import Finetuning, TaskFinetuning
-from lit_layers.training.sequence_tasks import GlueScores
+from lit_layers.training.tuning.finetuning import Finetuning, TaskFinetuning
+from lit_layers.training.tuning.sequence_tasks import GlueScores
 from tests.support.every_analysis import kinds, save_inputs
 from tests.support.labelled_texts import labelled
 from tests.support.listed_batches import Listed

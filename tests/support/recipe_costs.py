@@ -36,8 +36,8 @@ from lit_layers.sweep import read_grid
 from lit_layers.tasks.catalogue import find
 from lit_layers.training import LitImageData, sequence_tasks
 from lit_layers.training.callbacks import plan_run
-from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, TaskFinetuning, TaskFinetuningRecipe
-from lit_layers.training.sequence_tasks import GlueRecipe, GlueScores
+from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, TaskFinetuning, TaskFinetuningRecipe
+from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -156,9 +156,9 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
     """The recipes of training, read before a model is opened."""
     if options.finetune is None and options.glue is None:
         return {}
-    from lit_layers.training.finetuning import FinetuningRecipe, TaskFinetuningRecipe
-    from lit_layers.training.sequence_tasks import GlueRecipe
     from lit_layers.training.trainer import quieten
+    from lit_layers.training.tuning.finetuning import FinetuningRecipe, TaskFinetuningRecipe
+    from lit_layers.training.tuning.sequence_tasks import GlueRecipe
 
     quieten()
     is_of_task = options.finetune is not None and "task" in schema.read_yaml(options.finetune, dict[str, Any], _WRITE)
@@ -216,7 +216,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         executions: Any = options.execution
         yield Speed(**_timed(chosen), executions=executions, tell=target.tell, **length)
     if (recipe := recipes.get("finetune")) is not None and hasattr(recipe, "task"):
-        from lit_layers.training.finetuning import TaskFinetuning
+        from lit_layers.training.tuning.finetuning import TaskFinetuning
 
         yield TaskFinetuning(
             recipe=recipe,
@@ -227,7 +227,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             **chosen,
         )
     elif recipe is not None:
-        from lit_layers.training.finetuning import Finetuning
+        from lit_layers.training.tuning.finetuning import Finetuning
 
         yield Finetuning(
             recipe=recipe,
@@ -237,7 +237,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             **chosen,
         )
     if (recipe := recipes.get("glue")) is not None:
-        from lit_layers.training.sequence_tasks import GlueScores
+        from lit_layers.training.tuning.sequence_tasks import GlueScores
 
         for task in recipe.tasks:
             yield GlueScores(

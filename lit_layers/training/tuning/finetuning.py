@@ -29,7 +29,7 @@ from lit_layers.tasks.benchmark_rows import LocalRows, local_rows, mean_and_erro
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
 from lit_layers.training.datamodules import LitStepData, LitTextData
 from lit_layers.training.modules import LitCausalLM
-from lit_layers.training.variant_training import BETAS, SavedVariants, TrainingRecipe, check_texts
+from lit_layers.training.tuning.variant_training import BETAS, SavedVariants, TrainingRecipe, check_texts
 
 ANALYSIS = "intervene/finetune"
 _IGNORED = -100

@@ -33,7 +33,14 @@ from lit_layers.tasks.glue_rows import SPLITS, GlueRows, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
 from lit_layers.training.datamodules import DATA_RANGES, LitStepData
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
-from lit_layers.training.variant_training import BETAS, TrainedVariants, TrainingRecipe, check_texts, finished, name_of
+from lit_layers.training.tuning.variant_training import (
+    BETAS,
+    TrainedVariants,
+    TrainingRecipe,
+    check_texts,
+    finished,
+    name_of,
+)
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]

@@ -1,0 +1,1 @@
+"""Fine-tuning with blocks in another order: language models on a corpus or a task, encoders on GLUE."""
