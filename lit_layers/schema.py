@@ -238,6 +238,20 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
                 raise InputError(f"{place}{name}: expected {expected}, got {value}")
 
 
+def refuse_no_shard(shard: tuple[int, int]) -> None:
+    """Refuses what is no share (i, n) of the work of n processes.
+
+    Raises:
+        InputError: i is not from 0 to n - 1.
+    """
+    index, count = shard
+    if not 0 <= index < count:
+        raise InputError(
+            f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
+            f"--array=0-{max(count, 1) - 1}"
+        )
+
+
 # `run.json`: what a run says of itself, written by training and read by whatever looks at its folder.
 
 RUN_FILE = "run.json"

@@ -25,6 +25,7 @@ COMMANDS = {  # each a file of `verbs`
     "sweep": "run every cell of a grid, each to its end once",
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
+GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 
@@ -119,11 +120,15 @@ def run_verb(command: str, rest: list[str]) -> int:
 
 def _called(command: str, rest: list[str]) -> int:
     module = _imported(f"lit_layers.cli.verbs.{command}")
-    if hasattr(module, "main"):
-        return module.main(rest)
     from lit_layers.cli.options import run
 
-    return run(getattr(module, command), rest)
+    try:
+        return run(getattr(module, command), rest)
+    except KeyboardInterrupt:
+        if command not in GO_ON:
+            raise
+        print(f"lit-layers {command}: interrupted: run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _refuse(sentence: str, command: str | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.main import FAILED, INTERRUPTED
+from lit_layers.cli.main import FAILED
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
@@ -20,10 +20,9 @@ from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lit_layers.analyses.base import Analysis
     from lit_layers.measuring.offline import SeriesResult
     from lit_layers.measuring.plan import Plan
-    from lit_layers.measuring.targets import Target
+    from lit_layers.measuring.targets import Make, Targets
     from lit_layers.records import Measurement
     from lit_layers.series import Series
 
@@ -33,11 +32,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was measured: folder and result, the steps of one model (None: all), and what failed."""
+    """What was measured: folder and result, and the steps of one model (None: of a series all)."""
 
     root: Path
     result: "SeriesResult"
-    errors: list[str]
     steps: "list[int | None] | None" = None
 
     @property
@@ -83,10 +81,15 @@ class Outcome:
                 f"{analysis}: other settings than those of its curves, which stay as they were; "
                 f"`lit-layers report {self.root} --settings {short(name)}` draws these"
             )
-        for error in self.errors:
+        errors = [self._sentence(each) for each in self.result.measurements if each.error is not None]
+        for error in errors + self.result.failures:
             print(f"failed: {error}", file=sys.stderr)
         print(self.root / "measurements.jsonl")
-        return bool(self.errors)
+        return bool(errors + self.result.failures)
+
+    def _sentence(self, failed: "Measurement") -> str:
+        where = failed.run if failed.step is None else f"step {failed.step}"
+        return f"{failed.analysis}{'' if self.steps is not None else f' at {where}'}: {failed.error}"
 
 
 def _roundings(measurements: "Sequence[Measurement]") -> Iterator[str]:
@@ -104,16 +107,11 @@ def _roundings(measurements: "Sequence[Measurement]") -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
-    """Which checkpoints are measured, how they are read, and where the results go.
+class Measuring:
+    """How checkpoints are measured, and where the results go.
 
     Args:
-        steps: of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}
-        revision: a branch, tag or commit of the Hub
-        submodule: of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors)
         allow_suspect: measure checkpoints, too, that the audit of the series found suspect
-        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
         stream_blocks: read a model block by block: it is never in memory as a whole
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
         device: auto: a GPU if there is one
@@ -121,15 +119,9 @@ class Checkpoints:
         kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
         values_mb: at most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none
         engine: process: this one; ray: workers on the machines of a Ray cluster, or on this one (docs/clusters.md)
-        plan: says what it would cost, and measures nothing
     """
 
-    steps: Steps | None = None
-    revision: str | None = None
-    submodule: str | None = None
     allow_suspect: bool = False
-    keep_downloads: bool = True
-    shard: str = AUTO
     stream_blocks: bool = False
     root: Path | None = None
     device: Device = "auto"
@@ -137,6 +129,41 @@ class Checkpoints:
     kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     engine: Engine = "process"
+
+    def targets(self, everything: "Sequence[Series]", make: "Make", *, tokenizer: str | None) -> "list[Targets]":
+        """What is measured of a model, or of each series, with the analyses that are made for it."""
+        from lit_layers.analyses.base import in_bfloat16
+        from lit_layers.measuring.targets import targets_of
+
+        places: Any = {name: getattr(self, name) for name in ("root", "device", "stream_blocks")}
+        rounded = (lambda target: [in_bfloat16(each) for each in make(target)]) if self.dtype == "bfloat16" else make
+        return targets_of(everything, rounded, tokenizer=tokenizer, **places)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The options of a target's `measure`."""
+        options = {name: getattr(self, name) for name in ("allow_suspect", "kept_mb", "values_mb", "engine")}
+        return options | {"dtype": "float32" if self.dtype == "bfloat16" else self.dtype}  # of weights: `BFloat16View`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Measuring):
+    """Which checkpoints are measured, how, and where the results go.
+
+    Args:
+        steps: of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}
+        revision: a branch, tag or commit of the Hub
+        submodule: of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors)
+        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
+        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
+        plan: says what it would cost, and measures nothing
+    """
+
+    steps: Steps | None = None
+    revision: str | None = None
+    submodule: str | None = None
+    keep_downloads: bool = True
+    shard: str = AUTO
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -172,7 +199,7 @@ class Checkpoints:
 def measure(
     everything: "Sequence[Series]",
     options: Checkpoints,
-    make: "Callable[[Target], Sequence[Analysis]]",
+    make: "Make",
     tell: Callable[[Outcome], bool],
     *,
     tokenizer: str | None = None,
@@ -184,9 +211,6 @@ def measure(
     Raises:
         InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
     """
-    from lit_layers.analyses.base import in_bfloat16
-    from lit_layers.measuring.targets import targets_of
-
     if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     shard = shard_of(options.shard, os.environ)
@@ -194,38 +218,23 @@ def measure(
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
         print(threads.description(options.device), file=sys.stderr)
-    targets = targets_of(
-        everything,
-        (lambda target: [in_bfloat16(each) for each in make(target)]) if options.dtype == "bfloat16" else make,
-        root=options.root,
-        tokenizer=tokenizer,
-        device=options.device,
-        stream_blocks=options.stream_blocks,
-    )
+    targets = options.targets(everything, make, tokenizer=tokenizer)
     if options.plan:
         for target in targets:
             target.plan(_show_plan)
         return 0
-    names = ("allow_suspect", "keep_downloads", "kept_mb", "values_mb", "engine")
-    which: Any = {name: getattr(options, name) for name in names}
-    which["dtype"] = "float32" if options.dtype == "bfloat16" else options.dtype  # of the weights: see `BFloat16View`
     failed = False
-    try:
-        for target in targets:
-            series = target.series
-            with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-                result = target.measure(progress=show, shard=shard, **which)
-            if not hidden and not series.is_alone:
-                show_audit(result.audit)
-            if result.left_out:
-                names = ", ".join(suspect.name for suspect in result.left_out)
-                print(f"left out as suspect: {names}; --allow-suspect measures them")
-            errors = [_sentence(series, each) for each in result.measurements if each.error is not None]
-            steps = [one.step for one in series.checkpoints] if series.is_alone else None
-            failed |= tell(Outcome(root=target.root, result=result, errors=errors + result.failures, steps=steps))
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
+    for target in targets:
+        series = target.series
+        with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
+            result = target.measure(progress=show, shard=shard, keep_downloads=options.keep_downloads, **options.how)
+        if not hidden and not series.is_alone:
+            show_audit(result.audit)
+        if result.left_out:
+            names = ", ".join(suspect.name for suspect in result.left_out)
+            print(f"left out as suspect: {names}; --allow-suspect measures them")
+        steps = [one.step for one in series.checkpoints] if series.is_alone else None
+        failed |= tell(Outcome(root=target.root, result=result, steps=steps))
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
@@ -235,11 +244,6 @@ def measure(
 def _show_plan(name: str, plan: "Plan") -> None:
     show_table(plan.table(), name)
     print(*plan.notes(), sep="\n")
-
-
-def _sentence(series: "Series", failed: "Measurement") -> str:
-    where = failed.run if failed.step is None else f"step {failed.step}"
-    return f"{failed.analysis}: {failed.error}" if series.is_alone else f"{failed.analysis} at {where}: {failed.error}"
 
 
 def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:

@@ -5,10 +5,10 @@ dataclass among the parameters stands for its fields: options that several funct
 """
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -21,9 +21,10 @@ from yaml import YAMLError
 
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
 from lit_layers.errors import InputError
-from lit_layers.schema import refuse_outside
+from lit_layers.schema import Range, refuse_outside
 
 T = TypeVar("T")
+_PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
 WRITTEN = ("out", "export", "pictures", "json", "cache")  # besides its root, which is `out` where it has no other
@@ -43,6 +44,13 @@ class Numbers(tuple[int, ...]):
         return ",".join(map(str, self))
 
 
+class Pairs(tuple[tuple[str, str], ...]):
+    """Names with a value each: a mapping in a recipe, NAME=VALUE,... on a command line."""
+
+    def __str__(self) -> str:
+        return ",".join(map("=".join, self))
+
+
 def _names(value: Any) -> Names:
     parts = [part.strip() for part in (value.split(",") if isinstance(value, str) else value)]
     if isinstance(value, Mapping) or not (names := [part for part in parts if part]):
@@ -57,6 +65,22 @@ def _numbers(value: Any) -> Numbers:
     return Numbers(dict.fromkeys(map(int, parts)))
 
 
+def _pairs(value: Any) -> Pairs:
+    """What has no = of its own belongs to the value before it, which has a comma: `run=GPT-2, seed 1`."""
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"expected NAME=VALUE,..., got {value}")
+    pairs: list[tuple[str, str]] = []
+    for part in value.split(",") if isinstance(value, str) else [f"{name}={each}" for name, each in value.items()]:
+        name, equals, text = part.partition("=")
+        if not equals and pairs:
+            pairs[-1] = pairs[-1][0], f"{pairs[-1][1]},{part}".strip(", ")
+        elif not (name.strip() and text.strip()):
+            raise ValueError(f"expected NAME=VALUE,..., got {part.strip()!r}")
+        else:
+            pairs.append((name.strip(), text.strip()))
+    return Pairs(pairs)
+
+
 def _path(value: Any) -> Path:
     if value == "":  # which would be the working directory
         raise ValueError("expected a file or folder, got ''")
@@ -66,6 +90,7 @@ def _path(value: Any) -> Path:
 register_type(Path, str, _path, type_check=isinstance)
 register_type(Names, list, _names)
 register_type(Numbers, list, _numbers)
+register_type(Pairs, dict, _pairs)
 
 
 class Recipe:
@@ -75,10 +100,15 @@ class Recipe:
         InputError: a package of `--code` that is not there.
     """
 
-    def __init__(self, verb: Callable[..., int], argv: list[str]) -> None:
-        self.takes_classes = "analyses" in inspect.signature(verb).parameters
+    def __init__(self, verb: Callable[..., Any], argv: list[str]) -> None:
+        self.takes_classes = any("analyses" in inspect.signature(part).parameters for part in _parts(verb))
         self.argv = trust_code(argv) if self.takes_classes else argv
         self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
+
+    @functools.cached_property
+    def options(self) -> Namespace:
+        """What it says, read once; raises what `read` does."""
+        return self.read()
 
     def read(self, **defaults: Any) -> Namespace:
         """What it says.
@@ -87,14 +117,13 @@ class Recipe:
             InputError: an option that is unknown, missing, out of range or of another kind than its type says.
         """
         self.parser.set_defaults(**defaults)
-        with recipe_errors(self.argv):
-            options: Any = self.parser.parse_args(_spelt(self.parser, self.argv))
+        options = _parsed(self.parser, self.argv)
         for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
             words = self.typed(action.dest) if getattr(action, "_typehint", None) == str | None else []
             if words and options[action.dest] is None and words[-1] != "null":
                 options[action.dest] = words[-1]
+        _refuse_out_of_range(self.parser, options)
         refuse_wild_values(options.as_dict())
-        refuse_out_of_range(self.parser, options)
         for name in ON_THE_COMMAND_LINE_ALONE:
             value, words = options.get(name), self.typed(name)
             if value and (not words if value is True else list(value) != words):
@@ -125,6 +154,17 @@ class Recipe:
         """The options of a group, as its dataclass."""
         return kind(**arguments(kind, vars(options)))
 
+    def instantiated(self) -> Any:
+        """The options, with all classes that they name instantiated.
+
+        Raises:
+            InputError: what a class refuses.
+        """
+        try:
+            return self.parser.instantiate_classes(self.options)
+        except (TypeError, ValueError) as error:  # jsonargparse wraps what a constructor says
+            raise _mistake(error) from None
+
     def made(self, name: str, options: Namespace) -> Any:
         """What an option names by class, instantiated, and nothing else."""
         alone = self.parser.get_defaults()
@@ -139,14 +179,14 @@ def run(verb: Callable[..., int], argv: list[str]) -> int:
         InputError: an option that is unknown, missing or of another kind than its type says.
     """
     recipe = Recipe(verb, argv)
-    return verb(**arguments(verb, {**vars(recipe.read()), "recipe": recipe}))
+    return verb(**arguments(verb, {**vars(recipe.options), "recipe": recipe}))
 
 
-def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeParser:
+def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeParser:
     """A parser with an option for each parameter of a verb, and `--config` for recipes."""
     doc = docstring_parser.parse(inspect.getdoc(verb) or "")
     parser = RecipeParser(
-        prog=f"lit-layers {verb.__name__}",
+        prog=verb.__name__ if _is_group(verb) else f"lit-layers {verb.__name__}",
         description=" ".join(filter(None, [doc.short_description, doc.long_description])),
         epilog=epilog,
         formatter_class=_HelpFormatter,
@@ -154,17 +194,18 @@ def parser_of(verb: Callable[..., int], *, epilog: str | None = None) -> RecipeP
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
-    add_options(parser, verb)
-    parser.add_argument("--config", action="config", help="a YAML recipe with values for these options; repeatable")
+    _add_options(parser, verb)
+    parser.add_argument(
+        "-c", "--config", action="config", help="a YAML recipe with values for these options; repeatable"
+    )
     return parser
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function among options, those of a group as an instance of its dataclass."""
+    kinds = {name: each.annotation for name, each in inspect.signature(function, eval_str=True).parameters.items()}
     return {
-        name: kind(**arguments(kind, options)) if _is_group(kind) else options[name]
-        for name, kind in inspect.get_annotations(function, eval_str=True).items()
-        if name != "return"
+        name: kind(**arguments(kind, options)) if _is_group(kind) else options[name] for name, kind in kinds.items()
     }
 
 
@@ -198,15 +239,14 @@ def refuse_file(name: str, folder: Path) -> None:
         raise InputError(f"{name}: expected a folder, {there} is a file")
 
 
-@contextmanager
-def recipe_errors(argv: list[str]) -> Iterator[None]:
-    """Makes one sentence of what is wrong with the text of a recipe.
+def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
+    """What a command line and its recipes say.
 
     Raises:
-        InputError: it is no YAML, not UTF-8, or one of its `${...}` stands for nothing.
+        InputError: a recipe that is no YAML, not UTF-8, or one of whose `${...}` stands for nothing.
     """
     try:
-        yield
+        return parser.parse_args(_spelt(parser, argv))
     except (OmegaConfBaseException, YAMLError) as error:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
         raise InputError(sentence.removeprefix("InputError raised while resolving interpolation: ")) from error
@@ -225,23 +265,42 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def add_options(parser: Any, function: Callable[..., Any]) -> None:
+def _mistake(error: BaseException) -> BaseException:
+    """The user's mistake that an error was raised about, or the error itself."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, InputError):
+        inner = inner.__cause__ or inner.__context__
+    return inner or error
+
+
+def _parts(verb: Callable[..., Any]) -> list[Any]:
+    """A verb and the groups among its parameters."""
+    return [verb, *filter(_is_group, inspect.get_annotations(verb, eval_str=True).values())]
+
+
+def _add_options(parser: Any, function: Callable[..., Any]) -> None:
     """Adds an option for each parameter of a function, or each field of a dataclass, to a parser."""
-    doc = docstring_parser.parse(inspect.getdoc(function) or "")
-    words = {each.arg_name: each.description for each in doc.params}
+    doc, *inherited = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
+    words = {each.arg_name: each.description for part in (*inherited, doc) for each in part.params}
     if _is_group(function):
         parser = parser.add_argument_group((doc.short_description or "").rstrip("."))
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         (kind, allowed), default = _with_range(parameter.annotation), parameter.default
         if get_origin(kind) is list and default is not parameter.empty:  # of a dataclass a factory
             default = []
+        is_required = default is parameter.empty
         if kind is Recipe:
             continue
         if _is_group(kind):
-            add_options(parser, kind)
+            _add_options(parser, kind)
+            continue
+        if isinstance(allowed, type):
+            _add_options_of(parser, name, allowed, default, get_args(parameter.annotation)[2])
+            continue
+        if inspect.isclass(kind) and not issubclass(kind, _PLAIN):
+            parser.add_subclass_arguments(kind, name, fail_untyped=False, required=is_required)
             continue
         options: dict[str, Any] = {"type": kind, "help": " ".join((words[name] or "").split())}
-        is_required = default is parameter.empty
         if not is_required:
             options["default"] = default
         parts = [part for part in get_args(kind) if part is not type(None)]
@@ -266,19 +325,29 @@ def add_options(parser: Any, function: Callable[..., Any]) -> None:
             action.required, action.default = False, []
 
 
+def _add_options_of(parser: RecipeParser, name: str, kind: type, defaults: Any, ranges: Mapping[str, Range]) -> None:
+    """Adds the options of a class, as `--name.option`: `Annotated[Mapping, Class, ranges] = defaults`."""
+    parser.add_class_arguments(kind, name, instantiate=False, fail_untyped=False, sub_configs=True)
+    parser.set_defaults({f"{name}.{option}": value for option, value in defaults.items()})
+    action: Any
+    for action in parser._actions:
+        if action.dest.startswith(f"{name}."):
+            action.allowed = ranges.get(action.dest.removeprefix(f"{name}."))
+
+
 def _with_range(kind: Any) -> tuple[Any, Any]:
     return get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, None)
 
 
-def refuse_out_of_range(parser: Any, options: Namespace) -> None:
-    """Refuses the first number outside the range that its option was declared with; a word beside it has none.
+def _refuse_out_of_range(parser: Any, options: Namespace) -> None:
+    """Refuses the first number outside the range that its option was declared with; words and times have none.
 
     Raises:
         InputError: naming it, what is expected and what came.
     """
     for action in parser._actions:
         value, allowed = options.get(action.dest), getattr(action, "allowed", None)
-        if allowed is not None and not isinstance(value, str):
+        if allowed is not None and not isinstance(value, str | Mapping | Namespace):
             refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
 
 
@@ -306,6 +375,8 @@ class _HelpFormatter(DefaultHelpFormatter):
         return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
 
     def _get_help_string(self, action: Any) -> str:
+        if "." in action.dest:  # of a class of a library, whose words leave that to the type
+            return super()._get_help_string(action) or ""
         words = (super()._get_help_string(action) if action.help is None else action.help) or ""
         if extra := getattr(action, "extra_help", str)():
             words = f"{words} ({extra.lstrip(', ')})"  # the classes that may be named

@@ -211,7 +211,9 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
         InputError: naming the option and its value.
     """
     allowed = _allowed([root], argv)
-    if trainer := options.get("trainer"):
+    if "trainer" in options:
+        if not isinstance(trainer := options["trainer"], Mapping):
+            raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
     for where, value, holder, is_class in _values(options):
         is_of_own_code = _is_under(holder, _own_code)
@@ -327,9 +329,13 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
 
 def refusal(message: str, options: Iterable[str], prog: str, error: Exception | None = None) -> InputError:
     """What a command says of a message of jsonargparse's, and of the error that it is of."""
-    sentence = one_sentence(message, options, error)
+    sentence = one_sentence(message, options := list(options), error)
     needs_help = sentence.startswith("un") and "did you mean" not in sentence  # unknown, unrecognized
-    return InputError(f"{sentence}; see `{prog} --help`" if needs_help and prog.startswith("lit-layers ") else sentence)
+    if needs_help and prog.startswith("lit-layers "):
+        sentence += f"; see `{prog} --help`"
+    elif needs_help:  # a recipe of its own, whose keys are all that there is
+        sentence = f"{sentence.partition(':')[0]}; the keys are {', '.join(key for key in options if key != 'config')}"
+    return InputError(sentence)
 
 
 def one_sentence(message: str, options: Iterable[str] = (), error: BaseException | None = None) -> str:

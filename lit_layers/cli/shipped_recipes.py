@@ -46,7 +46,7 @@ def with_recipes_found(command: str, argv: list[str]) -> list[str]:
     line = [part for word in words for part in ("--config", str(find_recipe(word)))]
     for place, word in enumerate(rest):
         option, _, value = word.partition("=")
-        if place and rest[place - 1] == "--config":
+        if place and rest[place - 1] in ("-c", "--config"):
             word = recipe_file(word)
         elif option == "--config" and value:
             word = f"--config={recipe_file(value)}"

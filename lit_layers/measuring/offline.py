@@ -19,7 +19,7 @@ from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tel
 from lit_layers.measuring.over_workers import over_workers
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
@@ -120,16 +120,10 @@ def analyze_series(
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
             `root`, unless as another shard of as many.
     """
-    index, count = shard
-    if not 0 <= index < count:
-        raise InputError(
-            f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
-            f"--array=0-{max(count, 1) - 1}"
-        )
-    if engine == "ray" and count > 1:
-        raise InputError(
-            f"shard: with engine ray one process hands out all, and {index}/{count} was given: leave it out"
-        )
+    refuse_no_shard(shard)
+    if engine == "ray" and shard[1] > 1:
+        given = "/".join(map(str, shard))
+        raise InputError(f"shard: with engine ray one process hands out all, and {given} was given: leave it out")
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
     tell = progress or silent

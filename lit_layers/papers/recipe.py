@@ -26,8 +26,6 @@ PAPERS = {
 }
 OUT: dict[str, str] = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # what names the results
 OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb", "sweep"), "root")
-PLANNED = ("analyze", "fit", "intervene", "mteb", "sweep")  # commands with --plan
-OVER_WORKERS = ("analyze", "intervene", "mteb")  # commands with --engine
 COMMAND_LINE = ("any_command", "code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
 OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
 _NAME = re.compile(r"<([a-z]\w*)>")

@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpu
         patch.setattr(layerwise, "save", pressed)
         ended = run_command(command, folder=ROOT)
     assert ended.returncode == 130, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "interrupted: run the same command again to go on"
+    assert ended.stderr.splitlines()[-1] == "lit-layers analyze: interrupted: run the same command again to go on"
     assert list(tmp_path.glob("run/.stream/*/state.pt"))
     done = run_command(command, folder=ROOT)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Every verb: one option system, whose options come from signatures, recipes and command lines."""
 
 import re
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.measuring import Checkpoints, Measuring
 from lit_layers.cli.options import Recipe, arguments, parser_of
 
-VERBS = tuple(verb for verb in COMMANDS if verb != "fit")  # which is LightningCLI
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
     "audit": {
@@ -42,13 +43,13 @@ WRONG = {
     "select": {
         "rule: luck": "rule: expected one of 'within_tolerance', 'fraction_of_last', 'plateau', 'knee', 'best', got",
         "pooling: max": "pooling: expected one of 'last', 'mean', 'cls', null, got max",
-        "c: [1]": "c: expected float or null, got [1]",
+        "c: [1]": "c: expected float, got [1]",
     },
     "correlate": {
         "models: runs": "models: expected a list, got runs",
         "given: ''": "given: expected names such as a,b or null, got ''",
         "layer: first": "layer: expected one of int, 'last', null, got first",
-        "tags: [1]": "tags: expected one of dict[str, str | int | float], str, null, got [1]",
+        "tags: [1]": "tags: expected NAME=VALUE,..., got [1]",
     },
     "analyze": {
         "analyses: 3": "analyses: expected list, got 3",
@@ -89,7 +90,7 @@ def function_of(verb: str):
     return getattr(import_module(f"lit_layers.cli.verbs.{verb}"), verb)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_option_has_a_line_of_help(verb, capsys):
     parser = parser_of(function_of(verb))
     for action in parser._actions:
@@ -149,6 +150,22 @@ def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: P
     of_recipe, of_words = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], spoken))
     of_recipe["recipe"] = of_words["recipe"] = None
     assert arguments(function, of_recipe) == arguments(function, of_words)
+
+
+@pytest.mark.parametrize("verb", ["analyze", "intervene", "mteb", "watch"])
+def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(verb, tmp_path: Path):
+    given: dict[str, object] = {"allow_suspect": True, "stream_blocks": True, "root": str(tmp_path), "device": "cpu"}
+    given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
+    of_series = {"steps": [1], "revision": "r", "submodule": "s", "keep_downloads": False, "shard": "0/2", "plan": True}
+    group, given = (Measuring, given) if verb == "watch" else (Checkpoints, given | of_series)
+    assert given.keys() == {field.name for field in fields(group)}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(given))
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+    dashes = [word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:]) for word in words]
+    for line in (["--config", str(recipe)], words, dashes):
+        read = Recipe(function_of(verb), ["m", *line])
+        assert read.group(group, read.options) == group(**given | {"root": tmp_path})
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):

@@ -76,7 +76,7 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, ca
     with monkeypatch.context() as key:
         key.setattr("lit_layers.data.preparing._fill", interrupted)
         assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 130
-    assert f"interrupted: run the same command again to continue in {tmp_path / 'out'}" in capsys.readouterr().err
+    assert "lit-layers prepare: interrupted: run the same command again to go on" in capsys.readouterr().err
     assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130, printed
     assert "Traceback" not in printed
-    assert "run the same command again to continue" in printed
+    assert "run the same command again to go on" in printed
     assert main(given) == 0
     TokenShards.open(tmp_path / "out", verify=True)
 

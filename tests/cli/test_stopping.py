@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers.cli import stopping
+from lit_layers.cli import options, stopping
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs import fit
 from lit_layers.training.checkpoints import saved_steps
@@ -31,12 +31,12 @@ def terminate(*after: float) -> None:
 def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: float, signals: tuple[float, ...]):
     """Exit code and seconds of a command that does `work`, in a process of its own."""
 
-    def run(_: list[str]) -> int:
+    def run(verb: Callable[..., int], argv: list[str]) -> int:
         terminate(*signals)
         work()
         return 0
 
-    monkeypatch.setattr(fit, "main", run)
+    monkeypatch.setattr(options, "run", run)
     monkeypatch.setattr(stopping, "LIMIT", limit)
     started = time.monotonic()
     return run_forked(lambda: main(["fit"])), time.monotonic() - started
@@ -102,7 +102,7 @@ def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
 
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(fit, "main", lambda _: 0)
+    monkeypatch.setattr(options, "run", lambda verb, argv: 0)
     assert main(["fit"]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1

@@ -12,9 +12,7 @@ import torch
 import yaml
 
 from lit_layers.cli.main import main
-from lit_layers.cli.recipes import RecipeParser
 from lit_layers.cli.verbs.analyze import Command
-from lit_layers.cli.verbs.fit import FitParser
 from lit_layers.models.build import causal_lm, save
 from tests.cli.test_fit import RECIPE
 
@@ -287,4 +285,3 @@ def test_every_parser_of_recipes_is_the_one_that_takes_care():
         for found in unsafe.finditer(path.read_text()):
             harmless = found[2] in ("Namespace", "SUPPRESS, DefaultHelpFormatter, Namespace")
             assert harmless or path.name == "recipes.py", f"{path}: {found[0]}"
-    assert issubclass(FitParser, RecipeParser)

@@ -29,7 +29,7 @@ from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
-from lit_layers.papers.recipe import PLANNED, PaperRecipe, Step
+from lit_layers.papers.recipe import PaperRecipe, Step
 from tests.support.data_mapping import linked
 from tests.support.paper_tables import PLANS, ROOT, read, recipe_paths
 from tests.support.papers_world import ROWS, wikitext_files, with_arc_to_train_on
@@ -38,6 +38,7 @@ from tests.support.series_hub import served
 
 AT_A_TIME = 3  # checkpoints of a series on the disk
 RATES = {"float32": 15e12, "bfloat16": 150e12}  # FLOP a second: of an A100 about three quarters and half of its most
+PLANNED = ("analyze", "fit", "intervene", "mteb", "sweep")  # commands with --plan
 
 
 def _plain(kind: str, name: str, layers: int, dim: int, inner: int, heads: int, vocab: int, **more: Any) -> dict:

@@ -235,7 +235,7 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
     ("content", "sentence"),
     [
         ({}, "recipe: missing: corpus; give it in the recipe"),
-        ({"corpus": "c", "step": 3}, "recipe: there is no key 'step'; the keys are learning_rate, batch_size"),
+        ({"corpus": "c", "step": 3}, "recipe: unknown key step in the recipe; did you mean steps?"),
         ({"corpus": "c", "steps": 0}, "recipe: steps: expected at least 1, got 0"),
         ({"corpus": "c", "batch_size": True}, "recipe: batch_size: expected int, got True"),
         ({"corpus": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
@@ -243,7 +243,7 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
         ({"corpus": "c", "learning_rate": 0}, "recipe: learning_rate: expected a positive learning rate, got 0"),
         ({"corpus": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected a share from 0 to 1, got 2"),
         ({"corpus": 3}, "recipe: corpus: expected str, got 3"),
-        ([1], "expected an object, got [1]"),
+        ([1], "recipe: expected a recipe of KEY: VALUE lines, got - 1"),
     ],
 )
 def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
@@ -254,10 +254,10 @@ def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_pa
 
 
 def test_recipes_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot read .*: no such file"):
+    with pytest.raises(InputError, match="File does not exist"):
         read_recipe(FinetuningRecipe, tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(InputError, match="not valid YAML"):
+    with pytest.raises(InputError, match="Problems parsing config"):
         read_recipe(FinetuningRecipe, tmp_path / "broken.yaml")
 
 

@@ -385,7 +385,7 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"task": ["cola"]}, "recipe: there is no key 'task'; the keys are learning_rate, batch_size"),
+        ({"task": ["cola"]}, "recipe: unknown key task in the recipe; did you mean tasks?"),
         ({"tasks": "cola"}, "recipe: tasks: expected Sequence, got cola"),
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
         ({"training": ["half"]}, "recipe: training: expected one of 'full', 'frozen', got half"),

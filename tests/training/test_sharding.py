@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten_with_path
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from lit_layers import records
-from lit_layers.cli.verbs.fit import _parse
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.verbs import fit as verb
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.saved import load
@@ -354,8 +355,9 @@ def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path, precision):
     files = [ROOT / "recipes" / "gpt2" / "124m_openwebtext.yaml", ROOT / "recipes" / "trainer" / "fsdp.yaml"]
     options = {"root": tmp_path, "trainer.accelerator": "cpu", "trainer.devices": 2, "trainer.precision": precision}
     arguments = [f"--config={file}" for file in files] + [f"--{name}={value}" for name, value in options.items()]
+    recipe = Recipe(verb.fit, arguments)
     with contextlib.ExitStack() as held:
-        trainer = _parse(arguments, held).trainer
+        trainer = verb.Run(recipe, held).trainer
     built: Any = trainer.strategy
     assert isinstance(built, ModelParallelStrategy)
     assert (built._data_parallel_size, built._tensor_parallel_size, built.num_processes) == (2, 1, 2)

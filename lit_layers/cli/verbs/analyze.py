@@ -61,7 +61,7 @@ class Command:
 
     def __init__(self, recipe: Recipe | list[str]) -> None:
         self._recipe = recipe if isinstance(recipe, Recipe) else Recipe(analyze, recipe)
-        self.options = options = self._recipe.read()
+        self.options = options = self._recipe.options
         if options.metrics is not None and options.analyses:
             raise InputError("metrics and analyses: expected one of them, got both: leave one out")
         self._names = None if options.metrics is None else [*catalogue.named(options.metrics.split(","))]

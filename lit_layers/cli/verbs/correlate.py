@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, given, refuse_file
+from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_file
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT_OR_NONE, MANY, Range
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
     from lit_layers.correlate.correlation_page import Table
     from lit_layers.correlate.over_tag import OverTag
+
+NONE = Pairs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class OverModels:
 
     data: Literal["published"] | None = None
     metric: str | None = None
-    tags: dict[str, str | int | float] | str | None = None
+    tags: Pairs = NONE
     over: str | None = None
     layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
@@ -112,17 +114,14 @@ def correlate(
 def _check(models: list[Path], options: OverModels, step: int | None) -> None:
     if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
-    for name, value in {"metric": options.metric, "score": options.score}.items():
-        if not options.data and value is None:
-            raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
-        if options.data and value is not None:
-            raise InputError(f"{name}: the published table has one metric and one score: leave out --{name}")
-    if options.data or _is_file(models):
-        for name, value in {"tags": options.tags, "over": options.over, "layer": options.layer, "step": step}.items():
-            if value is not None:
-                raise InputError(f"{name}: a table has no {name}: leave out --{name}")
-    if options.data and options.baseline is not None:
-        raise InputError("baseline: the published table has its own: leave out --baseline")
+    if missing := [name for name in ("metric", "score") if getattr(options, name) is None and not options.data]:
+        raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
+    is_published = options.data is not None
+    cases = [
+        (("metric", "score", "baseline"), is_published, "the published table has its own"),
+        (("tags", "over", "layer", "step"), is_published or _is_file(models), "a table has none"),
+    ]
+    refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
 
 
 def _is_file(paths: list[Path]) -> bool:
@@ -146,7 +145,7 @@ def _tables(
     columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
     if _is_file(models):
         return read_file(models[0], **columns), None
-    read, tags = read_run_models(models), _tags(options.tags)
+    read, tags = read_run_models(models), {name: _number(value) for name, value in options.tags}
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
     columns["source"] = ", ".join(map(str, models))
     if options.over is None:
@@ -163,19 +162,6 @@ def _values(text: str) -> tuple[str, list[str | int | float]]:
     if not (tag and equals and numbers):
         raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {text!r}")
     return tag, numbers
-
-
-def _tags(given: Mapping[str, str | int | float] | str | None) -> dict[str, str | int | float]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    tags = {}
-    for part in (given or "").split(","):
-        name, equals, value = part.strip().partition("=")
-        if part.strip() and not (equals and name and value):
-            raise InputError(f"tags: expected NAME=VALUE,..., got {part.strip()!r}")
-        if equals:
-            tags[name.strip()] = _number(value.strip())
-    return tags
 
 
 def _number(text: str) -> str | int | float:

@@ -1,12 +1,11 @@
 """`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, refuse_file
+from lit_layers.cli.options import Names, Pairs, refuse_file
 from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from lit_layers.clock import Clock
 
 CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
+NO_TAGS = Pairs()
 MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
 
 
@@ -21,7 +21,7 @@ def emerge(
     runs: list[Path],
     *,
     metrics: Names | None = None,
-    where: Names | None = None,
+    where: Pairs = NO_TAGS,
     seeds: bool = False,
     axis: Literal["step", "tokens"] = "step",
     confidence: Annotated[float, CONFIDENCE] = 0.95,
@@ -57,7 +57,6 @@ def emerge(
     refuse_file("out", folder)
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
-    chosen = _pairs(where or ())
     from lit_layers.clock import (
         block_tables,
         curves_of,
@@ -77,7 +76,7 @@ def emerge(
     curves, blocks = [], []
     for place in runs:
         asked = [*metrics, *([loss] if loss else [])] if metrics else ()
-        options = {"metrics": asked, "where": chosen, "axis": axis, "settings": settings or ()}
+        options = {"metrics": asked, "where": dict(where), "axis": axis, "settings": settings or ()}
         more = curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
@@ -114,21 +113,6 @@ def emerge(
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     print(*(path for path in paths if path not in pictures), f"{len(pictures)} pictures in {folder}", sep="\n")
     return 0
-
-
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    """What has no = of its own belongs to the value before it, which has a comma: `run=GPT-2, seed 1`."""
-    pairs, last = {}, ""
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals and last:
-            pairs[last] += f",{text}"
-            continue
-        last = name.strip()
-        if not (last and value.strip()):
-            raise InputError(f"where: expected NAME=VALUE,..., got {text.strip()!r}")
-        pairs[last] = value
-    return {name: value.strip() for name, value in pairs.items()}
 
 
 def _show(clock: "Clock", axis: str) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import re
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Annotated, Any, Literal
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
@@ -22,8 +20,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table
 from lit_layers.cli.main import INTERRUPTED
-from lit_layers.cli.options import Steps, add_options, recipe_errors, refuse_out_of_range
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_reach, refuse_wild_values, trust_code
+from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
 from lit_layers.data.preparing import prepared_before
@@ -35,7 +32,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
@@ -120,93 +117,52 @@ class RunOptions:
     plan: bool = False
 
 
-class FitParser(RecipeParser, LightningArgumentParser):
-    """Lightning's parser, which reads recipes as data."""
-
-
-class FitCLI(LightningCLI):
-    """LightningCLI with the keys of a watched run at its top level, written once for all callbacks.
+class Run:
+    """A training that is watched: its trainer with all callbacks, and what they have written when it ends.
 
     `held` is given the lock of the run's folder, before anything is read there.
     """
 
-    def __init__(self, held: contextlib.ExitStack, **options: Any) -> None:
-        self.held = held
-        super().__init__(**options)
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        add_options(parser, RunOptions)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
-        refuse_out_of_range(parser, self.config)
-        options = self.config.as_dict()
-        refuse_harm(options)
-        refuse_reach(options, options["root"], args)
-
-    def instantiate_classes(self) -> None:
-        if not self.config["plan"]:
-            super().instantiate_classes()
-            return
-        with torch.device("meta"):  # no weights, no run folder, no trainer
-            self.config_init = self.parser.instantiate_classes(self.config)
-        self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
-
-    @property
-    def options(self) -> Any:
-        """The options of this command, not of Lightning's, instantiated."""
-        return self.config_init
-
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        options, root = self.options, Path(self.options.root)
+    def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
+        self.options = options = recipe.instantiated()
+        self.root, self.module, self.datamodule = Path(options.root), options.model, options.data
         if is_first_rank():
             part: Any = "training" if options.measure == "async" else "all"
-            self.held.enter_context(run_lock.writing(root, part=part))
+            held.enter_context(run_lock.writing(self.root, part=part))
         self.console = Console()
-        self.resume_from = self._resume_point()
-        goes_on = options.resume is not None and is_a_run(root) and self._is_inside(root)
+        self.resume_from = self.resume_point(hashed=is_first_rank())
+        goes_on = options.resume is not None and is_a_run(self.root) and self._is_inside()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
-        run_log = RunLog(root, self.mirror, resume=goes_on)
-        progress = StepProgress(run_log, console=self.console)
-        text = self.parser.dump(self.config, skip_none=False)
-        options_given = yaml.safe_load(text)
+        text = recipe.parser.dump(recipe.options, skip_none=False)
+        given = yaml.safe_load(text)
         if goes_on:
-            refuse_another_run(root, options_given)
-        self.folder = RunFolder(root, config=text, options=options_given, mirror=self.mirror, resume=goes_on)
-        self.series = SeriesCheckpoint(options.steps, root)
-        name = name_of_run(root) if goes_on else None
-        if goes_on and getattr(options.model, "init_from", None) and (begun := kept(root, origin_in(root))) is not None:
-            options.model.beginning = begun
-        measuring: Any = {name: getattr(options, name) for name in ("budget", "kept_mb", "values_mb", "measure")}
-        measuring["watchers"] = [run_log, progress]
-        self.emergence = EmergenceCallback(options.analyses, options.steps, root, run=name, **measuring)
-        self.resumable = ResumeCheckpoint(root, every=options.resume_every)
-        # In this order: the folder is ready, scalars are noted, weights are on disk, then they are measured, and the
-        # checkpoint to resume from knows all that.
-        of_trainer = dict(options.trainer)
-        theirs = of_trainer.get("callbacks") or []
-        seed = StepSeed(self.config["seed_everything"] or 0)
-        callbacks = [
-            _FinishStep(),
-            self.folder,
-            *theirs,
-            seed,
-            run_log,
-            self.series,
-            self.emergence,
-            progress,
-            self.resumable,
-        ]
-        precision = of_trainer.get("precision") or best_precision(of_trainer["accelerator"])
-        plugins = plugins_with_cluster(of_trainer.get("plugins"))
+            refuse_another_run(self.root, given)
+        self.folder = RunFolder(self.root, config=text, options=given, mirror=self.mirror, resume=goes_on)
+        if goes_on and getattr(self.module, "init_from", None) and (begun := kept(self.root, origin_in(self.root))):
+            self.module.beginning = begun
+        self.trainer = self._trainer(dict(options.trainer), run=name_of_run(self.root) if goes_on else None)
+
+    def _trainer(self, given: dict[str, Any], *, run: str | None) -> L.Trainer:
+        """Callbacks in this order: the folder is ready, scalars are noted, weights are on disk, then they are measured,
+        and the checkpoint to resume from knows all that.
+        """
+        options = self.options
+        run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
+        progress = StepProgress(run_log, console=self.console)
+        self.series = SeriesCheckpoint(options.steps, self.root)
+        measuring: Any = {name: options[name] for name in ("budget", "kept_mb", "values_mb", "measure")}
+        measuring |= {"watchers": [run_log, progress], "run": run}
+        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
+        self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
+        theirs = given.get("callbacks") or []
+        first = [_FinishStep(), self.folder, *(theirs if isinstance(theirs, list) else [theirs])]
+        own = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress, self.resumable]
+        given["callbacks"] = [*first, *own]
+        given["precision"] = given.get("precision") or best_precision(given["accelerator"])
+        given["plugins"] = plugins_with_cluster(given.get("plugins"))
+        given["default_root_dir"] = given.get("default_root_dir") or self.root
         try:
-            trainer = super().instantiate_trainer(
-                callbacks=callbacks,
-                precision=precision,
-                plugins=plugins,
-                default_root_dir=of_trainer.get("default_root_dir") or root,
-                **kwargs,
-            )
+            trainer = L.Trainer(**given)
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_another_number_of_ranks(trainer)
@@ -215,43 +171,32 @@ class FitCLI(LightningCLI):
             self.console.print(threads.description(trainer.strategy.root_device), highlight=False)
         return trainer
 
-    def _resume_point(self) -> ResumePoint | None:
+    def resume_point(self, **options: bool) -> ResumePoint | None:
         """Told by hashes on the first rank alone: the others read what that one found whole."""
-        options = self.options
-        return (
-            None if options.resume is None else resume_point(Path(options.root), options.resume, hashed=is_first_rank())
-        )
+        resume = self.options.resume
+        return None if resume is None else resume_point(self.root, resume, **options)
 
-    def _is_inside(self, root: Path) -> bool:
+    def _is_inside(self) -> bool:
         """Whether the run goes on in its own folder, not from another run's state."""
         state = self.resume_from
-        return state is None or state.state.resolve().is_relative_to(root.resolve())
+        return state is None or state.state.resolve().is_relative_to(self.root.resolve())
 
 
-def refuse_harm(options: Mapping[str, Any]) -> None:
+def _refuse_harm(options: RunOptions, trainer: Mapping[str, Any]) -> None:
     """Refuses values that would train wrongly, write in the wrong place, or never end.
 
     Raises:
         InputError: naming the option and its value.
     """
-    if options["root"] == "":
+    if options.root == "":
         raise InputError("root: expected a folder, got ''")
-    refuse_outside("", {"seed_everything": SEED}, options)
-    if options.get("budget") is not None:
-        share_of(options["budget"])
-    trainer = options.get("trainer") or {}
-    if not isinstance(trainer, Mapping):
-        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
-    if trainer.get("max_steps") is None:
-        raise InputError("trainer.max_steps: expected the number of steps to train, got null")
-    timed = {name: value for name, value in trainer.items() if isinstance(value, str | Mapping)}  # by the clock
-    refuse_outside("trainer.", TRAINER, {name: trainer[name] for name in trainer.keys() - timed.keys()})
+    if options.budget is not None:
+        share_of(options.budget)
     devices: Any = trainer.get("devices")
     if isinstance(devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(,\d+)*,?", devices):
         raise InputError(f"trainer.devices: expected auto, a number, or numbers with commas between, got {devices!r}")
     if re.fullmatch(r"-?\d+", str(devices)) and (int(devices) == 0 or int(devices) < -1):
         raise InputError(f"trainer.devices: expected at least 1, or -1 for all, got {devices}")
-    refuse_wild_values(options)
 
 
 class _FinishStep(L.Callback):
@@ -261,25 +206,40 @@ class _FinishStep(L.Callback):
         finish_first()
 
 
-def main(argv: list[str]) -> int:
-    """Trains and returns 0, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM; the report is written anyway."""
+def fit(
+    recipe: Recipe,
+    *,
+    seed_everything: Annotated[int, SEED] = 0,
+    trainer: Annotated[Mapping[str, Any], L.Trainer, TRAINER] = DEFAULTS,
+    model: L.LightningModule,
+    data: L.LightningDataModule,
+    options: RunOptions,
+) -> int:
+    """Train from a recipe, and save and measure the model at each step of a schedule. Whatever ends it, its report is
+    written. Exit code: 0, 2 wrong input, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Args:
+        seed_everything: of all random numbers
+    """
+    _refuse_harm(options, trainer)
     quieten()
+    L.seed_everything(seed_everything, workers=True)
+    if options.plan:
+        with torch.device("meta"):  # no weights, no run folder, no trainer
+            planned = recipe.instantiated()
+        return _plan(planned)
     with contextlib.ExitStack() as held:
-        cli = _parse(trust_code(argv), held)
-        options = cli.options
-        if options.plan:
-            return _plan(cli)
-        if cli.trainer.is_global_zero and not cli.folder.resume:
-            is_typed = any(word.partition("=")[0].replace("-", "_") == "__if_exists" for word in argv)
-            refuse_a_used_folder(Path(options.root), options.if_exists if is_typed else "refuse")
-        return _train(cli)
+        run = Run(recipe, held)
+        if run.trainer.is_global_zero and not run.folder.resume:
+            refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
+        return _train(run)
 
 
-def _plan(cli: FitCLI) -> int:
+def _plan(options: Any) -> int:
     """Prints what the run would cost, and refuses what cannot end."""
-    options, data, trainer = cli.options, cli.datamodule, dict(cli.options.trainer)
+    data, trainer = options.data, dict(options.trainer)
     world_size, accumulate = ranks_of(trainer), trainer.get("accumulate_grad_batches") or 1
-    view = outlined(cli.model, data, world_size=world_size, accumulate=accumulate)
+    view = outlined(options.model, data, world_size=world_size, accumulate=accumulate)
     root, last = Path(options.root), trainer["max_steps"]
     device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
     checkpoints = [*Schedule(options.steps).until(last)]
@@ -337,70 +297,31 @@ def ranks_of(trainer: Mapping[str, Any]) -> int:
     return number * (trainer.get("num_nodes") or 1)
 
 
-def _parse(argv: list[str], held: contextlib.ExitStack) -> FitCLI:
-    with warnings.catch_warnings(), recipe_errors(argv):
-        # The arguments are handed over because sys.argv also holds the command's name.
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        try:
-            return FitCLI(
-                held,
-                model_class=L.LightningModule,
-                datamodule_class=L.LightningDataModule,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                save_config_callback=None,
-                trainer_defaults=DEFAULTS,
-                seed_everything_default=0,
-                parser_class=FitParser,
-                parser_kwargs={
-                    "prog": "lit-layers fit",
-                    "parser_mode": "omegaconf+",
-                    "allow_abbrev": False,
-                    "epilog": f"--code PACKAGE: {HELP}.",
-                },
-                auto_configure_optimizers=False,
-                load_from_checkpoint_support=False,
-                args=argv,
-                run=False,
-            )
-        except (TypeError, ValueError) as error:
-            # jsonargparse wraps what a constructor says into its own account of the types it tried.
-            raise _original(error) from None
-
-
-def _original(error: BaseException) -> BaseException:
-    """Returns the user's mistake that an error was raised about, or the error itself."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, InputError):
-        inner = inner.__cause__ or inner.__context__
-    return inner or error
-
-
-def _train(cli: FitCLI) -> int:
+def _train(run: Run) -> int:
     """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
     started, code, last_step = time.perf_counter(), 1, 0
     try:
-        point, origin = cli.resume_from, getattr(cli.model, "origin", Origin())
-        if cli.trainer.is_global_zero and (sentence := beginning(point, origin)):
-            cli.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-        end = origin.step + cli.trainer.max_steps
+        point, origin = run.resume_from, getattr(run.module, "origin", Origin())
+        if run.trainer.is_global_zero and (sentence := beginning(point, origin)):
+            run.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        end = origin.step + run.trainer.max_steps
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-            point = resume_point(Path(cli.options.root), cli.options.resume)
-        if point is not None and cli.folder.resume and point.step >= end:
+            point = run.resume_point()
+        if point is not None and run.folder.resume and point.step >= end:
             last_step = point.step
-            if cli.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
-                cli.folder.go_on(point.step)
+            if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
+                run.folder.go_on(point.step)
         else:
             state = None if point is None else point.state
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=state, weights_only=True)
-            if not cli.trainer.global_step:
+            run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
+            if not run.trainer.global_step:
                 raise InputError("trainer: no step was trained: max_epochs or max_time ends the run before its first")
         code = 0
     except SIGTERMException:
         code = TERMINATED
     except DivergedError as error:
         code = DIVERGED
-        if cli.trainer.is_global_zero:
+        if run.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
     except (MisconfigurationException, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "conditioned on metric" not in str(error):
@@ -409,28 +330,28 @@ def _train(cli: FitCLI) -> int:
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
         code = INTERRUPTED
     finally:
-        if cli.folder.started:
-            _close(cli, time.perf_counter() - started, code, last_step or axis_step(cli.trainer))
+        if run.folder.started:
+            _close(run, time.perf_counter() - started, code, last_step or axis_step(run.trainer))
         if code in (0, TERMINATED, DIVERGED):
             # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
-            cli.trainer.strategy.barrier()
+            run.trainer.strategy.barrier()
     return code
 
 
-def _close(cli: FitCLI, seconds: float, code: int, last_step: int) -> None:
+def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
     """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     finish_first()
-    root, mirror = Path(cli.options.root), cli.mirror
+    root, mirror = run.root, run.mirror
     try:
-        cli.folder.close(
+        run.folder.close(
             seconds=seconds,
             last_step=last_step,
-            checkpoint_seconds=cli.series.paused_seconds + cli.resumable.paused_seconds,
-            analysis_seconds=cli.emergence.paused_seconds,
+            checkpoint_seconds=run.series.paused_seconds + run.resumable.paused_seconds,
+            analysis_seconds=run.emergence.paused_seconds,
         )
         show_results(root, seconds)
         print(f"\nreport: {write_report(root)}")
-        if (sentence := cli.emergence.under_way) is not None:
+        if (sentence := run.emergence.under_way) is not None:
             print(sentence)
     except Exception as error:  # the training has ended: nothing in its account may change how
         print(f"\nno report: {str(error) or type(error).__name__}")

@@ -12,7 +12,6 @@ from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
-from lit_layers.cli.recipes import RecipeParser
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT
 
@@ -62,12 +61,12 @@ class Interventions:
         corpus: measure loss, accuracy and divergence on held-out text of it, too
         states: how far the states that the changed blocks hand on are from the full model's, too, on the same text or
             images
-        num_sequences: of that text (default: 64)
+        num_sequences: of that text
         num_tokens: of each text, also of those that are timed (default: 128)
         images: instead, for an image classifier: digits, cifar10, a local path, ORG/NAME
-        num_images: of its test split (default: 256)
+        num_images: of its test split
         image_size: of the model's input, in px (default: the source's)
-        normalisation: of pixels (default: source)
+        normalisation: of pixels
         speed: measure the latency of each variant against the full model
         execution: how groups side by side are timed: loop, stacked, or both with a comma
         finetune: a recipe: train each changed model, before and after (recipes/finetune/text.yaml, arc.yaml)
@@ -86,12 +85,12 @@ class Interventions:
     max_new_tokens: COUNTED = None
     corpus: str | None = None
     states: bool = False
-    num_sequences: COUNTED = None
+    num_sequences: Annotated[int, COUNT] = 64
     num_tokens: COUNTED = None
     images: str | None = None
-    num_images: COUNTED = None
+    num_images: Annotated[int, COUNT] = 256
     image_size: COUNTED = None
-    normalisation: Literal["imagenet", "half", "source"] | None = None
+    normalisation: Literal["imagenet", "half", "source"] = "source"
     speed: bool = False
     execution: Names = LOOP
     finetune: Path | None = None
@@ -175,16 +174,11 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     Raises:
         InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
     """
-    parser = RecipeParser(exit_on_error=False)
-    parser.add_class_arguments(kind)
-    content, keys = schema.read_yaml(Path(path), dict[str, Any], _WRITE), vars(parser.get_defaults())
-    for key in content:
-        if key not in keys:
-            raise InputError(f"recipe: there is no key {key!r}; the keys are {', '.join(keys)}")
+    recipe = Recipe(kind, ["--config", str(path)])
     try:
-        return kind(**parser.parse_object(content).as_dict())
+        return recipe.group(kind, recipe.options)
     except InputError as error:
-        raise InputError(f"recipe: {error}") from error
+        raise InputError(f"recipe: {str(error).removeprefix('recipe: ')}") from error
 
 
 def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
@@ -298,20 +292,15 @@ def _texts(options: Any, target: "Target") -> Any:
     if None not in (options.num_tokens, limit) and options.num_tokens > limit:
         raise InputError(f"num_tokens: {target.name} takes at most {limit} tokens, got {options.num_tokens}")
     num_tokens = options.num_tokens or min(128, limit or 128)
-    return EvalText(
-        options.corpus, target.own_tokenizer(), num_sequences=options.num_sequences or 64, num_tokens=num_tokens
-    )
+    number = options.num_sequences
+    return EvalText(options.corpus, target.own_tokenizer(), num_sequences=number, num_tokens=num_tokens)
 
 
 def _images(options: Any) -> Any:
     from lit_layers.data import EvalImages
 
-    return EvalImages(
-        options.images,
-        num_images=options.num_images or 256,
-        image_size=options.image_size,
-        normalisation=options.normalisation or "source",
-    )
+    chosen = {name: getattr(options, name) for name in ("num_images", "image_size", "normalisation")}
+    return EvalImages(options.images, **chosen)
 
 
 def _tell(outcome: Outcome) -> bool:

@@ -1,9 +1,6 @@
 """`lit-layers prepare`: a corpus becomes token shards."""
 
-import sys
 from pathlib import Path
-
-from lit_layers.cli.main import INTERRUPTED
 
 
 def prepare(
@@ -35,21 +32,17 @@ def prepare(
     """
     from lit_layers.data import preparing
 
-    try:
-        shards = preparing.prepare(
-            source,
-            tokenizer,
-            out,
-            column=column,
-            separator=separator,
-            validation=validation,
-            max_documents=max_documents,
-            workers=workers,
-            progress=True,
-        )
-    except KeyboardInterrupt:
-        print(f"interrupted: run the same command again to continue in {out}", file=sys.stderr)
-        return INTERRUPTED
+    shards = preparing.prepare(
+        source,
+        tokenizer,
+        out,
+        column=column,
+        separator=separator,
+        validation=validation,
+        max_documents=max_documents,
+        workers=workers,
+        progress=True,
+    )
     header = shards.header
     for split in ("train", "validation"):
         counts = header["splits"][split]

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,9 +54,8 @@ def reproduce(
     with refused(f"root: cannot make {root}"):
         (root / STEPS).mkdir(parents=True, exist_ok=True)
     commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
-    for number, argv in enumerate(commands, start=1):
-        _check(number, argv)
-    code = 0 if compare else _run(commands, plan=plan, engine=engine)
+    options = [_options(number, argv) for number, argv in enumerate(commands, start=1)]
+    code = 0 if compare else _run(zip(commands, options, strict=True), plan=plan, engine=engine)
     if not plan and code in (0, FAILED, REFUSED):
         _compare(recipe, root, reduced=reduced)
     return code
@@ -72,29 +72,24 @@ def _written(number: int, step: "Step", root: Path) -> list[str]:
     return step.argv(path)
 
 
-def _check(number: int, argv: list[str]) -> None:
-    """Refuses what the command's own parser would: the last step's mistakes are told before the first one runs."""
+def _options(number: int, argv: list[str]) -> Container[str]:
+    """The options of a command, read by its own parser: the last step's mistakes are told before the first runs."""
     verb, *rest = argv
     module = importlib.import_module(f"lit_layers.cli.verbs.{verb}")
-    if verb == "fit":  # reads its recipe with Lightning's parser, when it runs
-        return
     try:
-        Recipe(getattr(module, verb), rest).read()
+        return Recipe(getattr(module, verb), rest).options
     except InputError as error:
         raise InputError(f"steps: {number}, {verb}: {error}") from error
 
 
-def _run(commands: list[list[str]], *, plan: bool, engine: str) -> int:
+def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, engine: str) -> int:
     """Runs all steps; one that failed, or whose model cannot be had, ends nothing: the others have numbers, too."""
-    from lit_layers.papers.recipe import OVER_WORKERS, PLANNED
-
-    whole = 0
-    for number, argv in enumerate(commands, start=1):
-        if plan and argv[0] not in PLANNED:
+    commands, whole = [*commands], 0
+    for number, (argv, options) in enumerate(commands, start=1):
+        if plan and "plan" not in options:
             continue
-        argv = [*argv, "--plan"] if plan else argv
-        if engine != "process" and argv[0] in OVER_WORKERS:
-            argv = [*argv, "--engine", engine]
+        argv = [*argv, *(["--plan"] if plan else [])]
+        argv += ["--engine", engine] if engine != "process" and "engine" in options else []
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:])
         if code not in (0, FAILED, REFUSED):

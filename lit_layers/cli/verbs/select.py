@@ -25,10 +25,9 @@ OF_TEXTS = ("folder", "tokenizer", "max_tokens", "cache")
 OF_IMAGES = ("num_train", "num_test")
 OF_FILES = ("text", "label", "regression")
 OF_CLASSES, OF_NUMBERS = ("c", "max_iterations"), ("penalty",)
-DEFAULTS = {"max_tokens": 512, "c": 1.0, "penalty": 1.0, "max_iterations": 1000, "tolerance": 0.01}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectOptions:
     """How the layer of a task is chosen.
 
@@ -43,14 +42,14 @@ class SelectOptions:
         images: instead, for a vision model: digits, cifar10, a local path, ORG/NAME
         tokenizer: of texts (default: the model's own)
         rule: which layer is enough
-        tolerance: of the rule, in units of the score (default: 0.01)
+        tolerance: of the rule, in units of the score
         pooling: of a layer's states (default: last for texts, cls for images)
-        max_tokens: a longer text loses its end (default: 512)
+        max_tokens: a longer text loses its end
         num_train: images to fit and choose on (default: all)
         num_test: images to report on (default: all)
-        c: inverse regularisation of the logistic probe (default: 1)
-        penalty: of the ridge probe of a regression (default: 1)
-        max_iterations: of the logistic probe (default: 1000)
+        c: inverse regularisation of the logistic probe
+        penalty: of the ridge probe of a regression
+        max_iterations: of the logistic probe
         cache: keep features of texts in this folder for the next call
         device: auto: a GPU if there is one
         out: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
@@ -69,14 +68,14 @@ class SelectOptions:
     images: str | None = None
     tokenizer: str | None = None
     rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
-    tolerance: float | None = None
+    tolerance: float = 0.01
     pooling: Literal["last", "mean", "cls"] | None = None
-    max_tokens: Annotated[int | None, COUNT] = None
+    max_tokens: Annotated[int, COUNT] = 512
     num_train: int | None = None
     num_test: int | None = None
-    c: Annotated[float | None, POSITIVE] = None
-    penalty: Annotated[float | None, NOT_NEGATIVE] = None
-    max_iterations: Annotated[int | None, COUNT] = None
+    c: Annotated[float, POSITIVE] = 1.0
+    penalty: Annotated[float, NOT_NEGATIVE] = 1.0
+    max_iterations: Annotated[int, COUNT] = 1000
     cache: str | None = None
     device: Device = "auto"
     out: Path | None = None
@@ -85,20 +84,20 @@ class SelectOptions:
     overwrite: bool = False
     rounds: Annotated[int, COUNT] = 20
 
-    def settle(self) -> "ProbeTask | None":
-        """Fills in the defaults that depend on other options, and returns the task of texts; None for images.
+    def checked(self) -> "ProbeTask | None":
+        """The task of texts; None for images.
 
         Raises:
             InputError: options that are out of range or do not fit together.
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
-        options, sees_images, has_no_tolerance = given(self), self.images is not None, self.rule in WITHOUT_TOLERANCE
+        options, sees_images = given(self), self.images is not None
         cases = [
             (OF_TEXTS + OF_FILES, sees_images, "is for texts, and --images was given"),
             (OF_IMAGES, not sees_images, "is for --images, and a task of texts was given"),
             (("keep_lm_head", "overwrite"), self.export is None, "is for --export DIR, which was not given"),
-            (("tolerance",), has_no_tolerance, f"the rule {self.rule} has none"),
+            (("tolerance",), self.rule in WITHOUT_TOLERANCE, f"the rule {self.rule} has none"),
         ]
         refuse_beside(options, cases)
         below = self.rule == "fraction_of_last"
@@ -118,10 +117,6 @@ class SelectOptions:
             (OF_NUMBERS, not is_regression, "is for regressions, and this task is a classification"),
         ]
         refuse_beside(options, cases)
-        self.pooling = self.pooling or ("cls" if sees_images else "last")
-        for name, value in DEFAULTS.items():
-            if getattr(self, name) is None and not (name == "tolerance" and has_no_tolerance):
-                setattr(self, name, value)
         return task
 
     def _task(self, name: str) -> "ProbeTask":
@@ -166,7 +161,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         others: more of them, to compare
     """
     models = [model, *others]
-    texts, names = options.settle(), _names(models, options)
+    texts, names = options.checked(), _names(models, options)
     from lit_layers.select.export import refuse_taken
 
     if options.export is not None:
@@ -232,7 +227,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             task.targets,
             num_classes=task.num_classes,
             rule=options.rule,
-            tolerance=options.tolerance or 0.0,  # of rules that have one
+            tolerance=options.tolerance,
             options=ProbeOptions(**numbers),
             progress=show,
         )
@@ -247,7 +242,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
         task=task,
         tokenizer=tokenizer,
         choice=choice,
-        tolerance=options.tolerance,
+        tolerance=None if options.rule in WITHOUT_TOLERANCE else options.tolerance,
         seconds=seconds,
     )
 
@@ -320,7 +315,7 @@ def _opened(
     from lit_layers.select.choosing import of_images, of_texts
     from lit_layers.series import OneModel
 
-    model, settled = files.model, vars(options)
+    model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     network = load(model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
     view = LayeredModel(network.to(device_of(options.device)))
@@ -328,16 +323,16 @@ def _opened(
     if view.family.sees_images:
         if options.images is None:
             raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
-        chosen: Any = {name: settled[name] for name in ("pooling", "num_train", "num_test")}
-        return view, of_images(wide, options.images, **chosen), None
+        chosen: Any = {name: getattr(options, name) for name in ("num_train", "num_test")}
+        return view, of_images(wide, options.images, pooling=options.pooling or "cls", **chosen), None
     if texts is None:
         raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
     series = OneModel(model, revision=options.revision)
     tokenizer = options.tokenizer or series.tokenizer(series.checkpoints[0])
     if tokenizer is None:
         raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
-    chosen = {name: settled[name] for name in ("folder", "pooling", "max_tokens", "cache")}
-    return view, of_texts(wide, texts, tokenizer=tokenizer, **chosen), tokenizer
+    chosen = {name: getattr(options, name) for name in ("folder", "max_tokens", "cache")}
+    return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=options.pooling or "last", **chosen), tokenizer
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.main import FAILED
+from lit_layers.cli.main import FAILED, run_verb
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError, refused
-from lit_layers.schema import COUNT
+from lit_layers.schema import COUNT, refuse_no_shard
 
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
@@ -41,7 +41,8 @@ def sweep(
         shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
         plan: says what the first cell that is left would cost, and how many there are; runs nothing
     """
-    index, count = _shard(shard)
+    index, count = shard_of(shard, os.environ)
+    refuse_no_shard((index, count))
     from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
@@ -84,9 +85,7 @@ def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
         raise InputError(
             f"plan: it is made for lit-layers fit, and the file starts {' '.join(words[:3])}: leave it out"
         )
-    from lit_layers.cli.verbs.fit import main as fit
-
-    return fit([*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
+    return run_verb("fit", [*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
 
 
 def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str]) -> int | None:
@@ -120,13 +119,6 @@ def _refuse_another_program(grid: "Grid") -> None:
         )
     if any(word.startswith("--code") for word in words) or {"code"} & {*grid.values, *grid.fixed}:
         raise InputError("command: whose code is run is said to lit-layers sweep alone: leave --code out of the file")
-
-
-def _shard(text: str) -> tuple[int, int]:
-    index, count = shard_of(text, os.environ)
-    if not 0 <= index < count:
-        raise InputError(f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}")
-    return index, count
 
 
 def _names(running: "Sequence[CellFolder]") -> str:
