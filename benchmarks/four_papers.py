@@ -1,6 +1,6 @@
-"""The tables of docs/studies/four_papers.md, from the study's measurements.
+"""The tables and the timeline of docs/studies/four_papers.md, from the study's measurements.
 
-    python benchmarks/four_papers.py                     writes the tables from four_papers.parquet beside them
+    python benchmarks/four_papers.py                     writes them from four_papers.parquet: three CPU minutes
     python benchmarks/four_papers.py --check             exits with 1 where they differ
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
 
@@ -42,11 +42,12 @@ from lit_layers.clock.layer_statistics import MONOTONICITY
 from lit_layers.clock.model_forecasts import error_rows
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence_charts import time_text
+from lit_layers.report.emergence_charts import time_text, timeline
 from lit_layers.report.side_by_side import Line, difference
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"
 DATA = PAGE.with_suffix(".parquet")
+TIMELINE = PAGE.parents[1] / "images" / "four_papers_timeline.png"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
 OF_PAIRS = {"coupling_pair", "layer_cosine"}
@@ -340,6 +341,12 @@ def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
     return TABLE.sub(written, page)
 
 
+def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
+    """Draws when each number is half-way and at its peak, over the seeds and in each."""
+    together = f"{len({curve.run for curve in seeds})} seeds"
+    timeline(measure_times([*over_seeds(seeds, together), *seeds])).write(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
@@ -348,11 +355,13 @@ def main() -> int:
     if options.pack:
         pack(options.pack, DATA)
     page = PAGE.read_text(encoding="utf-8")
-    drawn = with_tables(page, tables_of(Study.of(unpack(DATA))))
+    study = Study.of(unpack(DATA))
+    drawn = with_tables(page, tables_of(study))
     if options.check:
         return int(drawn != page)
     PAGE.write_text(drawn, encoding="utf-8")
-    print(PAGE)
+    write_timeline([curve for asked in ASKED for curve in study.seeds_of(GROUPS[0], asked)], TIMELINE)
+    print(PAGE, TIMELINE, sep="\n")
     return 0
 
 
