@@ -13,6 +13,7 @@ from scipy.linalg import subspace_angles
 from lit_layers import measure, prompt_values
 from lit_layers.analyses import PooledStates
 from lit_layers.cli.main import main
+from lit_layers.clock.state_maps import sentences, step_maps
 from lit_layers.clock.state_similarity import (
     CKA,
     COLUMNS,
@@ -28,7 +29,6 @@ from lit_layers.figures.chart import Panels
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Store
 from lit_layers.report import write_report
-from lit_layers.report.state_charts import sentences, step_blocks
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
 from tests.support.undrawn import leave_undrawn
@@ -204,8 +204,8 @@ def test_emerge_writes_the_table_and_both_pages_have_the_maps(tmp_path, monkeypa
 
 def test_maps_are_symmetric_and_whole_also_in_one_picture(tmp_path):
     table = similar_states([run_of(tmp_path / "run")])
-    cka, *_ = step_blocks(table)
-    charts = [each["chart"] for choice in cka["choices"] for each in choice["figures"]]
+    (_, _, maps), *_ = step_maps(table)
+    charts = [chart for _, chart in maps]
     (values,) = charts[1].cells.values
     measured = table[(table["layer"] == 1) & (table["metric"] == CKA)].set_index(["step", "other_step"])["value"]
     for down, row in zip(STEPS, values, strict=True):

@@ -16,6 +16,9 @@ from lit_layers.clock.lead_lags import lead_lag_chart, lead_lag_rows
 from lit_layers.clock.lead_lags import sentences as lead_lag_sentences
 from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
 from lit_layers.clock.model_forecasts import sentences as forecast_sentences
+from lit_layers.clock.state_maps import run_maps, step_maps
+from lit_layers.clock.state_maps import sentences as state_sentences
+from lit_layers.clock.state_similarity import CKA, kept_states, similarity_of_steps
 from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import (
     COLUMNS,
@@ -44,14 +47,13 @@ from lit_layers.report.emergence_charts import (
     time_text,
     timeline,
 )
-from lit_layers.report.state_charts import run_blocks, step_blocks
-from lit_layers.report.state_charts import sentences as state_sentences
 from lit_layers.report.template import Block, Figures, Table, block_of, fill, placed, table_of
 
 ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
     "what another seed would, and are too narrow for that."
 )
+OTHER_SIMILARITIES = "The Procrustes distance, the overlap of subspaces, and other seeds: lit-layers emerge."
 RISING = (
     "1: each layer has a better value than the one before it, or a higher one where none is better. The band is over "
     "seeds, or what errors of the layers make of it: drawn curves are rougher, so that it may lie beside the line."
@@ -219,7 +221,21 @@ def _state_blocks(states: pd.DataFrame, *, several: bool) -> list[Block]:
     if not len(states):
         return []
     within = states["run"] == states["other_run"]
-    return [*step_blocks(states[within], several=several), *run_blocks(states[~within])]
+    maps = [*step_maps(states[within], several=several), *run_maps(states[~within])]
+    return [block_of(title, charts, note, wide=False) for title, note, charts in maps]
+
+
+def states_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
+    """Returns the section of a run's own page on how alike its checkpoints are; None of a run that keeps no states.
+
+    By the CKA alone, which takes milliseconds.
+    """
+    tables = [similarity_of_steps(kept, (CKA,)) for kept in kept_states(root, run, measurements)]
+    blocks = [block for table in tables for block in _state_blocks(table, several=False)]
+    if not blocks:
+        return None
+    note = " ".join([*(f"{line}." for table in tables for line in state_sentences(table)), OTHER_SIMILARITIES])
+    return {"name": "states", "title": "How alike the checkpoints are", "note": note, "metrics": blocks}
 
 
 def _leads(leads: pd.DataFrame, run: str, chart: Chart | None, figures: Figures) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
-from lit_layers.report import emergence_page, sections, state_charts, variant_sections
+from lit_layers.report import emergence_page, sections, variant_sections
 from lit_layers.report.template import Figures, charts_in, fill, placed
 
 
@@ -103,7 +103,7 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     shown += variant_sections.sections(frame, medians.notes)
     if not comparing and (surfaces := sections.surface_section(frame)) is not None:
         shown.append(surfaces)
-    if not comparing and (states := state_charts.section(run.root, run.name, drawable)) is not None:
+    if not comparing and (states := emergence_page.states_of_run(run.name, drawable, run.root)) is not None:
         shown.append(states)
     return frame, shown
 

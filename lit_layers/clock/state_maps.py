@@ -1,28 +1,17 @@
 """How alike the states of checkpoints and of seeds are: maps of steps by steps and of runs by runs, and a sentence."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lit_layers.clock.state_similarity import (
-    CKA,
-    PROCRUSTES,
-    SUBSPACE,
-    kept_states,
-    settling_steps,
-    similarity_of_steps,
-)
+from lit_layers.clock.state_similarity import CKA, PROCRUSTES, SUBSPACE, settling_steps
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Cells, Chart
 from lit_layers.figures.labels import count, value
 from lit_layers.figures.maps import tabled
 from lit_layers.figures.theme import spread
-from lit_layers.identity import Measurement
-from lit_layers.report.template import Block, block_of
 
-OTHERS = "The Procrustes distance, the overlap of subspaces, and other seeds: lit-layers emerge."
 TITLES = {
     CKA: "CKA of pooled states",
     PROCRUSTES: "Procrustes distance of pooled states",
@@ -32,42 +21,28 @@ _BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0}  # of states with themselves
 _LAYERS = 9  # that a reader chooses from: the tables have all
 _TICKS = 9
 
-
-def section(root: Path, run: str, measurements: Sequence[Measurement]) -> dict[str, Any] | None:
-    """Returns the section of a run's page: by the CKA alone, which takes milliseconds; None of a run without states."""
-    tables = [similarity_of_steps(kept, (CKA,)) for kept in kept_states(root, run, measurements)]
-    blocks = [each for table in tables if len(table) for each in step_blocks(table)]
-    note = " ".join([*(f"{line}." for table in tables for line in sentences(table)), OTHERS])
-    return (
-        {"name": "states", "title": "How alike the checkpoints are", "note": note, "metrics": blocks}
-        if blocks
-        else None
-    )
+Maps = tuple[str, str, list[tuple[str, Chart]]]  # a title, a note, and the map of each layer with its name
 
 
-def step_blocks(table: pd.DataFrame, *, several: bool = False) -> list[Block]:
-    """Returns for each run, analysis and metric of a table of steps a map of steps by steps, for a choice of layers.
+def step_maps(table: pd.DataFrame, *, several: bool = False) -> Iterator[Maps]:
+    """Yields for each run, analysis and metric of a table of steps a map of steps by steps, for a choice of layers.
 
     With `several` runs the titles say which.
     """
-    blocks = []
     for (run, analysis, metric), part in table.groupby(["run", "analysis", "metric"], sort=False):
         where = ", ".join([*([str(run)] if several else []), *([] if analysis == "pooled_states" else [str(analysis)])])
         title = f"{TITLES[str(metric)]}{f', {where}' if where else ''}"
         charts = [(f"Layer {layer}", _steps(title, layer, of_layer)) for layer, of_layer in _by_layer(part)]
-        blocks.append(block_of(title, charts, _chance(part), wide=False))
-    return blocks
+        yield title, _chance(part), charts
 
 
-def run_blocks(table: pd.DataFrame) -> list[Block]:
-    """Returns for each analysis and metric of a table of runs a map of runs by runs, with a slider over the steps."""
-    blocks = []
+def run_maps(table: pd.DataFrame) -> Iterator[Maps]:
+    """Yields for each analysis and metric of a table of runs a map of runs by runs, with a slider over the steps."""
     for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
         title = f"{TITLES[str(metric)]}, runs at equal steps"
         title += "" if analysis == "pooled_states" else f", {analysis}"
         charts = [(f"Layer {layer}", _runs(title, layer, of_layer)) for layer, of_layer in _by_layer(part)]
-        blocks.append(block_of(title, charts, _chance(part), wide=False))
-    return blocks
+        yield title, _chance(part), charts
 
 
 def sentences(table: pd.DataFrame) -> list[str]:
