@@ -319,7 +319,7 @@ class _Run:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env=_environment(gpus),
+                env=environment_of(gpus),
                 **group,
             )
         except OSError as error:
@@ -352,7 +352,8 @@ class _Run:
         self._asked = True
 
 
-def _environment(gpus: Sequence[str]) -> dict[str, str]:
+def environment_of(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables that a cell's run gets, with these GPUs to itself; none: as the environment says."""
     variables = {name: value for name, value in os.environ.items() if name not in _NOT_OF_A_CELL}
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
     return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})

@@ -11,7 +11,7 @@ from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import FAILED, run_verb
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError, refused
-from lit_layers.schema import COUNT, refuse_no_shard
+from lit_layers.schema import COUNT, Engine, refuse_no_shard
 
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
@@ -27,6 +27,7 @@ def sweep(
     code: list[str] | None = None,
     any_command: bool = False,
     shard: str = "0/1",
+    engine: Engine = "process",
     plan: bool = False,
 ) -> int:
     """Run every cell of a grid, each to its end once. Run again it goes on where it was. Exit code: 0, 1 where a cell
@@ -39,10 +40,14 @@ def sweep(
         code: command line only, repeatable: a package that is given to every cell: see lit-layers fit --help
         any_command: command line only: the file may start another program than lit-layers fit
         shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
+        engine: process: cells run on this machine; ray: on those of a Ray cluster (docs/clusters.md)
         plan: says what the first cell that is left would cost, and how many there are; runs nothing
     """
     index, count = shard_of(shard, os.environ)
     refuse_no_shard((index, count))
+    if engine == "ray" and (workers > 1 or count > 1):
+        name = "workers" if workers > 1 else "shard"
+        raise InputError(f"{name}: with engine ray the cluster says how many cells run at a time: leave it out")
     from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
@@ -60,7 +65,7 @@ def sweep(
         grid.command_line(cell.cell)
     if plan:
         return _plan(cells, grid)
-    stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()])
+    stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()], engine)
     frame = write_table(root, grid, every)
     shown = frame.drop(columns="run") if grid.values else frame
     show_table(shown.map(_shown).to_dict("records"), text=("run", "error"))
@@ -88,7 +93,7 @@ def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
     return run_verb("fit", [*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
 
 
-def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str]) -> int | None:
+def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str], engine: Engine) -> int | None:
     """Runs what is not finished, and returns the signal that cut it short, if one did."""
     from lit_layers.sweep import run_cells, share_of_gpus, visible_gpus
 
@@ -103,9 +108,17 @@ def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str])
                 print(_line(ended), flush=True)
             show(sum(cell.is_finished for cell in cells), len(cells), _names(running))
 
+        def line_of(cell: "CellFolder") -> list[str]:
+            folder = cell.folder.resolve() if engine == "ray" else cell.folder
+            return [*grid.command_line(cell.cell), *code, "--root", str(folder), "--resume", "last"]
+
+        if engine == "ray":
+            from lit_layers.cli.sweep_engine import run_cells_over_workers
+
+            return run_cells_over_workers(cells, line_of, tell)
         return run_cells(
             cells,
-            lambda cell: [*grid.command_line(cell.cell), *code, "--root", str(cell.folder), "--resume", "last"],
+            line_of,
             gpus=[share_of_gpus(gpus, worker, workers) for worker in range(workers)],
             tell=tell,
         )
