@@ -248,6 +248,7 @@ CONFIG = "config.json"
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
 _OF_A_FILE = {"transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"}
+_LEVELS = 256
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
 
 
@@ -383,15 +384,29 @@ def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
 
 
 def precision(weights: Fingerprint) -> str:
-    """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in."""
+    """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in; 8 bits
+    where most of them are."""
     import torch
 
     stored = Counter(facts.dtype for facts in weights.tensors.values()).most_common(1)
     matrices = [values for name, values in weights.samples.items() if is_matrix(weights.tensors[name])]
+    large = [values for values in matrices if len(values) >= 2 * _LEVELS]
+    if large and sum(map(_is_on_grid, large)) * 2 > len(large):
+        return "8 bits"
     for coarse in (torch.bfloat16, torch.float16) if matrices else ():
         if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
             return str(coarse).removeprefix("torch.")
     return stored[0][0] if stored else "nothing"
+
+
+def _is_on_grid(values: Any) -> bool:
+    """Whether values have at most 256 levels at one distance: whole numbers of 8 bits times a scale, of the tensor."""
+    levels = values.double().unique()
+    gaps = levels.diff()
+    if not 2 <= len(gaps) < _LEVELS or not levels.isfinite().all():
+        return False
+    steps = gaps / gaps.min()
+    return bool(steps.sum() < _LEVELS and ((steps - steps.round()).abs() < 0.01).all())
 
 
 def is_matrix(facts: Any) -> bool:

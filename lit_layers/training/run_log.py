@@ -272,8 +272,9 @@ class CriticalSharpness(L.Callback):
     `train/critical_sharpness`: 2 / (critical_step x learning rate), which gradient descent on a quadratic has as its
     largest curvature along the update. Of the step's last micro-batch on the first rank, without dropout; at most nine
     forward passes, and a copy of the weights before and after the step while it lasts. A step for which neither is
-    found between 4^-4 and 4^4 updates, or that changed no weight, has no value. Training goes on bit for bit as without
-    it: weights, random state and modes are put back. Source: `lit_layers.functional.critical_step`.
+    found between 4^-4 and 4^4 updates, whose loss was not finite, or that changed no weight, has no value: a gap, and
+    how many there were is said at the end. Training goes on bit for bit as without it: weights, random state and modes
+    are put back. Source: `lit_layers.functional.critical_step`.
 
     Args:
         steps: the schedule, e.g. `{every: 100}`, by the number of the step that the update makes.
@@ -287,6 +288,7 @@ class CriticalSharpness(L.Callback):
         self.paused_seconds = 0.0  # what training waited for this callback
         self._before: list[Tensor] = []
         self._rate = 0.0
+        self.num_steps = self.num_undefined = 0  # of the schedule, and those of them without a value
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if is_sharded(pl_module):
@@ -312,8 +314,14 @@ class CriticalSharpness(L.Callback):
         before, self._before = self._before, []
         scalars = self._measured(pl_module, before, batch, batch_idx)
         self.paused_seconds += time.perf_counter() - started
+        self.num_steps += 1
+        self.num_undefined += not scalars
         if scalars:
             self._log(trainer, axis_step(trainer), scalars)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.num_undefined:
+            logger.warning("critical sharpness: %d of %d steps have no value", self.num_undefined, self.num_steps)
 
     def _measured(
         self, pl_module: L.LightningModule, before: list[Tensor], batch: Any, batch_idx: int
@@ -327,7 +335,7 @@ class CriticalSharpness(L.Callback):
             pl_module.eval()
             critical = critical_step(lambda step: _loss(pl_module, weights, before, after, step, batch, batch_idx))
         except ValueError as error:  # a training is not ended by what watches it
-            logger.warning("critical sharpness: %s", error)
+            logger.info("critical sharpness: %s", error)
             return {}
         finally:
             for module, training in modes.items():

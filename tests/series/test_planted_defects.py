@@ -58,6 +58,11 @@ def rounded(state: State) -> State:
     return {name: tensor.bfloat16() for name, tensor in state.items()}
 
 
+def of_8_bits(state: State) -> State:
+    scales = {name: tensor.abs().max() / 127 for name, tensor in state.items()}
+    return {name: (tensor / scales[name]).round() * scales[name] for name, tensor in state.items()}
+
+
 def with_value(state: State, value: float) -> None:
     state[ATTENTION][1, 2] = value
 
@@ -172,6 +177,7 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
         "other config",
         (60,),
     ),
+    "rounded to 8 bits": (lambda root: changed(root, 60, of_8_bits), "other precision", (60,)),
     "one bit": (lambda root: flipped(root, 60, 30), "value out of range", (60,)),
     "removed folder": (lambda root: shutil.rmtree(at(root, 60, "")), "gap", (60,)),
     "symbolic link to itself": (looped, "gap", (60,)),

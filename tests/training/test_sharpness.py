@@ -104,3 +104,34 @@ def test_a_step_that_moves_nothing_has_none(tmp_path):
     log = RunLog(tmp_path)
     fit(tmp_path, [CriticalSharpness([1]), log], steps=2, module=module(lr=1e-30, warmup_steps=1), log_every_n_steps=1)
     assert not any("train/critical_step" in row for row in records.rows(tmp_path / "metrics.jsonl"))
+
+
+class Broken(Quadratic):
+    """Loses its loss, or its update, at the second of four steps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(0.1)
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        factor = {"nan": torch.nan, "inf": torch.inf, "no update": 0.0}[self.how] if batch_idx == 1 else 1.0
+        return loss * factor if self.how == "no update" else loss + (0.0 if factor == 1 else factor)
+
+
+@pytest.mark.parametrize("how", ["nan", "inf", "no update"])
+def test_a_step_without_a_value_is_a_gap_that_is_counted_and_changes_no_training(tmp_path, caplog, how):
+    ends = []
+    for callbacks in ([], [watched := CriticalSharpness({"every": 1})]):
+        torch.manual_seed(3)
+        noted, broken = Noted(), Broken(how)
+        trainer = L.Trainer(
+            max_steps=4, accelerator="cpu", logger=noted, log_every_n_steps=1, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=callbacks,
+        )  # fmt: skip
+        trainer.fit(broken)
+        ends.append((broken.weight.detach().clone(), torch.get_rng_state()))
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    assert {step for step, row in noted.found.items() if "train/critical_sharpness" in row} == {1, 3, 4}
+    assert (watched.num_undefined, watched.num_steps) == (1, 4)
+    assert "critical sharpness: 1 of 4 steps have no value" in caplog.messages
