@@ -6,7 +6,6 @@ from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.layer_similarity import LayerSimilarity, OrderStates
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
-from lit_layers.analyses.pooled_states import PooledStates
 from lit_layers.analyses.probes.attentive_probe import AttentiveProbe
 from lit_layers.analyses.probes.label_probe import LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
@@ -16,7 +15,7 @@ from lit_layers.analyses.readouts.jacobian_lens import fit_jacobian_lens as fit_
 from lit_layers.analyses.readouts.ngram_agreement import NgramAgreement
 from lit_layers.analyses.readouts.readout_scores import Interventions, Lens
 from lit_layers.analyses.representation import Representation, StateMetric
-from lit_layers.analyses.state_spread import StateGeometry
+from lit_layers.analyses.state_spread import PooledStates, StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 

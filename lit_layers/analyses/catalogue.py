@@ -9,10 +9,9 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.linear_structure import NextTokenResidual
-from lit_layers.analyses.pooled_states import PooledStates
 from lit_layers.analyses.readouts.readout_scores import Lens
 from lit_layers.analyses.representation import Representation, StateMetric
-from lit_layers.analyses.state_spread import StateGeometry
+from lit_layers.analyses.state_spread import PooledStates, StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 from lit_layers.data.batches import Batches
