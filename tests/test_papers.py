@@ -291,10 +291,12 @@ def test_options_that_do_not_fit_the_recipe_are_refused(tmp_path, monkeypatch, c
         (["r.yaml", "--reduced"], "reduced: r.yaml has no sizes below the published ones"),
         (["c.yaml"], "c.yaml: Figure 0 cannot be measured: the data are secret"),
         (["r.yaml", "--plan", "--compare"], "plan: --compare was given"),
+        (["r.yaml", "--compare", "--root", "nowhere"], "root: there is no nowhere to compare with Figure 0"),
         (["no.yaml"], "no.yaml"),
     ):
         assert main(["reproduce", *argv]) == 2
         assert sentence in capsys.readouterr().err
+    assert not Path("nowhere").exists()
 
 
 def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_path, monkeypatch, capsys):

@@ -50,6 +50,8 @@ def reproduce(
     if reduced and not recipe.reduced:
         raise InputError(f"reduced: {file} has no sizes below the published ones: leave --reduced out")
     root = root or Path("checkpoints", "papers", recipe.paper, f"{file.stem}{'-reduced' if reduced else ''}")
+    if compare and not root.is_dir():
+        raise InputError(f"root: there is no {root} to compare with {recipe.item}: leave --compare out to measure it")
     steps = recipe.commands(root, file.parent, reduced=reduced)
     with refused(f"root: cannot make {root}"):
         (root / STEPS).mkdir(parents=True, exist_ok=True)
