@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers import records
-from lit_layers.files import remote_runs, run_lock
+from lit_layers.files import remote_copy, remote_runs, run_lock
 from lit_layers.identity import Measurement, Record
 from lit_layers.training.checkpoints import remove_folder, saved_steps, step_folder, write_folder
 from tests.support.forked import run_forked
@@ -32,8 +32,9 @@ def bucket() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A writer that was killed on another machine is waited for as long as its claim lasts."""
-    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05, "SETTLED": 0.05}.items():
+    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
         monkeypatch.setattr(remote_runs, name, seconds)
+    monkeypatch.setattr(remote_copy, "SETTLED", 0.05)
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def measurement(step: int) -> Measurement:
 
 def train(url: str, steps: int) -> int:
     """What `fit --resume last` writes, with nothing computed: rows, checkpoints, measurements, states to go on from."""
-    with remote_runs.written(url, remote_runs.to_resume) as root, run_lock.writing(root):
+    with remote_runs.written(url, remote_copy.to_resume) as root, run_lock.writing(root):
         (root / "run.json").write_text('{"run": "run"}')
         known = {each.step for each in records.read(root / "measurements.jsonl")}
         log, resume, facts = records.ScalarLog(root / "metrics.jsonl"), root / "resume", {"step": 0, "offset": 0}
@@ -111,21 +112,21 @@ def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_not
             steps += 40  # it was over before it could be killed
         shutil.rmtree(onlooker, ignore_errors=True)
         with machine(onlooker), contextlib.suppress(records.InputError):  # killed before anything was there
-            root = remote_runs.read(url, remote_runs.everything)
+            root = remote_runs.read(url, remote_copy.everything)
             refuse_torn(root)
             for mine in here.rglob("run/*.jsonl") if code == 0 else ():
                 assert (root / mine.name).read_bytes() == mine.read_bytes()
         if draws.random() < 0.4:
             here, moves = tmp_path / str(moves + 1), moves + 1
     sys.stdout.write(f"{done} kills, {moves} moves to another machine, {steps} steps\n")
-    names = remote_runs.LocalCopy(url).store.listing()
+    names = remote_copy.LocalCopy(url).store.listing()
     assert not [name for name in names if ".parts/" in name]
     assert [name for name in names if name.startswith("resume/")]
 
 
 def is_whole(url: str, folder: Path, steps: int) -> bool:
     with machine(folder):
-        root = remote_runs.read(url, remote_runs.everything)
+        root = remote_runs.read(url, remote_copy.everything)
     rows = [row["step"] for row in records.rows(root / "metrics.jsonl")]
     every_fourth = [*range(4, steps + 1, 4)]
     return (

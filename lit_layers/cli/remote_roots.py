@@ -27,19 +27,19 @@ def in_local_copies(command: str, argv: list[str], environment: Mapping[str, str
         yield argv
         return
     _refuse(command, argv, environment)
-    from lit_layers.files import remote_runs
+    from lit_layers.files import remote_copy, remote_runs
 
     line, copies, is_first = [*argv], [], not int(environment.get("LOCAL_RANK") or 0)
     with contextlib.ExitStack() as held:
         for number, option in places.items():
             url = argv[number].removeprefix("--root=")
             is_model = option == "" and command in _OF_CHECKPOINTS
-            wanted = remote_runs.everything if is_model else remote_runs.numbers
+            wanted = remote_copy.everything if is_model else remote_copy.numbers
             writes = command in ("fit", *MEASURING) and (option == "--root" or "--root" not in places.values())
             if not is_first:  # the first rank has it, and started this one
-                folder = remote_runs.LocalCopy(url).folder
+                folder = remote_copy.LocalCopy(url).folder
             elif writes and not _WRITES_NOTHING & {*argv}:
-                wanted = remote_runs.to_resume if command == "fit" else wanted
+                wanted = remote_copy.to_resume if command == "fit" else wanted
                 folder = held.enter_context(remote_runs.written(url, wanted))
             else:
                 folder = remote_runs.read(url, wanted)

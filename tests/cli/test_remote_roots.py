@@ -16,7 +16,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError, RunLostError
-from lit_layers.files import remote_runs, run_lock
+from lit_layers.files import remote_copy, remote_runs, run_lock
 from lit_layers.files.remote_store import Store
 from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
@@ -41,8 +41,9 @@ def machine(monkeypatch, tmp_path):
     def move(name: str) -> None:
         monkeypatch.setenv("LIT_LAYERS_REMOTE", str(tmp_path / name))
 
-    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05, "SETTLED": 0.05}.items():
+    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
         monkeypatch.setattr(remote_runs, name, seconds)
+    monkeypatch.setattr(remote_copy, "SETTLED", 0.05)
     move("machine")
     return move
 
@@ -80,7 +81,7 @@ def test_a_training_killed_and_gone_on_with_elsewhere_leaves_on_the_store_what_a
         assert code in (-signal.SIGKILL, 0)
     machine("last")
     assert run_forked(lambda: main([*fit, url])) == 0
-    assert left(remote_runs.read(url, remote_runs.everything)) == left(tmp_path / "run")
+    assert left(remote_runs.read(url, remote_copy.everything)) == left(tmp_path / "run")
 
     machine("of a reader")
     assert main(["analyze", url]) == 0
