@@ -69,6 +69,8 @@ class Store:
                 "file of credentials that the store's package reads"
             )
         self.url = f"{protocol}://{path}"
+        if {".", ".."} & set(path.split("/")):  # its local copy would be another folder
+            raise InputError(f"{self.url}: expected a bucket and a folder, without . and ..")
         if protocol in _NO_STORES:
             raise InputError(
                 f"{self.url}: {protocol} is no store that can be written: name a folder, or s3://bucket/run"
@@ -92,7 +94,10 @@ class Store:
         return str(named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "")
 
     def listing(self, folder: str = "") -> dict[str, Entry]:
-        """All objects of the folder, those of claims among them; or those of a folder in it."""
+        """All objects of the folder, those of claims among them; or those of a folder in it.
+
+        Left out are those that no file below a folder can be named by, such as `/etc/x` and `../x`: names are foreign.
+        """
         with _explained(self.url):
             try:
                 found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
@@ -104,9 +109,10 @@ class Store:
         entries = {}
         for path, facts in found.items():
             changed = [str(facts[each]) for each in _CHANGES if facts.get(each)]
-            if path.lstrip("/").startswith(base):
+            name = path.lstrip("/").removeprefix(base)
+            if path.lstrip("/").startswith(base) and _is_below(name):
                 signature = " ".join([str(facts.get("size")), *changed[:1]])
-                entries[path.lstrip("/")[len(base) :]] = Entry(int(facts.get("size") or 0), signature)
+                entries[name] = Entry(int(facts.get("size") or 0), signature)
         return entries
 
     def read(self, name: str) -> bytes:
@@ -149,7 +155,7 @@ class Store:
             return Claim(**{**json.loads(self.read(_name(max(numbers)))), "number": max(numbers)})
         except FileNotFoundError:  # a later one took its place between the two
             return self.newest_claim()
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return Claim(max(numbers), token="")
 
     def claim(self, number: int, token: str) -> Claim | None:
@@ -171,6 +177,10 @@ class Store:
         renewed = dataclasses.replace(claim, beat=claim.beat + 1, is_over=is_over)
         self.write(_name(claim.number), _content(renewed))
         return renewed
+
+
+def _is_below(name: str) -> bool:
+    return name.isprintable() and "\\" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def _name(number: int) -> str:

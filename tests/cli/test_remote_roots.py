@@ -1,5 +1,6 @@
 """Commands on a run that lies on a store: an S3 server on this machine."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -116,6 +117,7 @@ REFUSED = [
     (["report", "gs://x/y"], "its package is missing: pip install gcsfs"),
     (["report", "https://x/y"], "https is no store that can be written"),
     (["report", "s3://key:word@x/y"], "keys belong in the environment"),
+    (["report", "BUCKET/run/.."], "expected a bucket and a folder, without . and .."),
     (["watch", "BUCKET/run"], "watch needs a local folder"),
     (["report", "RUN", "--out", "BUCKET/page.html"], "out: expected a local path, got BUCKET/page.html"),
     (["analyze", "MODEL", "--config", "RECIPE"], "root: expected a local path, got s3://bucket/run"),
@@ -136,6 +138,19 @@ def test_what_cannot_be_is_said_in_a_sentence(words, sentence, bucket, tmp_path,
     assert sentence in said
     assert "word" not in said
     assert said.count("\n") == 1
+
+
+def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path):
+    store, outside = Store(f"{bucket}/hostile/run"), tmp_path / "outside"
+    names = [str(outside), "../outside", "values/../../outside", "values//outside", "a/./b", "values/a\\b", "a\x1bb"]
+    for name in ("run.json", "values/step-1/x.parquet", *names):
+        with contextlib.suppress(InputError):  # a server may refuse some
+            store.write(name, b"{}")
+    assert {*store.listing()} == {"run.json", "values/step-1/x.parquet"}
+    with remote_runs.written(store.url) as root:
+        assert {path.name for path in root.rglob("*") if path.is_file()} == {"run.json", "x.parquet"}
+    assert not outside.exists()
+    assert store._files.cat_file(f"{store.url}/{outside}") == b"{}"  # it was there
 
 
 def test_without_permission_nothing_is_begun(bucket, capsys, monkeypatch):
