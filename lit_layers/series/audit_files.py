@@ -248,7 +248,6 @@ CONFIG = "config.json"
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
 _OF_A_FILE = {"transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"}
-_LEVELS = 256
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
 
 
@@ -389,24 +388,14 @@ def precision(weights: Fingerprint) -> str:
     import torch
 
     stored = Counter(facts.dtype for facts in weights.tensors.values()).most_common(1)
-    matrices = [values for name, values in weights.samples.items() if is_matrix(weights.tensors[name])]
-    large = [values for values in matrices if len(values) >= 2 * _LEVELS]
-    if large and sum(map(_is_on_grid, large)) * 2 > len(large):
+    names = [name for name in weights.samples if is_matrix(weights.tensors[name])]
+    matrices = [weights.samples[name] for name in names]
+    if sum(weights.tensors[name].is_8_bit for name in names) * 2 > len(names):
         return "8 bits"
     for coarse in (torch.bfloat16, torch.float16) if matrices else ():
         if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
             return str(coarse).removeprefix("torch.")
     return stored[0][0] if stored else "nothing"
-
-
-def _is_on_grid(values: Any) -> bool:
-    """Whether values have at most 256 levels at one distance: whole numbers of 8 bits times a scale, of the tensor."""
-    levels = values.double().unique()
-    gaps = levels.diff()
-    if not 2 <= len(gaps) < _LEVELS or not levels.isfinite().all():
-        return False
-    steps = gaps / gaps.min()
-    return bool(steps.sum() < _LEVELS and ((steps - steps.round()).abs() < 0.01).all())
 
 
 def is_matrix(facts: Any) -> bool:

@@ -20,6 +20,13 @@ from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, out
 
 Level = Literal["auto", "listing", "files", "weights"]
 WEIGHTS, ORDER = "weights", "order"  # what was not checked of a checkpoint
+# What no check of a level sees of any checkpoint.
+UNSEEN: Mapping[Level, str] = {
+    "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
+    "files": "anything but files, configurations, tokenizers, and which tensors there are in which precision",
+    "weights": "weights scaled by one factor up to 2, averages of neighbouring steps, another training at the first "
+    "step, 8 bits stored in 16, small changes (noise, single values, biases and norms)",
+}
 _COPIES = ("identical weights", "equal to the final step")
 
 
@@ -28,7 +35,8 @@ class Audit:
     """The verdicts on one series. No finding but notes means clean.
 
     `level` is what was looked at, of every checkpoint at least: `listing` are names, sizes and hashes, `files` also
-    which tensors the weight files hold, `weights` their values. `unchecked` says of a checkpoint what was not.
+    which tensors the weight files hold, `weights` their values. `unchecked` says of a checkpoint what was not,
+    and `UNSEEN` what no audit of the level sees.
     """
 
     series: str
@@ -71,6 +79,7 @@ class Audit:
             "series": self.series,
             "checked": self.num_checked,
             "level": self.level,
+            "unseen": UNSEEN[self.level],
             "clean": self.is_clean,
             "suspect_steps": list(self.suspect_steps),
             "suspects": sorted(self.suspect_names),

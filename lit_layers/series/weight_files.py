@@ -83,13 +83,16 @@ def content_hash(path: Path, like: str = "sha256") -> str:
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
 FOLDER = ".audit"
-_VERSION = "1"
+_VERSION = "2"
 _VALUES = 2**20  # at a time
+_PIECES, _LONG = 8, 32  # rows and columns that are looked at for 8 bits, and values of each
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor in numbers: `norm` of its finite values, its two largest magnitudes, how many are not finite."""
+    """One tensor in numbers: `norm` of its finite values, its two largest magnitudes, how many are not finite, and
+    whether they have 8 bits or fewer.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -97,6 +100,7 @@ class TensorFacts:
     largest: float = 0.0
     second: float = 0.0
     num_broken: int = 0
+    is_8_bit: bool = False
 
     @property
     def count(self) -> int:
@@ -147,8 +151,31 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
         squares += float(piece.double().square().sum())
         top = torch.topk(piece.abs(), min(2, len(piece))).values.tolist()
         largest, second = sorted([largest, second, *top], reverse=True)[:2]
-    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), squares**0.5, largest, second, num_broken)
+    numbers = squares**0.5, largest, second, num_broken, _is_8_bit(tensor)
+    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), *numbers)
     return facts, flat[_places(len(flat))].float(), digest.digest()
+
+
+def _is_8_bit(tensor: "Tensor") -> bool:
+    """Whether a matrix is whole numbers of 8 bits times a scale: of its own, of each row, column or block of 32."""
+    if tensor.ndim < 2 or not tensor.numel():
+        return False
+    table = tensor.flatten(1)
+
+    def most(rows: "Tensor") -> bool:
+        pieces = rows[:: -(-len(rows) // _PIECES), :_LONG].float()
+        return sum(map(_is_on_grid, pieces)) * 2 > len(pieces)
+
+    return most(table) or most(table.T)
+
+
+def _is_on_grid(values: "Tensor") -> bool:
+    """Whether values have at most 256 levels, all of them multiples of the least distance apart."""
+    gaps = values.double().unique().diff()
+    if len(gaps) < 2 or not gaps.isfinite().all():
+        return False
+    steps = gaps / gaps.min()
+    return bool(steps.sum() < 256 and ((steps - steps.round()).abs() < 0.01).all())
 
 
 def _dtype(tensor: "Tensor") -> str:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lit_layers.cli.main import main
+from lit_layers.series.auditing import UNSEEN
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import make_series, make_step, served, template
 
@@ -37,13 +38,15 @@ def copied(run: Path, one: int, other: int) -> None:
 
 def test_a_clean_run_ends_in_zero(run, capsys):
     assert main(["audit", str(run)]) == 0
-    first, order = capsys.readouterr().out.splitlines()
+    first, unseen, order = capsys.readouterr().out.splitlines()
     assert first == "first: 5 checkpoints, clean (level: weights)"
+    assert unseen == f"not checked at this level: {UNSEEN['weights']}"
+    assert "scaled by one factor" in unseen
     assert order.startswith("not checked: order of step-")
     for level in ("listing", "files"):
         assert main(["audit", str(run), "--level", level]) == 0
         said = capsys.readouterr().out
-        assert f"clean (level: {level})" in said
+        assert f"clean (level: {level})\nnot checked at this level: {UNSEEN[level]}\n" in said
         assert "not checked: weights of step-000000000, step-000000001" in said
 
 
@@ -55,7 +58,7 @@ def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):
     assert "equal to the final step" in said
     assert "serve the weights of step 8" in said
     found = json.loads((tmp_path / "audit.json").read_text())
-    assert found["suspect_steps"] == [2]
+    assert (found["suspect_steps"], found["unseen"]) == ([2], UNSEEN["weights"])
     assert found["findings"][0]["steps"] == [2]
 
 

@@ -58,9 +58,14 @@ def rounded(state: State) -> State:
     return {name: tensor.bfloat16() for name, tensor in state.items()}
 
 
-def of_8_bits(state: State) -> State:
-    scales = {name: tensor.abs().max() / 127 for name, tensor in state.items()}
-    return {name: (tensor / scales[name]).round() * scales[name] for name, tensor in state.items()}
+def of_8_bits(state: State, dim: int | None = None) -> State:
+    """Whole numbers times a scale: of the tensor, or of each slice along `dim`."""
+    rounded = {}
+    for name, tensor in state.items():
+        largest = tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
+        scale = (largest / 127).clamp(min=1e-12)
+        rounded[name] = (tensor / scale).round() * scale
+    return rounded
 
 
 def with_value(state: State, value: float) -> None:
@@ -178,6 +183,8 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
         (60,),
     ),
     "rounded to 8 bits": (lambda root: changed(root, 60, of_8_bits), "other precision", (60,)),
+    "8 bits, a scale a row": (lambda root: changed(root, 60, lambda s: of_8_bits(s, -1)), "other precision", (60,)),
+    "8 bits, a scale a column": (lambda root: changed(root, 60, lambda s: of_8_bits(s, 0)), "other precision", (60,)),
     "one bit": (lambda root: flipped(root, 60, 30), "value out of range", (60,)),
     "removed folder": (lambda root: shutil.rmtree(at(root, 60, "")), "gap", (60,)),
     "symbolic link to itself": (looped, "gap", (60,)),
@@ -222,6 +229,26 @@ def test_what_was_not_looked_at_is_named(root):
     assert found_in(found) == set()
     said = {one.step: found.verdict(one) for one in steps}
     assert said == {step: "clean" if step in (40, 60, 80) else "clean; not checked: order" for step in EVEN}
+
+
+def mean_of_neighbours(root: Path) -> None:
+    before, after = load_file(at(root, 40)), load_file(at(root, 80))
+    changed(root, 60, lambda state: {name: (before[name] + after[name]) / 2 for name in state})
+
+
+UNSEEABLE: dict[str, Callable[[Path], object]] = {
+    "scaled by one factor up to 2": lambda root: changed(root, 60, lambda s: {k: 1.1 * v for k, v in s.items()}),
+    "averages of neighbouring steps": mean_of_neighbours,
+    "single values": lambda root: changed(root, 60, lambda s: with_value(s, 0.01)),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEABLE)
+def test_what_no_check_sees_is_said_to_be_unseen(root, name):
+    UNSEEABLE[name](root)
+    found = audit(StepFolders(root))
+    assert (found.level, found_in(found)) == ("weights", set())
+    assert name in found.to_dict()["unseen"]
 
 
 def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):

@@ -65,10 +65,13 @@ def audit(
 
 
 def show_audit(result: "Audit") -> None:
-    """Prints the verdict and a table of what was found."""
+    """Prints the verdict, what it does not cover, and a table of what was found."""
+    from lit_layers.series.auditing import UNSEEN
+
     noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
     verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
     print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
+    print(f"not checked at this level: {UNSEEN[result.level]}")
     unchecked: dict[str, list[str]] = {}
     for name, rest in result.unchecked.items():
         for what in rest:
