@@ -104,6 +104,8 @@ class Recipe:
         self.takes_classes = any("analyses" in inspect.signature(part).parameters for part in _parts(verb))
         self.argv = trust_code(argv) if self.takes_classes else argv
         self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
+        if self.argv[:1] in (["-h"], ["--help"]) and self.argv[1:] in [[name] for name in self.parser.classes]:
+            self.parser.told, self.argv = self.argv[1], self.argv[:1]
 
     @functools.cached_property
     def options(self) -> Namespace:
@@ -298,7 +300,8 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
             _add_options_of(parser, name, allowed, default, get_args(parameter.annotation)[2])
             continue
         if inspect.isclass(kind) and not issubclass(kind, _PLAIN):
-            parser.add_subclass_arguments(kind, name, fail_untyped=False, required=is_required)
+            shown: dict[str, Any] = {"as_group": False, "help": words[name], "metavar": "CLASS"}
+            parser.add_subclass_arguments(kind, name, fail_untyped=False, required=is_required, **shown)
             continue
         options: dict[str, Any] = {"type": kind, "help": " ".join((words[name] or "").split())}
         if not is_required:
@@ -327,6 +330,9 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
 
 def _add_options_of(parser: RecipeParser, name: str, kind: type, defaults: Any, ranges: Mapping[str, Range]) -> None:
     """Adds the options of a class, as `--name.option`: `Annotated[Mapping, Class, ranges] = defaults`."""
+    parser.classes += (name,)
+    words = f"--help {name}: the options of {kind.__name__}, --{name}.OPTION."
+    parser.epilog = " ".join(filter(None, [words, parser.epilog]))
     parser.add_class_arguments(kind, name, instantiate=False, fail_untyped=False, sub_configs=True)
     parser.set_defaults({f"{name}.{option}": value for option, value in defaults.items()})
     action: Any

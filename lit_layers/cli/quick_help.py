@@ -38,8 +38,8 @@ def answer(verb: str, argv: list[str]) -> str | None:
     """
     if verb not in _OUTLINED or (record := recorded(verb)) is None:
         return None
-    if argv in (["-h"], ["--help"]):
-        return replayed(record)
+    if argv[:1] in (["-h"], ["--help"]) and (layout := record["layouts"].get(" ".join(argv[1:]))) is not None:
+        return replayed(record["prog"], layout)
     words = [word.partition("=")[0] for word in argv]
     if any(word == "-h" or word.endswith("help") for word in words):  # of a class, or beside other options
         return None
@@ -87,10 +87,10 @@ class _Formatter(argparse.HelpFormatter):
         return action.invocation
 
 
-def replayed(record: dict[str, Any]) -> str:
+def replayed(prog: str, layout: Sequence[Any]) -> str:
     """The help as argparse lays it out for this terminal."""
-    formatter = _Formatter(record["prog"])
-    for method, *arguments in record["layout"]:
+    formatter = _Formatter(prog)
+    for method, *arguments in layout:
         getattr(formatter, method)(*map(_rows, arguments))
     return formatter.format_help()
 

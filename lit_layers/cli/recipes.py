@@ -109,7 +109,28 @@ class RecipeParser(ArgumentParser):
 
     A recipe names classes, and each is made only where it is a kind of the class that the field asks for: nothing in a
     field that takes any value, and no function but of the user's own code.
+
+    The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone: they are hundreds
+    of lines. `classes` are these options' names, `told` the one whose help is asked for.
     """
+
+    classes: tuple[str, ...] = ()
+    told: str = ""
+
+    def format_help(self) -> str:
+        aside = [action for action in self._actions if (self._class_of(action) or "") != self.told]
+        words = [action.help for action in aside]
+        for action in aside:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in zip(aside, words, strict=True):
+                action.help = text
+
+    def _class_of(self, action: Any) -> str | None:
+        option = next(iter(action.option_strings), "").removeprefix("--").partition(".")[0]
+        return option if option in self.classes else None
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog, ex) from ex

@@ -1,5 +1,6 @@
 """The help that is replayed is the parsers' own, and no more is said than what is installed holds."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,23 @@ def test_help_and_an_unknown_option_import_nothing_heavy():
     )
     assert done.stdout.count("usage: lit-layers fit") == 2
     assert done.stdout.count("--analyses, --analyses+ [ITEM,...]") == 2
+
+
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_trainers_options_are_told_by_their_own_help_alone(recorded, monkeypatch, capsys):
+    if not recorded:
+        monkeypatch.setattr(quick_help, "recorded", lambda verb: None)
+    helps = []
+    for words in (["--help"], ["--help", "trainer"]):
+        with contextlib.suppress(SystemExit):  # of the parser itself
+            assert main(["fit", *words]) == 0
+        helps.append(capsys.readouterr().out)
+    own, trainers = helps
+    assert "--root ROOT" in own
+    assert "--trainer.max_steps" not in own
+    assert "--help trainer: the options of Trainer, --trainer.OPTION" in own
+    assert "--trainer.max_steps MAX_STEPS" in trainers
+    assert "--root" not in trainers
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ With `--check` it says where the record is behind. In its own process: a parser 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -27,15 +28,18 @@ def live(verb: str) -> str:
     return shown.getvalue()
 
 
-def record(verb: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The calls by which a verb's parser lays out its help with the names of its options, and its help by width."""
-    content: dict[str, Any] = {"made_from": quick_help.made_from(verb), "layout": []}
-    shown_at: dict[str, str] = {}
+def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
+    """The calls by which a verb's parser lays out its help with the names of its options, and its help by width.
+
+    Of all its options but those of classes (""), and of those of each class.
+    """
+    content: dict[str, Any] = {"made_from": quick_help.made_from(verb), "layouts": {}}
+    shown_at: dict[tuple[str, str], str] = {}
 
     def listening(parser: Any) -> str:
-        for width in WIDTHS:  # of one parser, which takes seconds to make
-            os.environ["COLUMNS"] = width
-            shown_at[width] = format_help(parser)
+        for told, width in itertools.product(("", *parser.classes), WIDTHS):
+            parser.told, os.environ["COLUMNS"] = told, width  # of one parser, which takes seconds to make
+            shown_at[told, width] = format_help(parser)
         content["prog"] = parser.prog
         content["options"] = [option for option in parser._option_string_actions if option.startswith("--")]
         content["keys"] = list(parser.get_defaults(skip_validation=True).keys(branches=True))
@@ -44,19 +48,19 @@ def record(verb: str) -> tuple[dict[str, Any], dict[str, str]]:
             def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
                 super().add_usage(usage, actions, groups, prefix)
                 shown = [each for each in filter_non_parsing_actions(actions) if each.help != argparse.SUPPRESS]
-                content["layout"].append(["add_usage", usage, [self.usage(each) for each in shown], []])
+                content["layouts"][parser.told].append(["add_usage", usage, [self.usage(each) for each in shown], []])
 
             def start_section(self, heading: Any) -> None:
                 super().start_section(heading)
-                content["layout"].append(["start_section", heading])
+                content["layouts"][parser.told].append(["start_section", heading])
 
             def end_section(self) -> None:
                 super().end_section()
-                content["layout"].append(["end_section"])
+                content["layouts"][parser.told].append(["end_section"])
 
             def add_text(self, text: Any) -> None:
                 super().add_text(text)
-                content["layout"].append(["add_text", text])
+                content["layouts"][parser.told].append(["add_text", text])
 
             def add_arguments(self, actions: Any) -> None:
                 super().add_arguments(actions)
@@ -65,7 +69,7 @@ def record(verb: str) -> tuple[dict[str, Any], dict[str, str]]:
                     {"invocation": self._format_action_invocation(each), "help": self._expand_help(each)}
                     for each in shown
                 ]
-                content["layout"].append(["add_arguments", rows])
+                content["layouts"][parser.told].append(["add_arguments", rows])
 
             def usage(self, action: Any) -> dict[str, Any]:
                 kind = "optional" if action.option_strings else "positional"
@@ -74,8 +78,10 @@ def record(verb: str) -> tuple[dict[str, Any], dict[str, str]]:
                 return {"option_strings": action.option_strings[:1], "required": action.required, **value}
 
         parser._get_formatter = lambda: Listening(prog=parser.prog)
-        format_help(parser)
-        return shown_at[WIDTHS[0]]
+        for told in ("", *parser.classes):
+            parser.told, content["layouts"][told] = told, []
+            format_help(parser)
+        return shown_at["", WIDTHS[0]]
 
     format_help, RecipeParser.format_help = RecipeParser.format_help, listening  # pyright: ignore
     try:
@@ -92,10 +98,10 @@ def check() -> str:
         new, shown_at = record(verb)
         if new != records[verb]:
             return f"{verb}: {', '.join(name for name in new if new[name] != records[verb].get(name))} changed"
-        for width, shown in shown_at.items():
+        for (told, width), shown in shown_at.items():
             os.environ["COLUMNS"] = width
-            if shown != quick_help.answer(verb, ["--help"]):
-                return f"{verb}: laid out otherwise at {width} columns"
+            if shown != quick_help.answer(verb, ["--help", *told.split()]):
+                return f"{verb} {told}: laid out otherwise at {width} columns"
     return ""
 
 

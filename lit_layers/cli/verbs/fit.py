@@ -220,6 +220,8 @@ def fit(
 
     Args:
         seed_everything: of all random numbers
+        model: the module that is trained, by class_path and init_args; --model.help CLASS tells those of a class
+        data: what it is trained on, by class_path and init_args; --data.help CLASS tells those of a class
     """
     _refuse_harm(options, trainer)
     quieten()
