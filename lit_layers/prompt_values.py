@@ -145,7 +145,7 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.fl
     from safetensors.numpy import load
 
     path = path_of(root, measurement, STATES)
-    if not path.is_file():
+    if not os.path.isfile(path):  # also in a folder nobody may read
         return {}
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -157,7 +157,7 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.fl
         record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
     }
     found = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
-    if any(states.ndim != 2 or states.dtype != np.float32 for states in found.values()):
+    if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in found.values()):
         return f"{path.name} holds no states of prompts"
     return found
 

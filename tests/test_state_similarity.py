@@ -145,6 +145,9 @@ def test_a_prompt_without_states_is_left_out_and_a_broken_step_is_a_gap(tmp_path
     [
         ("torn", "is damaged"),
         ("other weights", "are not what was measured"),
+        ("other weights, a prompt less", "are not what was measured"),
+        ("turned", "are not what was measured"),
+        ("a terabyte of nothing", "holds no states of prompts"),
         ("other shape", "holds no states of prompts"),
         ("other layers", "can be read"),
         ("huge header", "is damaged"),
@@ -161,6 +164,13 @@ def test_files_of_somebody_else_are_told_and_left_out(tmp_path, caplog, content,
         path.write_bytes(whole[: len(whole) // 2])
     elif content == "other weights":
         save_file({f"layer-{layer}": drawn for layer in kept_of(root).layers}, path)
+    elif content == "other weights, a prompt less":
+        drawn[3] = np.nan
+        save_file({f"layer-{layer}": drawn for layer in kept_of(root).layers}, path)
+    elif content == "turned":
+        save_file({f"layer-{layer}": drawn.T.copy() for layer in kept_of(root).layers}, path)
+    elif content == "a terabyte of nothing":
+        save_file({"layer-1": np.zeros((2**40, 0), dtype=np.float32)}, path)
     elif content == "other shape":
         save_file({"layer-1": np.zeros(3, dtype=np.float32)}, path)
     elif content == "other layers":

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
     ]
     kept, unread = [], list[str]()
     for analysis, of_analysis in grouped(with_states, lambda m: m.analysis).items():
-        there = [m for m in of_analysis if prompt_values.path_of(root, m, prompt_values.STATES).is_file()]
+        there = [m for m in of_analysis if os.path.isfile(prompt_values.path_of(root, m, prompt_values.STATES))]
         by_step: dict[int, Mapping[int, Array]] = {}
         for m in spread(sorted(there, key=lambda m: m.step or 0), MOST_STEPS):
             states = prompt_values.read_states(root, m)
@@ -161,7 +162,7 @@ def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int,
 
 
 def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
-    """Why the states by layer are not those that were measured: they have another dimension."""
+    """Why the states by layer are not those that were measured: they are of other prompts, or have another dimension."""
     import torch  # which pages without states do without
 
     from lit_layers.analyses.statistics import complete  # with torch
@@ -173,11 +174,10 @@ def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
     if len({each.shape for each in tensors.values()}) > 1:
         return f"those of {measurement.analysis} at step {measurement.step} are not of the same prompts at all layers"
     _, kept = complete(torch.stack([each.isfinite().all(-1) for each in tensors.values()]))
-    measured = [record for record in measurement.records if record.metric == prompt_values.DIMENSION]
-    for record in measured:
-        if record.layer in tensors and record.n == kept.sum():
+    for record in measurement.records:
+        if record.metric == prompt_values.DIMENSION and record.layer in tensors:
             rows = tensors[record.layer][kept].double()
-            found = participation_ratio(rows, center=True, undefined="nan").item()
+            found = participation_ratio(rows, center=True, undefined="nan").item() if len(rows) == record.n else np.nan
             if not abs(found - record.value) <= _SAME * record.value:
                 return f"those of {measurement.analysis} at step {measurement.step} are not what was measured"
     return ""
