@@ -162,7 +162,7 @@ def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int,
 
 
 def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
-    """Why the states by layer are not those that were measured: they are of other prompts, or have another dimension."""
+    """Why the states by layer are not those that were measured: of other prompts, or of another dimension."""
     import torch  # which pages without states do without
 
     from lit_layers.analyses.statistics import complete  # with torch
