@@ -96,7 +96,7 @@ def test_a_folder_of_a_model_without_a_row_is_measured_streamed_or_whole_with_th
     assert_same_numbers(*found)
     streamed, whole = (measurements[0].provenance for measurements in found)
     assert streamed["origin"] == whole["origin"] == "structure"
-    assert streamed["proof"] == whole["proof"]
+    assert streamed["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # two proofs: rounding errors are in it
     numbers = lit_layers.layers(without_row, ["prompt_entropy"], texts=["one two three four"] * 3)
     assert numbers.frame["value"].notna().all()
 
