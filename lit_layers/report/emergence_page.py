@@ -19,6 +19,7 @@ from lit_layers.clock.model_forecasts import sentences as forecast_sentences
 from lit_layers.clock.state_maps import run_maps, step_maps
 from lit_layers.clock.state_maps import sentences as state_sentences
 from lit_layers.clock.state_similarity import CKA, kept_states, similarity_of_steps
+from lit_layers.clock.state_similarity import COLUMNS as SIMILARITY_COLUMNS
 from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import (
     COLUMNS,
@@ -87,7 +88,7 @@ def write_emergence(
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
     predicted = prediction_table(blocks, pooled=seeds)
     leads = pd.DataFrame({"run": []}) if leads is None else leads
-    states = pd.DataFrame() if states is None else states
+    states = pd.DataFrame(columns=[*SIMILARITY_COLUMNS]) if states is None else states
     files = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
     both = {"layer_order": layer_order_table(clock), "layers": layer_table(layers), "blocks": predicted}
     both |= {"lead_lag": leads, "states": states, **({} if forecasts is None else {"forecast": forecasts.table})}

@@ -22,7 +22,8 @@ from tests.support.undrawn import leave_undrawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# By test_published_series, test_published_papers, test_following; a correlation over a grid by tests/test_correlate.py.
+# By test_published_series, test_published_papers, test_following; a correlation over a grid by tests/test_correlate.py;
+# on a store by test_remote_roots.
 ELSEWHERE = ("analyze", "watch", "audit", "reproduce", "correlate", "report checkpoints/llm_suite")
 RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3")} | {
     f"{folder}/shuffle_tokens={on},seed={seed}": {"data": {"shuffle_tokens": on}}
@@ -42,7 +43,7 @@ def commands() -> Iterator[str]:
 
 
 COMMANDS = list(dict.fromkeys(commands()))
-HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
+HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE) and "s3://" not in command]
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,9 @@ from lit_layers.models.workload import Work, bytes_of_model, flop, trained
 from lit_layers.schedule import PYTHIA, Schedule
 from lit_layers.sweep import read_grid
 from lit_layers.tasks.catalogue import find
-from lit_layers.training import LitImageData, sequence_tasks
+from lit_layers.training import LitImageData
 from lit_layers.training.callbacks import plan_run
+from lit_layers.training.tuning import sequence_tasks
 from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, TaskFinetuning, TaskFinetuningRecipe
 from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores
 
