@@ -70,7 +70,11 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
 
 
 def similar_states(roots: Sequence[Path], *, settings: Settings = (), allow_suspect: bool = False) -> pd.DataFrame:
-    """Returns the tables of `similarity_of_steps` of each run's folder, and of `similarity_of_runs` of all, as one."""
+    """Returns the tables of `similarity_of_steps` of each run's folder, and of `similarity_of_runs` of all, as one.
+
+    A folder without files of states is not read.
+    """
+    roots = [root for root in roots if any((root / prompt_values.FOLDER).glob(f"*/*{prompt_values.STATES}"))]
     runs = [run_data.read_run(root, settings=settings) for root in roots]
     several = [
         kept
