@@ -327,6 +327,20 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     assert "not measured" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("code", "verbs"), [(3, ["fit", "report"]), (143, ["fit"])])
+def test_a_run_that_diverges_ends_nothing_and_a_signal_all(code, verbs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart = Path(__file__).parents[1] / "recipes" / "quickstart" / "gpt2.yaml"
+    steps = [{"fit": {"root": "<root>/run", "config": [str(quickstart)]}}, {"report": {"runs": ["<root>/run"]}}]
+    Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": steps}))
+    ran = []
+    codes = {"fit": code, "report": 0}
+    monkeypatch.setattr("lit_layers.cli.verbs.reproduce.run_verb", lambda verb, _: ran.append(verb) or codes[verb])
+    assert main(["reproduce", "r.yaml", "--root", "out"]) == code
+    assert ran == verbs
+    assert Path("out/comparison.md").exists() == (code == 3)
+
+
 def test_an_engine_is_asked_by_the_commands_that_measure(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     steps = [{"analyze": {"model": "folder", "root": "<root>"}}, {"correlate": {"models": ["<root>"]}}]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.main import FAILED, REFUSED, run_verb
+from lit_layers.cli.main import run_verb
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError, refused
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_layers.papers import PaperRecipe, Step
 
 STEPS = "steps"  # folder of the options of each step
+_STOPPED = 128  # exit codes above: Ctrl-C, SIGTERM
 
 
 def reproduce(
@@ -27,7 +28,7 @@ def reproduce(
     compare: bool = False,
 ) -> int:
     """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run again it
-    continues. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
+    continues. Exit code: 0, 1 if something failed, 2 wrong input, 3 where a run diverged, 130 after Ctrl-C.
 
     Args:
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
@@ -58,7 +59,7 @@ def reproduce(
     commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
     options = [_options(number, argv) for number, argv in enumerate(commands, start=1)]
     code = 0 if compare else _run(zip(commands, options, strict=True), plan=plan, engine=engine)
-    if not plan and code in (0, FAILED, REFUSED):
+    if not plan and code < _STOPPED:
         _compare(recipe, root, reduced=reduced)
     return code
 
@@ -85,7 +86,9 @@ def _options(number: int, argv: list[str]) -> Container[str]:
 
 
 def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, engine: str) -> int:
-    """Runs all steps; one that failed, or whose model cannot be had, ends nothing: the others have numbers, too."""
+    """Runs all steps; one that failed or diverged, or whose model cannot be had, ends nothing: the others have numbers,
+    too.
+    """
     commands, whole = [*commands], 0
     for number, (argv, options) in enumerate(commands, start=1):
         if plan and "plan" not in options:
@@ -94,7 +97,7 @@ def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, en
         argv += ["--engine", engine] if engine != "process" and "engine" in options else []
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:])
-        if code not in (0, FAILED, REFUSED):
+        if code > _STOPPED:
             return code
         if code:
             print(f"step {number} ended with exit code {code}; the next one begins", file=sys.stderr)
