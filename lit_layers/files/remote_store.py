@@ -21,6 +21,7 @@ from lit_layers.errors import InputError
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)", re.DOTALL)  # one slash: what `Path` leaves of two
 _NO_STORES = ("file", "local", "http", "https")
 _CHANGES = ("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created")
+TRIES = 3  # of a claim that is gone when it is read
 _CLAIM = re.compile(r"\.writer/(\d{6})\.json")
 
 
@@ -147,16 +148,19 @@ class Store:
             self._files.rm_file(f"{self._base}/{name}")
 
     def newest_claim(self) -> Claim | None:
-        """The claim of the highest number."""
-        numbers = [int(match[1]) for name in self.listing(".writer") if (match := _CLAIM.fullmatch(name))]
-        if not numbers:
-            return None
-        try:
-            return Claim(**{**json.loads(self.read(_name(max(numbers)))), "number": max(numbers)})
-        except FileNotFoundError:  # a later one took its place between the two
-            return self.newest_claim()
-        except (ValueError, TypeError, RecursionError):
-            return Claim(max(numbers), token="")
+        """The claim of the highest number. What it says is foreign: of who holds it what a terminal can print."""
+        for _ in range(TRIES):
+            numbers = [int(match[1]) for name in self.listing(".writer") if (match := _CLAIM.fullmatch(name))]
+            if not numbers:
+                return None
+            try:
+                claim = Claim(**{**json.loads(self.read(_name(max(numbers)))), "number": max(numbers)})
+            except FileNotFoundError:  # a later one took its place between the two
+                continue
+            except (ValueError, TypeError, RecursionError):
+                return Claim(max(numbers), token="")
+            return dataclasses.replace(claim, holder="".join(filter(str.isprintable, str(claim.holder)))[:300])
+        raise InputError(f"{self.url}: its claims in .writer are listed and cannot be read: is reading allowed?")
 
     def claim(self, number: int, token: str) -> Claim | None:
         """Takes a number; None where another was faster. Lower ones are removed."""

@@ -18,7 +18,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import remote_copy, remote_runs, run_lock
-from lit_layers.files.remote_store import Store
+from lit_layers.files.remote_store import Claim, Store
 from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
@@ -151,6 +151,21 @@ def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path)
         assert {path.name for path in root.rglob("*") if path.is_file()} == {"run.json", "x.parquet"}
     assert not outside.exists()
     assert store._files.cat_file(f"{store.url}/{outside}") == b"{}"  # it was there
+
+
+def test_claims_are_foreign(bucket, monkeypatch):
+    store = Store(f"{bucket}/claims/run")
+    store.write(".writer/000007.json", json.dumps({"number": 1, "token": "x", "holder": "a\x1b[31mb\n"}).encode())
+    assert store.newest_claim() == Claim(7, "x", holder="a[31mb")
+    store.write(".writer/000008.json", b"[" * 100_000)
+    assert store.newest_claim() == Claim(8, "")
+
+    def refuse(name: str) -> bytes:
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(store, "read", refuse)
+    with pytest.raises(InputError, match="listed and cannot be read"):
+        store.newest_claim()
 
 
 def test_without_permission_nothing_is_begun(bucket, capsys, monkeypatch):
