@@ -102,7 +102,7 @@ def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUS
 
 
 def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
-    """Returns the table of every two runs at equal steps, at each layer, as `similarity_of_steps`.
+    """Returns the table of every two runs at equal steps of those kept, at each layer, as `similarity_of_steps`.
 
     Of runs that were measured with the same settings on the same prompts, and are as wide; without `subspace_overlap`,
     as the features of two seeds have no order in common.
