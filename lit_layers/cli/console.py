@@ -1,16 +1,49 @@
-"""What a command shows: tables, and on standard error how far a measurement has come."""
+"""What a command shows: tables, and on standard error how far a measurement has come, unless -q or -v changes it."""
 
+import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
+_verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
+
+
+def without_verbosity(words: Sequence[str]) -> list[str]:
+    """A command line without its -q or -v, which hold from here on, for this command.
+
+    Raises:
+        InputError: both are there.
+    """
+    global _verbosity
+    end = words.index("--") if "--" in words else len(words)
+    is_quiet, is_verbose = (any(word in words[:end] for word in names) for names in (QUIET, VERBOSE))
+    if is_quiet and is_verbose:
+        raise InputError("-q and -v: one of them, expected either quiet or verbose")
+    _verbosity = int(is_verbose) - int(is_quiet)
+    package = logging.getLogger("lit_layers")
+    package.setLevel(logging.DEBUG if is_verbose else logging.NOTSET)
+    if is_verbose and not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        package.addHandler(handler)
+    return [word for word in words[:end] if word not in QUIET + VERBOSE] + list(words[end:])
+
+
+def verbosity() -> int:
+    """-1: results, warnings and refusals alone. 0: also bars, or lines now and then. 1: lines of all that is done, and
+    tracebacks of what failed.
+    """
+    return _verbosity
 
 
 def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
@@ -58,6 +91,7 @@ def bar(
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times, console = (TimeElapsedColumn(), TimeRemainingColumn()), console or Console(stderr=True)
+    hidden = hidden or verbosity() != 0  # a bar would be written over by lines
     # Drawn after each block and not by a thread of its own.
     options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
     with _no_ctrl_c_lost() as raise_it, Progress(*columns, *times, **options) as drawn:

@@ -4,6 +4,7 @@ import difflib
 import errno
 import gc
 import importlib
+import logging
 import os
 import sys
 from types import ModuleType
@@ -33,6 +34,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; docs/training.md has them all."""
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
+    from lit_layers.cli.console import without_verbosity
+    from lit_layers.errors import InputError
+
+    try:
+        argv = without_verbosity(argv)
+    except InputError as error:
+        return _refuse(str(error))
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0
@@ -106,6 +114,7 @@ def run_verb(command: str, rest: list[str]) -> int:
         with in_local_copies(command, rest, os.environ) as rest:
             return _called(command, rest)
     except InputError as error:
+        logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         code = _refuse(str(error), command)
         return FAILED if isinstance(error, RunLostError) else code
     except OSError as error:
@@ -148,7 +157,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "lit-layers COMMAND --help tells a command's options.",
+            "lit-layers COMMAND --help tells a command's options; all have -q (quiet) and -v (verbose).",
             "fit, analyze and sweep: --code PACKAGE lets a recipe name the classes of your own package or folder.",
         ]
     )

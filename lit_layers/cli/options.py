@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from argparse import Action
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
@@ -200,7 +202,16 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
     parser.add_argument(
         "-c", "--config", action="config", help="a YAML recipe with values for these options; repeatable"
     )
+    heeded: Any = {"action": _Heeded, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS}
+    parser.add_argument(*QUIET, help="results, warnings and refusals alone", **heeded)
+    parser.add_argument(*VERBOSE, help="a line for all that is done, and tracebacks of what failed", **heeded)
     return parser
+
+
+class _Heeded(Action):
+    """An option for the help alone: the command heeded it before its verb reads the others."""
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

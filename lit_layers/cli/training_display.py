@@ -11,7 +11,7 @@ import pandas as pd
 from rich.console import Console
 
 from lit_layers import records
-from lit_layers.cli.console import Show, bar, show_table
+from lit_layers.cli.console import Show, bar, show_table, verbosity
 from lit_layers.identity import latest
 from lit_layers.plots import change_table
 from lit_layers.records import Measurement
@@ -19,6 +19,7 @@ from lit_layers.schema import run_facts
 from lit_layers.training.checkpoints import Origin
 from lit_layers.training.resuming import ResumePoint
 from lit_layers.training.run_log import RunLog
+from lit_layers.training.time_left import LONG, TimeLeft
 
 SHOWN = 28  # rows of the table of changes; the page has all of them
 REDRAWN, LINE = 0.1, 20.0  # seconds between two drawings of the bar, and between two lines where there is no terminal
@@ -38,23 +39,30 @@ class StepProgress(L.Callback):
         self._show: Show | None = None
         self._last_shown = 0.0
         self._now = ""
+        self._time = TimeLeft()
+        self._told_step: int | None = None
 
     def measuring(self, step: int, analysis: str) -> None:
-        self._now = f"measuring {analysis} at step {step}"
+        self._time.measuring(step, analysis)
+        self._now = ", ".join(filter(None, [f"measuring {analysis} at step {step}", self._time.words()]))
+        if self._show is None and (self._time.expected or 0.0) >= LONG and step != self._told_step:
+            self._told_step = step
+            self.console.print(self._now, highlight=False, markup=False)
         if self._show is not None:
             self._show(step, None, self._status())
 
     def measured(self, measurement: Measurement) -> None:
+        self._time.measured(measurement)
         self._now = ""
         words: Any = {"highlight": False, "markup": False}  # an error's own brackets are text
         step, analysis = measurement.step, measurement.analysis
         if measurement.error is not None:
             self.console.print(f"{analysis} failed at step {step}: {measurement.error}", style="red", **words)
-        elif not self.console.is_terminal:
+        elif self._show is None:
             self.console.print(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s", **words)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero and self.console.is_terminal:
+        if trainer.is_global_zero and self.console.is_terminal and verbosity() == 0:
             self._show = self._bar.enter_context(bar("", console=self.console, transient=True))
             self._show(0, trainer.max_steps if trainer.max_steps > 0 else None, "")
 

@@ -104,6 +104,8 @@ def measure_missing(
     """
     due = [a for a in analyses if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]
     for measurement in way(model, due, starting, run=run, step=step, weights_hash=weights_hash, **facts):
+        about = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
+        logger.info("%s at step %s: %s", measurement.analysis, step, measurement.error or about)
         yield store.add(measurement)
 
 

@@ -33,6 +33,7 @@ from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import is_sharded
+from lit_layers.training.time_left import TimeLines
 
 logger = logging.getLogger(__name__)
 Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
@@ -88,7 +89,8 @@ class StepMeasurer:
             analysis.adopt_batches_()
         self.root = Path(root)
         self.analyses, self.run = list(analyses), run or self.root.name
-        self.watchers, self.kept_mb, self.values_mb = list(watchers), kept_mb, values_mb
+        self.watchers: list[Watcher] = [TimeLines(), *watchers]
+        self.kept_mb, self.values_mb = kept_mb, values_mb
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name

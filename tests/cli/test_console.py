@@ -13,6 +13,7 @@ from rich.console import Console
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.training_display import StepProgress
 from lit_layers.records import Measurement
+from lit_layers.training import time_left
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -104,3 +105,60 @@ def test_a_training_shows_a_bar_in_a_terminal_and_lines_elsewhere(terminal):
     assert ("trajectory measured in 1.0 s" in shown) != terminal
     assert shown.count("step 3/7 loss") == (0 if terminal else 1)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def a_measurement(step: int) -> Measurement:
+    facts: Any = {"run": "run", "tokens": None, "analysis": "lens", "records": [], "provenance": {}}
+    return Measurement(step=step, seconds=1.0, **facts)
+
+
+def test_long_measuring_says_how_long_it_still_takes_by_the_checkpoint_before(monkeypatch):
+    """Of 40 s: 30 after the first ten. The first checkpoint has none before it, and the line comes all the same."""
+    now, said = [100.0], []
+    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time_left, "rank_zero_info", said.append)
+    lines = time_left.TimeLines()
+    for step in (0, 1):
+        for analysis in ("coupling", "lens", "probe", "lens"):
+            lines.measuring(step, analysis)
+            now[0] += 10.0
+        lines.measured(a_measurement(step))
+        now[0] += 1000.0  # of training, which is no measuring
+    assert said == [
+        "measuring lens at step 0",
+        "measuring probe at step 0",
+        "measuring lens at step 0",
+        "measuring coupling at step 1, about 40 s left",
+        "measuring lens at step 1, about 30 s left",
+        "measuring probe at step 1, about 20 s left",
+        "measuring lens at step 1, about 10 s left",
+    ]
+
+
+def test_measuring_of_seconds_is_no_news(monkeypatch):
+    now, said = [100.0], []
+    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time_left, "rank_zero_info", said.append)
+    lines = time_left.TimeLines()
+    for step in range(20):
+        lines.measuring(step, "lens")
+        now[0] += 3.0
+        lines.measured(a_measurement(step))
+    assert said == []
+
+
+def test_without_a_terminal_a_training_says_how_long_a_checkpoint_takes(monkeypatch):
+    now, console = [100.0], Console(file=io.StringIO(), force_terminal=False, width=200, color_system=None)
+    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
+    log: Any = SimpleNamespace(shown={})
+    progress = StepProgress(log, console=console)
+    for step in (0, 1):
+        progress.measuring(step, "lens")
+        now[0] += 40.0
+        progress.measured(a_measurement(step))
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert shown.splitlines() == [
+        "step 0: lens measured in 1.0 s",
+        "measuring lens at step 1, about 40 s left",
+        "step 1: lens measured in 1.0 s",
+    ]

@@ -1,10 +1,13 @@
+import contextlib
 import errno
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lit_layers.cli.console import verbosity, without_verbosity
 from lit_layers.cli.main import COMMANDS, main
 
 
@@ -47,3 +50,45 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
     monkeypatch.setattr("lit_layers.cli.main._FULL", ())
     with pytest.raises(OSError, match="No space left"):
         main(["audit", str(tmp_path)])
+
+
+@pytest.fixture
+def logs_as_before():
+    yield
+    without_verbosity([])
+    logging.getLogger("lit_layers").handlers.clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "level"),
+    [
+        (["-q", "audit", "x"], ["audit", "x"], -1),
+        (["audit", "x", "--verbose"], ["audit", "x"], 1),
+        (["audit", "--", "-q"], ["audit", "--", "-q"], 0),
+    ],
+)
+def test_quiet_and_verbose_are_taken_wherever_they_stand_before_a_double_dash(words, left, level, logs_as_before):
+    assert without_verbosity(words) == left
+    assert verbosity() == level
+
+
+def test_quiet_and_verbose_together_are_refused(logs_as_before, capsys):
+    assert main(["audit", "-q", "x", "--verbose"]) == 2
+    assert capsys.readouterr().err == "lit-layers: error: -q and -v: one of them, expected either quiet or verbose\n"
+
+
+@pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
+def test_verbose_tells_where_a_refusal_comes_from_and_quiet_does_not(option, is_traced, tmp_path):
+    command = [sys.executable, "-P", "-m", "lit_layers.cli.main", "audit", str(tmp_path / "none"), option]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ("Traceback" in ended.stderr) == is_traced
+    assert ended.stderr.splitlines()[-1].startswith("lit-layers audit: error: ")
+
+
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+def test_the_help_of_every_command_has_them(verb, capsys):
+    with contextlib.suppress(SystemExit):
+        main([verb, "--help"])
+    help = capsys.readouterr().out
+    assert {"-q, --quiet", "-v, --verbose"} <= {line.strip().partition("  ")[0] for line in help.splitlines()}

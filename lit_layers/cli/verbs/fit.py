@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
-from lit_layers.cli.console import show_table
+from lit_layers.cli.console import show_table, verbosity
 from lit_layers.cli.main import INTERRUPTED
 from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.stopping import TERMINATED, finish_first
@@ -129,7 +129,7 @@ class Run:
         if is_first_rank():
             part: Any = "training" if options.measure == "async" else "all"
             held.enter_context(run_lock.writing(self.root, part=part))
-        self.console = Console()
+        self.console = Console(quiet=verbosity() < 0)
         self.resume_from = self.resume_point(hashed=is_first_rank())
         goes_on = options.resume is not None and is_a_run(self.root) and self._is_inside()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from lit_layers.cli.console import verbosity
+
 
 def prepare(
     *,
@@ -41,7 +43,7 @@ def prepare(
         validation=validation,
         max_documents=max_documents,
         workers=workers,
-        progress=True,
+        progress=verbosity() >= 0,
     )
     header = shards.header
     for split in ("train", "validation"):
