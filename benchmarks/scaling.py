@@ -1,51 +1,117 @@
-"""A series over workers: what two of them save here, and what more would, by simulation from measured times.
+"""A series over workers: what the engine costs here in CPU seconds, and what more workers save, by simulation.
 
-    OMP_NUM_THREADS=1 python benchmarks/scaling.py          # a machine with two idle cores: about ten minutes
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py          # about ten minutes
 
 A round measures the same 24 small checkpoints three times: in one process, and over one and two workers of Ray, which
-start anew each time. Wall time, as workers are processes of their own: nothing else may run. The numbers must be equal.
+start anew each time. Each process counts its own CPU seconds, so that other work on the machine does not count; the
+row of wall time alone wants two idle cores. The numbers must be equal. What an engine costs beside CPU seconds, the
+wait between two tasks of a worker, is measured by tasks that sleep, over eight workers.
 
-The simulation hands out tasks as `--engine ray` does (`hand_out` itself, with workers that only let a clock go on). A
-task takes what the record says, its worker what it needed beyond that, the process that hands out the CPU seconds that
-it used for each, one task after the other, and a worker its start. 154 checkpoints of ten models, the largest with a
-hundred times the work of the smallest, in three groups of analyses. "Dealt" are the same without an engine: every n-th
-checkpoint to the n-th process, as `--shard i/n` does.
+The simulation hands out tasks as `--engine ray` does (`hand_out` itself, with workers that only let a clock go on),
+by these times: of each task, of a worker's start, between two tasks, and of the process that hands them out, one after
+the other. Over 1 and 2 workers it is the series that was measured; over more 154 checkpoints of ten models, the largest
+with a hundred times the work of the smallest, in three groups of analyses. "Dealt" are the same without an engine:
+every n-th checkpoint to the n-th process, as `--shard i/n` does.
 """
 
 import argparse
 import heapq
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rounds import Row, add_options, finish
+from rounds import Row, add_options, finish, ratios
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the run is the tests' one
 
-from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.measuring import over_workers
 from lit_layers.measuring.offline import analyze_series
-from lit_layers.measuring.ray_workers import Event, Job, hand_out
+from lit_layers.measuring.over_workers import CheckpointWorker
+from lit_layers.measuring.ray_workers import Event, Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
-from tests.support.measured_series import trained
+from tests.support.measured_series import sorted_lines, trained
 from tests.support.random_text import RandomText
 
 MODELS, STEPS, GROUPS, LARGEST = 10, 154, 3, 100.0
 
 
-class Measured(NamedTuple):
-    """One pass over the series: seconds until the first task, of all, of the analyses, and of this process's CPU."""
+SLEEP, SLEEPERS, NAPS = 0.2, 8, 400  # seconds, workers and tasks
 
-    start: float
+
+class Span(NamedTuple):
+    """A task in its worker: which process, its CPU seconds and the wall's at the beginning and the end."""
+
+    process: int
+    cpu: tuple[float, float]
+    wall: tuple[float, float]
+    what: str = ""
+
+
+class Measured(NamedTuple):
+    """One pass over the series: seconds of the wall, of this process's CPU until the first task and in all."""
+
     wall: float
-    tasks: list[float]
+    cpu_before: float
     cpu: float
+    spans: list[Span]
+
+    @property
+    def tasks(self) -> list[float]:
+        """CPU seconds of the tasks: of the same analyses the median, as the checkpoints have the same shapes."""
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for each in self.spans:
+            kinds[each.what].append(each.cpu[1] - each.cpu[0])
+        return [statistics.median(kinds[kind]) for _ in range(len(self.spans) // len(kinds)) for kind in kinds]
+
+    @property
+    def workers(self) -> float:
+        """CPU seconds of all workers."""
+        return sum(max(each.cpu[1] for each in group) for group in _by_process(self.spans))
+
+    @property
+    def start(self) -> float:
+        """CPU seconds of a worker beyond its tasks: most of them before the first and in it."""
+        return (self.workers - sum(self.tasks)) / len(_by_process(self.spans))
+
+
+def _by_process(spans: list[Span]) -> list[list[Span]]:
+    groups: dict[int, list[Span]] = defaultdict(list)
+    for each in spans:
+        groups[each.process].append(each)
+    return [*groups.values()]
+
+
+class Counting(CheckpointWorker):
+    """What a worker does, and beside the root a line of what each task took."""
+
+    def __call__(self, task: Any, following: Any) -> Any:
+        began = time.process_time(), time.perf_counter()
+        try:
+            return super().__call__(task, following)
+        finally:
+            ended = time.process_time(), time.perf_counter()
+            span = os.getpid(), *zip(began, ended, strict=True), " ".join(task.analyses)
+            with open(self.measurer.root.parent / "spans.jsonl", "a") as file:
+                file.write(json.dumps(span) + "\n")
+
+
+class Sleeping:
+    """A task that costs nothing but time."""
+
+    def __call__(self, task: int, following: int | None) -> Span:
+        began = time.process_time(), time.perf_counter()
+        time.sleep(SLEEP)
+        ended = time.process_time(), time.perf_counter()
+        return Span(os.getpid(), (began[0], ended[0]), (began[1], ended[1]))
 
 
 def main() -> int:
@@ -55,6 +121,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=600, help="of texts of an analysis: how long a task takes")
     options = parser.parse_args()
     ways: dict[str, list[Measured]] = defaultdict(list)
+    waits: list[float] = []
+    over_workers.CheckpointWorker = Counting
     with tempfile.TemporaryDirectory() as folder:
         run = trained(Path(folder) / "run", steps=options.steps - 1, every=1)
         for number in range(options.rounds):
@@ -62,25 +130,34 @@ def main() -> int:
             for way, engine, workers in (("process", "process", 1), ("one", "ray", 1), ("two", "ray", 2)):
                 root = Path(folder) / f"{way}{number}" / "run"
                 ways[way].append(measured(run, root, options.batches, engine, workers))
-                lines = [replace(each, seconds=0.0) for each in records.read(root / "measurements.jsonl")]
-                found[way] = sorted(lines, key=lambda each: (each.step or 0, each.analysis))
+                found[way] = sorted_lines(root)
             if not found["process"] == found["one"] == found["two"]:
                 raise SystemExit("the three ways do not give the same numbers")
-    alone, one, two = (ways[way] for way in ("process", "one", "two"))
+            waits.append(wait_between_tasks())
+    return finish("scaling", table_of(ways["process"], ways["one"], ways["two"], waits), options)
+
+
+def table_of(alone: list[Measured], one: list[Measured], two: list[Measured], waits: list[float]) -> list[Row]:
+    all_of_it = [each.cpu + each.workers for each in two]
     rows = [
-        Row("one process", [each.wall for each in alone], unit=" s"),
-        Row("one worker: over one process", [b.wall / a.wall for a, b in zip(alone, one, strict=True)]),
-        Row("two workers: over one process", [b.wall / a.wall for a, b in zip(alone, two, strict=True)]),
-        Row("the same, from the first task on", [_rest(b) / _rest(a) for a, b in zip(alone, two, strict=True)]),
-        Row("until the first task, two workers", [each.start for each in two], unit=" s"),
+        Row("one process, CPU", [each.cpu for each in alone], unit=" s"),
+        Row("one worker, its tasks: CPU over one process", ratios(map(_work, one), (each.cpu for each in alone))),
+        Row("two workers, their tasks: CPU over one process", ratios(map(_work, two), (each.cpu for each in alone))),
+        Row("two workers, starts and handing out with them", ratios(all_of_it, (each.cpu for each in alone))),
+        Row("two workers: wall over one process", ratios((b.wall for b in two), (a.wall for a in alone))),
+        Row("start of a worker, CPU", [each.start for each in two], unit=" s"),
+        Row("handing out a task, CPU", [1e3 * _handing(each) for each in two], unit=" ms"),
+        Row(f"between two tasks, {SLEEPERS} workers that sleep", [1e3 * each for each in waits], unit=" ms"),
     ]
-    times = Times.of(one)
-    for number in (8, 64, 512):
-        efficiency, dealt = simulated(times, number)
-        others = {"every n-th dealt": f"{dealt:.3f}", "tasks": f"{GROUPS * MODELS * STEPS:,}"}
-        what = f"simulated, {number} workers: time that is not idle"
-        rows.append(Row(what, [efficiency] * options.rounds, others=others))
-    return finish("scaling", rows, options)
+    each_round = [Times.of(*both) for both in zip(one, waits, strict=True)]
+    for jobs, several in ((of_series, (1, 2)), (of_suite, (8, 64, 512))):
+        for number in several:
+            shares = [simulated(times, jobs(times.tasks), number) for times in each_round]
+            dealt = f"{statistics.median(other for _, other in shares):.3f}"
+            others = {"every n-th dealt": dealt, "tasks": f"{len(jobs(each_round[0].tasks)):,}"}
+            what = f"simulated, {number} worker{'s' if number > 1 else ''}: time that is not idle"
+            rows.append(Row(what, [share for share, _ in shares], others=others))
+    return rows
 
 
 def measured(run: Path, root: Path, batches: int, engine: Any, workers: int) -> Measured:
@@ -91,18 +168,28 @@ def measured(run: Path, root: Path, batches: int, engine: Any, workers: int) -> 
 
     def tell(done: int, total: int, what: str) -> None:
         if ": " in what and not first:
-            first.append(time.perf_counter() - began)
+            first.append(time.process_time() - cpu)
 
     with Cluster(engine, workers):
         result = analyze_series(
             StepFolders(run), analyses, root=root, engine=engine, device="cpu", progress=tell, allow_suspect=True
         )
     assert not result.failures, result.failures
-    tasks: dict[tuple[Any, str], float] = defaultdict(float)
-    for each in records.read(root / "measurements.jsonl"):
-        tasks[each.step, each.analysis] += each.seconds
-    start = first[0] if first else 0.0
-    return Measured(start, time.perf_counter() - began, [*tasks.values()], time.process_time() - cpu)
+    spans = root.parent / "spans.jsonl"
+    lines = [Span(*json.loads(line)) for line in spans.read_text().splitlines()] if spans.exists() else []
+    return Measured(time.perf_counter() - began, first[0] if first else 0.0, time.process_time() - cpu, lines)
+
+
+def wait_between_tasks() -> float:
+    """Seconds of the wall from the end of a worker's task to the beginning of its next one, the median."""
+    jobs = [Job(str(number // GROUPS), number) for number in range(NAPS)]
+    with Cluster("ray", SLEEPERS), RayWorkers(Sleeping(), threads=1, gpu="cpu") as workers:
+        spans = [span for _, span in hand_out(jobs, workers)]
+    waits = []
+    for group in _by_process(spans):
+        walls = sorted(each.wall for each in group)
+        waits += [after[0] - before[1] for before, after in pairwise(walls)]
+    return statistics.median(waits)
 
 
 class Cluster:
@@ -118,15 +205,20 @@ class Cluster:
     def __enter__(self) -> None:
         if self.ray is not None:
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-            self.ray.init(num_cpus=self.workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            self.ray.init("local", num_cpus=self.workers, **options)
 
     def __exit__(self, *_: object) -> None:
         if self.ray is not None:
             self.ray.shutdown()
 
 
-def _rest(each: Measured) -> float:
-    return each.wall - each.start
+def _work(each: Measured) -> float:
+    return sum(each.tasks)
+
+
+def _handing(each: Measured) -> float:
+    return (each.cpu - each.cpu_before) / len(each.spans)
 
 
 @dataclass(frozen=True)
@@ -139,12 +231,10 @@ class Times:
     handing: float
 
     @classmethod
-    def of(cls, passes: list[Measured]) -> "Times":
-        tasks = [statistics.median(times) for times in zip(*(each.tasks for each in passes), strict=True)]
-        number = len(tasks)
-        start = statistics.median(each.start for each in passes)
-        beyond = statistics.median((_rest(each) - sum(each.tasks)) / number for each in passes)
-        return cls(start, tasks, max(beyond, 0.0), statistics.median(each.cpu / number for each in passes))
+    def of(cls, one: Measured, wait: float) -> "Times":
+        """Of a pass with one worker; the wait between its tasks has what the worker does then, and the handing out."""
+        handing = _handing(one)
+        return cls(one.cpu_before + one.start, one.tasks, max(wait - handing, 0.0), handing)
 
 
 class Clock:
@@ -180,15 +270,25 @@ class Few(Clock):
         super().start(min(number, self.room - self.number))
 
 
-def simulated(times: Times, workers: int) -> tuple[float, float]:
-    """The share of all workers' time in which they measure: with the engine, and dealt beforehand."""
+def of_series(tasks: list[float]) -> list[Job[float]]:
+    """The series that was measured."""
+    return [Job(str(number // GROUPS), seconds, seconds) for number, seconds in enumerate(tasks)]
+
+
+def of_suite(tasks: list[float]) -> list[Job[float]]:
+    """Ten models, the largest with a hundred times the work of the smallest."""
     jobs = []
     for model in range(MODELS):
         scale = LARGEST ** (model / (MODELS - 1))
         for step in range(STEPS):
             for part in range(GROUPS):
-                seconds = scale * times.tasks[(GROUPS * step + part) % len(times.tasks)]
+                seconds = scale * tasks[(GROUPS * step + part) % len(tasks)]
                 jobs.append(Job(f"{model}/{step}", seconds, seconds))
+    return jobs
+
+
+def simulated(times: Times, jobs: list[Job[float]], workers: int) -> tuple[float, float]:
+    """The share of all workers' time in which they measure: with the engine, and dealt beforehand."""
     work = sum(job.task for job in jobs)
     clock = Few(times, workers)
     for _ in hand_out(jobs, clock):
