@@ -113,7 +113,8 @@ class Measuring:
     Args:
         allow_suspect: measure checkpoints, too, that the audit of the series found suspect
         stream_blocks: read a model block by block: it is never in memory as a whole
-        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder); but for watch a place
+            on a store, too: s3://bucket/run, gs://bucket/run
         device: auto: a GPU if there is one
         dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
         kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk

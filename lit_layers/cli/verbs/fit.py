@@ -83,7 +83,7 @@ class RunOptions:
     """A watched run.
 
     Args:
-        root: The run's folder, e.g. checkpoints/my_run.
+        root: The run's folder, e.g. checkpoints/my_run, or a place on a store: s3://bucket/run, gs://bucket/run.
         if_exists: What to do where root already holds a run; overwrite counts on the command line alone.
         resume: Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a new
             folder starts the run.
