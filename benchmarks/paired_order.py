@@ -1,4 +1,4 @@
-"""What comparing two curves prompt by prompt gains: the table of docs/emergence.md, of rises whose order is known.
+"""What comparing two curves prompt by prompt gains: the table of docs/emergence_accuracy.md, of rises whose order is known.
 
 OMP_NUM_THREADS=1 python benchmarks/paired_order.py             30 pairs a row: two CPU minutes
 OMP_NUM_THREADS=1 python benchmarks/paired_order.py --pairs 4   a look
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.test_paired_order import compared, two_curves
 
-PAGE = Path(__file__).parents[1] / "docs" / "emergence.md"
+PAGE = Path(__file__).parents[1] / "docs" / "emergence_accuracy.md"
 HEAD = (
     *("noise that both share", "half-way points apart", "mean P, paired", "independent"),
     "deviation of the difference to that of independent draws",

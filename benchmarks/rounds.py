@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "emergence.md"))
+DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "emergence_accuracy.md"))
 # Each makes BLAS or torch take other kernels than those of the processor: a peer that is slowed by one is no peer.
 PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 LEAST_ROUNDS = 5  # below it quartiles say nothing

@@ -231,7 +231,7 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
 @pytest.mark.soak  # 152 curves
 @pytest.mark.realdata
 def test_models_of_many_sizes_agree_on_the_order_of_tasks_whose_times_are_known(realdata):
-    """Of the 83 curves of docs/emergence.md that are known best 79 are of these tasks; the rest wanders."""
+    """Of the 83 curves of docs/emergence_accuracy.md that are known best 79 are of these tasks; the rest wanders."""
     table = realdata / "pythia_evals" / "pythia_evals.parquet"
     curves = curves_of(table, metrics=["acc"], where={"version": "pythia-v1", "setting": "zero-shot"})
     found = agreement_table(measure_times([curve for curve in curves if "hendrycks" not in curve.analysis]))

@@ -305,7 +305,7 @@ def pythia(realdata):
 
 @pytest.mark.realdata
 def test_the_end_of_pythia_models_is_forecast_better_than_by_persistence_and_no_better_than_by_the_loss(realdata):
-    """The numbers of docs/emergence.md."""
+    """The numbers of docs/emergence_accuracy.md."""
     early = early_parts(pythia(realdata), 0.1, loss="lambada_openai/ppl")
     assert early.left_out == {"the model ends at another step than most": 195}  # 3 models with other batches
     found = forecast_models(early, NO_TIMES)
@@ -325,7 +325,7 @@ def test_the_end_of_pythia_models_is_forecast_better_than_by_persistence_and_no_
 @pytest.mark.realdata
 @pytest.mark.soak
 def test_half_way_points_of_pythia_models_are_forecast_worse_than_by_the_others_median(realdata):
-    """The numbers of docs/emergence.md; the times take 80 CPU seconds."""
+    """The numbers of docs/emergence_accuracy.md; the times take 80 CPU seconds."""
     curves = pythia(realdata)
     found = forecast_models(early_parts(curves, 0.1, loss="lambada_openai/ppl"), measure_times(curves))
     assert found.counts == {"emerge early": 283, "emerge later": 278, "emerge never": 479}

@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused():
         octave_range([3, 5], [1, 2, 3])
 
 
-# Small versions of the table of docs/emergence.md.
+# Small versions of the table of docs/emergence_accuracy.md.
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize("kind", UNRELATED)
 def test_unrelated_curves_are_seldom_said_to_go_together(kind, runs):

@@ -2,7 +2,7 @@
 
 All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
 says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
-docs/emergence.md.
+docs/emergence_accuracy.md.
 """
 
 from collections.abc import Sequence

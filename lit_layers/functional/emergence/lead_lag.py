@@ -1,7 +1,7 @@
 """Which of two curves over training moves first: cross-correlation of their increments over half octaves of steps.
 
 All in float64. How often unrelated curves are said to be related, and related ones are found, is measured in
-docs/emergence.md.
+docs/emergence_accuracy.md.
 """
 
 from collections.abc import Callable, Iterator
