@@ -1,4 +1,4 @@
-"""What comparing two curves prompt by prompt gains: the table of docs/emergence_accuracy.md, of rises whose order is known.
+"""What comparing two curves prompt by prompt gains: the table of docs/emergence_accuracy.md, of rises of known order.
 
 OMP_NUM_THREADS=1 python benchmarks/paired_order.py             30 pairs a row: two CPU minutes
 OMP_NUM_THREADS=1 python benchmarks/paired_order.py --pairs 4   a look
