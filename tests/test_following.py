@@ -19,11 +19,11 @@ from lit_layers.cli.verbs.analyze import Command
 from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
+from lit_layers.measuring.aside import MeasuringAside
 from lit_layers.measuring.following import _complete, follow
 from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.watching import MeasuringAside
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, template

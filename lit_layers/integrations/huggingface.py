@@ -1,7 +1,11 @@
 """A callback of the Trainer of transformers, and so of the trainers of TRL."""
 
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -11,6 +15,8 @@ from lit_layers.report.own_wandb_run import current_runs
 from lit_layers.schedule import Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, submodule, watch
+
+LOOK = 0.5  # seconds
 
 
 class EmergenceTrainerCallback(TrainerCallback):
@@ -66,11 +72,15 @@ class EmergenceTrainerCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
+        self._give_up()  # of a training that an exception has ended, or that begins anew with smaller batches
         if self.model is not None:
             model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps
         self._options["loggers"] = self.loggers or (current_runs() if "wandb" in (args.report_to or ()) else [])
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)
+        if (training := _frame_of_trainer()) is not None:
+            arguments = self._watch, training, threading.get_ident()
+            threading.Thread(target=_give_up_after, args=arguments, name="lit_layers", daemon=True).start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
@@ -81,3 +91,35 @@ class EmergenceTrainerCallback(TrainerCallback):
             # The Trainer has the best checkpoint in its model by now, which may be that of an earlier step.
             self._watch.close(is_last=not (args.load_best_model_at_end and state.best_model_checkpoint))
             self._watch = None
+
+    def _give_up(self) -> None:
+        if self._watch is not None:
+            self._watch.give_up(TrainingEnded())
+            self._watch = None
+
+
+class TrainingEnded(Exception):
+    """A training ended before its end, by an exception that only its Trainer saw."""
+
+
+def _frame_of_trainer() -> FrameType | None:
+    """Where the Trainer trains that calls; a Trainer tells its callbacks of no exception, but then leaves it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if any(kind.__name__ == "Trainer" for kind in type(frame.f_locals.get("self")).__mro__):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _give_up_after(watched: Watch, training: FrameType, thread: int) -> None:
+    """Gives a watch up when its training is left without a last word, e.g. so that another process may write there."""
+    while watched.is_open:
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame is not training:
+            frame = frame.f_back
+        if frame is None:
+            watched.give_up(TrainingEnded())
+        else:
+            del frame
+            time.sleep(LOOK)

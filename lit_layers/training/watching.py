@@ -1,15 +1,11 @@
-"""Measuring a model at steps of its training, whatever trains it, in its own process or in one beside it."""
+"""Measuring a model at steps of its training, whatever trains it."""
 
 import contextlib
 import functools
-import json
 import logging
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, get_args
@@ -37,7 +33,6 @@ from lit_layers.training.time_left import TimeLines
 
 logger = logging.getLogger(__name__)
 Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
-LOG = "measuring.log"  # in the run's folder: what the process beside a training says
 UNKNOWN = 1000  # checkpoints of a run without an end
 
 
@@ -237,6 +232,28 @@ def plain_model(model: nn.Module) -> nn.Module:
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 
 
+class _Hold:
+    """The lock of a run's folder, which the watches of this process over it have together.
+
+    It ends with the last of them, be it closed or forgotten, as by a cell of a notebook that failed and runs again.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.lock, self.watches = contextlib.ExitStack(), weakref.WeakSet["Watch"]()
+        if not run_lock.is_held(root):
+            self.lock.enter_context(run_lock.writing(root))
+
+    def leave(self, watch: "Watch", error: BaseException | None) -> None:
+        self.watches.discard(watch)
+        if not self.watches:
+            for key in [key for key, held in _open.items() if held is self]:
+                del _open[key]
+            self.lock.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+
+
+_open: "weakref.WeakValueDictionary[tuple[int, Path], _Hold]" = weakref.WeakValueDictionary()
+
+
 class Watch:
     """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
 
@@ -304,18 +321,20 @@ class Watch:
         self.measurer.check(self.model)
         several = distributed.is_available() and distributed.is_initialized()
         self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1)
-        self._held = contextlib.ExitStack()
+        self._held: _Hold | None = None
         try:
             self.measurer.ranks.from_first(self._hold)
             self.measurer.begin(UNKNOWN if max_steps is None else len([*self.schedule.until(max_steps)]))
             self._visit(due=first_step in self.schedule)
-        except BaseException:
-            self._held.close()
+        except BaseException as error:
+            self.give_up(error)
             raise
 
     def _hold(self) -> None:
-        if not run_lock.is_held(self.measurer.root):
-            self._held.enter_context(run_lock.writing(self.measurer.root))
+        key = os.getpid(), self.measurer.root.resolve()
+        self._held = _open.get(key) or _Hold(key[1])
+        _open[key] = self._held
+        self._held.watches.add(self)
 
     def step(self, number: int | None = None) -> None:
         """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled."""
@@ -328,9 +347,26 @@ class Watch:
         Args:
             is_last: whether the model has the weights of the last step still; others are not measured as that step.
         """
-        with self._held:
+        try:
             self._visit(due=is_last)
             self.measurer.finish()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._leave(None)
+
+    @property
+    def is_open(self) -> bool:
+        return self._held is not None
+
+    def give_up(self, error: BaseException) -> None:
+        """Gives the run's folder free after an exception, and measures nothing more."""
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.leave(self, error)
 
     def __enter__(self) -> Self:
         return self
@@ -339,7 +375,7 @@ class Watch:
         if kind is None:
             self.close()
         else:
-            self._held.__exit__(kind, error, trace)
+            self.give_up(error)
 
     def _visit(self, due: bool) -> None:
         if not due or self.now == self._last:
@@ -355,79 +391,3 @@ class Watch:
 
 
 watch = Watch  # as a user calls it
-
-
-class MeasuringAside:
-    """Starts the process (`lit_layers.measuring.following`) and reads what it adds to the record.
-
-    Nothing here waits for it: where it dies or lags, training goes on, and what is not measured is said at the end.
-
-    Raises:
-        InputError: analyses that cannot be sent to another process.
-    """
-
-    def __init__(self, root: Path, analyses: Sequence[Analysis], **options: Any) -> None:
-        self.file, self._names = root / "measurements.jsonl", {each.name for each in analyses}
-        self.root, self._saved = root, set[int]()
-        self._measured: dict[int, set[str]] = {}
-        self._offset = 0
-        self._note(self._read())  # what was there is no news
-        if own := next((each for each in analyses if type(each).__module__ == "__main__"), None):
-            raise InputError(
-                f"measure: async sends the analyses to a second process, which cannot import {type(own).__name__} of "
-                "this script: put it into a module of its own"
-            )
-        try:
-            content = pickle.dumps(list(analyses))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InputError(
-                f"measure: async sends the analyses to a second process, which cannot be: {error}"
-            ) from error
-        about = {"root": str(root.resolve()), "path": sys.path, **options}
-        root.mkdir(parents=True, exist_ok=True)
-        # A file without a name: a pipe holds little, and the process may read it when training has ended.
-        with open(root / LOG, "ab") as log, tempfile.TemporaryFile() as message:
-            message.write(json.dumps(about).encode() + b"\n" + content)
-            message.seek(0)
-            command = [sys.executable, "-P", "-m", "lit_layers.measuring.following"]
-            places = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-            quiet: Any = {"stdout": log, "stderr": log, "start_new_session": True}  # Ctrl-C is for training
-            quiet["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-            self._process = subprocess.Popen(command, stdin=message, **quiet)
-
-    def saved(self, step: int) -> None:
-        """Notes a step that is to be measured."""
-        self._saved.add(step)
-
-    def arrived(self) -> list[Measurement]:
-        """What was measured since the last call."""
-        try:
-            measurements = self._read()
-        except (InputError, OSError) as error:  # another file in its place: training goes on
-            logger.warning("measure: async: no numbers from here on: %s", error)
-            self._offset, measurements = sys.maxsize, []
-        self._note(measurements)
-        return measurements
-
-    def _read(self) -> list[Measurement]:
-        measurements, self._offset = records.read_on(self.file, self._offset)
-        return measurements
-
-    def _note(self, measurements: Sequence[Measurement]) -> None:
-        for each in measurements:
-            if each.step is not None:
-                self._measured.setdefault(each.step, set()).add(each.analysis)
-
-    def under_way(self) -> str | None:
-        """A sentence of what is not measured yet; None where all is."""
-        left = sorted(step for step in self._saved if not self._names <= self._measured.get(step, set()))
-        if not left:
-            return None
-        steps = f"{len(left)} of {len(self._saved)} saved steps"
-        if self._process.poll() is not None:
-            return f"{steps} are not measured, as the process that did it has ended: see {self.root / LOG}; " + (
-                f"`lit-layers analyze {self.root}` measures them"
-            )
-        return (
-            f"{steps} are still being measured by process {self._process.pid}, which then writes the page anew and ends"
-        )

@@ -1,23 +1,30 @@
 """The callbacks in a Lightning project of the user's own: one writer a run, there too."""
 
 import copy
+import gc
 import pickle
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+import lit_layers
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import run_lock
 from lit_layers.files.run_lock import writing
+from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.forked import run_forked, run_ranks
-from tests.support.tiny_training import fit
+from tests.support.tiny_models import tiny
+from tests.support.tiny_training import RandomBlocks, fit
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 REFUSED = 42
@@ -107,6 +114,72 @@ def test_the_lock_ends_with_a_training_that_fails_and_the_callbacks_can_be_used_
     assert not list(root.glob(".writer*"))
     fit(tmp_path, [*callbacks], steps=1)
     assert steps(root)[-1] == 1
+
+
+class Failing(TrainerCallback):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_step_end(self, args, state, control, **_):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_trainer_of_transformers_that_fails_gives_the_folder_free_and_can_train_again(error, tmp_path):
+    root, rows = tmp_path / "run", [{"input_ids": ids, "labels": ids} for ids in RandomBlocks(4).tokens]
+    arguments = TrainingArguments(
+        str(tmp_path / "hf"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    watched, failing = EmergenceTrainerCallback([One()], [1], root), Failing(error)
+    trainer = Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=[watched, failing])
+    with pytest.raises(error) as kept:  # with the frames of its traceback, as a notebook keeps them
+        trainer.train()
+    assert kept.tb is not None
+    deadline = time.monotonic() + 20
+    while run_lock.is_held(root) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not run_lock.is_held(root)
+    assert run_forked(lambda: train(root)) == 0
+    trainer.remove_callback(failing)
+    trainer.train()
+    assert not run_lock.is_held(root)
+    assert not list(root.glob(".writer*"))
+    assert max(steps(root)) == 2
+
+
+def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
+    """As with `auto_find_batch_size`, which calls the training loop again."""
+    root = tmp_path / "run"
+    watched, state = EmergenceTrainerCallback([One()], [1], root), TrainerState(global_step=0, max_steps=1)
+    arguments = SimpleNamespace(report_to=[], load_best_model_at_end=False)
+    for _ in range(2):
+        watched.on_train_begin(arguments, state, TrainerControl(), model=tiny("gpt2"))
+        gc.collect()
+        assert run_lock.is_held(root)
+    assert run_forked(lambda: refused(root)) == REFUSED
+    watched.on_train_end(arguments, state, TrainerControl())
+    assert not run_lock.is_held(root)
+
+
+def test_a_loop_that_failed_and_runs_again_in_the_same_process_holds_the_folder_until_it_ends(tmp_path):
+    root = tmp_path / "run"
+    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)  # and an exception, in a notebook
+    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)
+    gc.collect()
+    assert run_lock.is_held(root)
+    assert run_forked(lambda: refused(root)) == REFUSED
+    watched.close()
+    assert not run_lock.is_held(root)
+
+
+def test_two_watches_over_one_run_hold_its_folder_until_the_last_is_closed(tmp_path):
+    root, model = tmp_path / "run", tiny("gpt2")
+    often = lit_layers.watch(model, [One()], steps={"every": 1}, root=root)
+    seldom = lit_layers.watch(model, [One(name="two")], steps={"every": 2}, root=root)
+    often.close()
+    assert run_lock.is_held(root)
+    seldom.close()
+    assert not run_lock.is_held(root)
 
 
 def test_a_training_that_is_refused_by_another_callback_leaves_no_lock_and_no_folder(tmp_path):
