@@ -54,7 +54,7 @@ def test_a_trained_series_gives_the_numbers_that_training_wrote(run, tmp_path):
     assert [(m.run, m.step, m.analysis) for m in found] == [(m.run, m.step, m.analysis) for m in written]
     assert_same_numbers(found, written)
     assert [m.provenance["weights_hash"] for m in found] == [m.provenance["weights_hash"] for m in written]
-    assert {m.provenance["audit"] for m in found} == {"clean; not checked: order"}
+    assert {m.provenance["audit"] for m in found} == {"clean (level: weights); not checked: order"}
 
 
 def test_in_the_runs_own_folder_nothing_is_measured_twice(run, tmp_path):

@@ -29,6 +29,7 @@ from lit_layers.records import Measurement
 from lit_layers.schema import Device
 from lit_layers.series import Checkpoint, OneModel, Series
 from lit_layers.series.auditing import SeriesMeasurements
+from lit_layers.series.opening import UNAUDITED
 
 Dtype = Literal["float32", "float64"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
@@ -160,7 +161,7 @@ class Measurer:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
         source, same = checkpoint.provenance() | seen, {}
         if self.series.is_alone:
-            source["streamed"] = self.stream_blocks
+            source |= {"streamed": self.stream_blocks, "audit": UNAUDITED}
             self.refuse_another(lambda _: ("weights_hash", fingerprint))
         else:
             source["audit"] = self.verdicts[checkpoint.name]

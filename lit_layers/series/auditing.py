@@ -27,6 +27,7 @@ UNSEEN: Mapping[Level, str] = {
     "weights": "weights scaled by one factor up to 2, averages of neighbouring steps, another training at the first "
     "step, 8 bits stored in 16, small changes (noise, single values, biases and norms)",
 }
+_MADE: tuple[Level, ...] = ("listing", "files", "weights")  # from the one that sees least
 _COPIES = ("identical weights", "equal to the final step")
 
 
@@ -35,8 +36,8 @@ class Audit:
     """The verdicts on one series. No finding but notes means clean.
 
     `level` is what was looked at, of every checkpoint at least: `listing` are names, sizes and hashes, `files` also
-    which tensors the weight files hold, `weights` their values. `unchecked` says of a checkpoint what was not,
-    and `UNSEEN` what no audit of the level sees.
+    which tensors the weight files hold, `weights` their values; `levels` has that of each checkpoint. `unchecked` says
+    of a checkpoint what was not looked at, and `UNSEEN` what no audit of the level sees.
     """
 
     series: str
@@ -44,6 +45,7 @@ class Audit:
     findings: tuple[Finding, ...]
     commits: Mapping[str, str] = field(default_factory=dict)
     level: Level = "listing"
+    levels: Mapping[str, Level] = field(default_factory=dict)
     unchecked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _steps: Mapping[str, int] = field(default_factory=dict, repr=False)
 
@@ -62,8 +64,8 @@ class Audit:
         return tuple(sorted(self._steps[name] for name in self.suspect_names if name in self._steps))
 
     def verdict(self, checkpoint: Checkpoint) -> str:
-        """The verdict on one checkpoint, for its measurements: `clean`, `note: ...` or `suspect: ...`, and after the
-        first two what was not checked.
+        """The verdict on one checkpoint, for its measurements: `suspect: ...`, or `clean` or `note: ...` with the level
+        at which it was looked at and what was not checked of it: `clean (level: files); not checked: weights`.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
@@ -71,6 +73,7 @@ class Audit:
             return f"suspect: {', '.join(kinds)}"
         notes, rest = dict.fromkeys(finding.kind for finding in findings), self.unchecked.get(checkpoint.name, ())
         verdict = f"note: {', '.join(notes)}" if notes else "clean"
+        verdict += f" (level: {self.levels[checkpoint.name]})"
         return f"{verdict}; not checked: {', '.join(rest)}" if rest else verdict
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,17 +125,27 @@ def audit(
     findings += [*damaged, *audit_files.changes(complete, prints)]
     findings, undecided = _findings_of_values(steps, prints, listed.listing.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
-    unread = [one.name for one in chosen if not (one.name in prints and prints[one.name].digest)]
-    made: Level = "files" if prints.keys() >= set(unread) else "listing"
+    levels: dict[str, Level] = {one.name: _level_of(prints.get(one.name)) for one in chosen}
+    unread = [name for name, level in levels.items() if level != "weights"]
+    there = {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
+    made: list[Level] = [level for level in _MADE if level in there] or ["weights"]
     return Audit(
         series=series.name,
         num_checked=len(chosen),
         findings=tuple(findings),
         commits={name: commit for name, commit in commits.items() if commit},
-        level="weights" if not set(unread) - {*lost, *_names(damaged)} else made,
+        level=made[0],
+        levels=levels,
         unchecked=dict.fromkeys(unread, (WEIGHTS,)) | {one.name: (ORDER,) for one in chosen if one.name in undecided},
         _steps={one.name: one.step for one in steps if one.step is not None},
     )
+
+
+def _level_of(print_: Fingerprint | None) -> Level:
+    """What a checkpoint was looked at for."""
+    if print_ is None:
+        return "listing"
+    return "weights" if print_.digest else "files"
 
 
 def _prints(

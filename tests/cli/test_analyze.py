@@ -105,6 +105,7 @@ def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, 
     assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run", "--stream-blocks") == 0
     found = records.read(tmp_path / "run" / "measurements.jsonl")
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
+    assert {m.provenance["audit"] for m in found} == {"unaudited"}, "one model alone is compared with nothing"
 
 
 def test_texts_longer_than_the_model_reads_are_refused_before_it_is_opened(model, tmp_path, capsys, monkeypatch):

@@ -56,7 +56,7 @@ def test_identical_weights_at_two_steps_make_both_suspect(hub, root, model):
     assert not found.is_clean
     verdicts = {checkpoint.step: found.verdict(checkpoint) for checkpoint in series}
     assert verdicts.pop(16) == verdicts.pop(256) == "suspect: identical weights"
-    assert set(verdicts.values()) == {"clean; not checked: weights"}
+    assert set(verdicts.values()) == {"clean (level: listing); not checked: weights"}
 
 
 def test_first_steps_may_be_identical(hub, root, model):
@@ -65,7 +65,7 @@ def test_first_steps_may_be_identical(hub, root, model):
     assert (only(found).kind, only(found).steps, only(found).note) == ("identical weights", (0, 1), True)
     assert found.is_clean
     assert found.suspect_steps == ()
-    assert found.verdict(series.checkpoints[1]) == "note: identical weights; not checked: weights"
+    assert found.verdict(series.checkpoints[1]) == "note: identical weights (level: listing); not checked: weights"
 
 
 def test_a_later_step_equal_to_the_first_ones_is_not_excused(hub, root, model):
@@ -228,7 +228,7 @@ def test_the_same_model_under_two_names_is_found_in_a_set(hub, root, model):
     assert only(found).names == ("org/one", "org/other")
     assert only(found).steps == ()
     assert found.suspect_names == {"org/one", "org/other"}
-    assert found.verdict(series.checkpoints[1]) == "clean; not checked: weights"
+    assert found.verdict(series.checkpoints[1]) == "clean (level: listing); not checked: weights"
 
 
 def test_an_audit_is_plain_json(hub, root, model):

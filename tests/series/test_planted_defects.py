@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from lit_layers.series import Audit, StepFolders, audit
+from lit_layers.series.checkpoint_sources import FolderSource
+from lit_layers.series.weight_files import Memory
 from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
@@ -221,14 +223,27 @@ def test_what_was_not_looked_at_is_named(root):
         steps = StepFolders(root)
         found = audit(steps, level=level)
         assert (found.level, found.findings) == (level, ())
-        assert {found.verdict(one) for one in steps} == {"clean; not checked: weights"}
+        assert {found.verdict(one) for one in steps} == {f"clean (level: {level}); not checked: weights"}
     exchanged(root, 40, 80)
     exchanged(root, 100, 120)  # an average at the end would look the same
     steps = StepFolders(root)
     found = audit(steps)
     assert found_in(found) == set()
     said = {one.step: found.verdict(one) for one in steps}
-    assert said == {step: "clean" if step in (40, 60, 80) else "clean; not checked: order" for step in EVEN}
+    assert said == {
+        step: "clean (level: weights)" + ("" if step in (40, 60, 80) else "; not checked: order") for step in EVEN
+    }
+
+
+def test_the_level_is_of_each_checkpoint_and_an_audit_has_the_lowest_of_them(root, monkeypatch):
+    memory, steps = Memory(root), StepFolders(root)
+    audit(StepFolders(root, list(EVEN[:2])), memory=memory)
+    monkeypatch.setattr(FolderSource, "is_here", False)  # as of a Hub: two of them were read when they were here
+    found = audit(steps, memory=memory)
+    assert found.level == "listing"
+    assert found.levels == {one.name: "weights" if one.step in EVEN[:2] else "listing" for one in steps}
+    assert found.verdict(steps.checkpoints[-1]) == "clean (level: listing); not checked: weights"
+    assert found.verdict(steps.checkpoints[0]).startswith("clean (level: weights)")
 
 
 def mean_of_neighbours(root: Path) -> None:

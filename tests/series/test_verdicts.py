@@ -25,6 +25,14 @@ def checkpoint(step: int, recorded: int | None = None) -> Any:
         # Seen in a list of files: a list of all of them does.
         ("suspect: other config", "clean; not checked: weights", True, "clean; not checked: weights"),
         ("suspect: other config", "clean; not checked: weights", False, "suspect: other config"),
+        ("suspect: other config", "clean (level: listing); not checked: weights", False, "suspect: other config"),
+        (
+            "suspect: out of line",
+            "clean (level: files); not checked: weights",
+            True,
+            "suspect: out of line",
+        ),
+        ("suspect: out of line", "clean (level: weights)", True, "clean (level: weights)"),
         ("clean", "suspect: gap", False, "suspect: gap"),
         ("clean", "note: reported", False, "note: reported"),
     ],

@@ -158,7 +158,7 @@ def test_a_step_that_is_another_steps_twin_is_refused_too(tmp_path, monkeypatch)
         for step in (128, 512):
             with pytest.raises(InputError, match=f"lab/tiny@step{step} is suspect: identical weights"):
                 published(f"lab/tiny@step{step}")
-        assert published("lab/tiny@step1000")[1].source["audit"] == "clean; not checked: weights"
+        assert published("lab/tiny@step1000")[1].source["audit"] == "clean (level: listing); not checked: weights"
         assert published("lab/tiny")[1].source["audit"] == "unaudited"
 
 
