@@ -119,7 +119,7 @@ class LocalCopy:
         due = [name for name in due if not (self.folder / name).exists() and not self._is_gone(name)]
 
         def get(name: str) -> None:
-            self.store.get(name, self.folder / name)
+            self.store.get(name, self.folder / name, listing[name].size)
             self.seen[name], self.sent[name] = listing[name].signature, _stat(self.folder / name)
 
         with ThreadPoolExecutor(8) as pool:
@@ -163,12 +163,12 @@ class LocalCopy:
                 yield name
 
     def _log(self, log: str, listing: dict[str, Entry]) -> bytes:
-        content = self.store.read(log) if log in listing else b""
+        content = self.store.read(log, listing[log].size) if log in listing else b""
         for start, name in _parts(log, listing):
             if start > len(content):
                 break
             if start + listing[name].size > len(content):  # else it is already among the rest
-                content += self.store.read(name)[len(content) - start :]
+                content += self.store.read(name, listing[name].size)[len(content) - start :]
         return content
 
     # -------------------------------------------------------------------------------------------- to the store
@@ -293,7 +293,7 @@ class LocalCopy:
             if start >= size and name != log:
                 self.store.remove(name)
             elif start + length > size:
-                self.store.write(name, self.store.read(name)[: size - start])
+                self.store.write(name, self.store.read(name, length)[: size - start])
         with self._changing:
             ends[log] = min(size, ends.get(log, size))
             if self.cuts.get(log) == size:

@@ -29,7 +29,7 @@ from lit_layers.files.remote_store import Claim, is_remote
 
 logger = logging.getLogger(__name__)
 LEASE, HEARTBEAT, LOOK = 60.0, 5.0, 0.5  # seconds
-TRIES = 3  # of the last upload, LEASE / 6 apart
+PATIENCE, TRIES = 120.0, 3  # at the end: seconds that a silent store is waited for; what it refuses is tried as often
 _writers: "list[Writer]" = []
 
 
@@ -106,9 +106,10 @@ class Writer:
     def __init__(self, copy: LocalCopy, wanted: Wanted) -> None:
         self.copy, self.wanted, self.news = copy, wanted, threading.Event()
         self.lost = ""  # why this process may write no more
-        self._over = threading.Event()
+        self._over, self._sent, self._is_done = threading.Event(), threading.Event(), False
         self._wrong = ""  # what the store said last
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._send, self._beat)]
+        self._heard = 0.0  # when it last did what it was asked, or its writer's end
+        self._sender, self._beater = (threading.Thread(target=each, daemon=True) for each in (self._send, self._beat))
 
     def __enter__(self) -> "Writer":
         url = self.copy.store.url
@@ -134,8 +135,8 @@ class Writer:
             self.copy.lock.release()
             raise
         _writers.append(self)
-        for thread in self._threads:
-            thread.start()
+        self._sender.start()
+        self._beater.start()
         return self
 
     def _free(self) -> Claim | None:
@@ -179,10 +180,11 @@ class Writer:
         self.check()
 
     def _beat(self) -> None:
-        while not self._over.wait(HEARTBEAT) and not self.lost:
+        while not self._sent.wait(HEARTBEAT) and not self.lost:
             with contextlib.suppress(InputError, FileExistsError):  # what is wrong is said by who sends
                 self._may_write()
                 self.claim = self.copy.store.renew(self.claim)
+                self._heard = time.monotonic()
 
     def _send(self) -> None:
         while not self._over.is_set() and not self.lost:
@@ -193,40 +195,54 @@ class Writer:
                     self.news.set()
                 self._wrong = ""
             except (InputError, OSError) as error:
-                if str(error) not in (self._wrong, self.lost):
-                    logger.warning("%s; the run goes on in %s, and sending is tried again", error, self.copy.folder)
-                self._wrong = str(error)
+                self._say(error)
                 self._over.wait(HEARTBEAT)
             self._over.wait(LOOK)
+        self._send_the_rest()
+
+    def _say(self, error: Exception) -> None:
+        if str(error) not in (self._wrong, self.lost):
+            then = "the run goes on in" if not self._over.is_set() else "what is left is in"
+            logger.warning("%s; %s %s, and sending is tried again", error, then, self.copy.folder)
+        self._wrong = str(error)
+
+    def _send_the_rest(self) -> None:
+        until, tries = time.monotonic() + PATIENCE, 0
+        while not self.lost:
+            try:
+                self.copy.send(self.ends, self._may_write, is_last=True)
+                self.copy.join_parts(self.ends)
+                self._sent.set()
+                self._beater.join()
+                self.copy.store.renew(self.claim, is_over=True)
+                self._is_done = True
+                return
+            except (InputError, OSError) as error:
+                self._say(error)
+                tries += 1
+                if tries >= TRIES and time.monotonic() > until:
+                    return
+                time.sleep(HEARTBEAT)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._heard, self._wrong = time.monotonic(), ""
         self._over.set()
         self.news.set()
         try:
-            for thread in self._threads:
-                thread.join()
-            self._send_the_rest()
+            while self._sender.is_alive() and time.monotonic() < self._heard + PATIENCE + LEASE:
+                self._sender.join(LOOK)
+            self.check()
+            if not self._is_done:
+                raise RunLostError(
+                    f"{self._wrong or f'{self.copy.store.url}: it gives no answer'}; not all could be sent: it is in "
+                    f"{self.copy.folder}, and the same command sends it"
+                )
         except RunLostError as error:
             if kind is None:
                 raise
             logger.warning("%s", error)
         finally:
+            self.lost = self.lost or "its end is over"  # which ends the threads of a silent store
+            self._sent.set()
             _writers.remove(self)
             self.copy.lock.release()
-
-    def _send_the_rest(self) -> None:
-        self.check()
-        for left in reversed(range(TRIES)):
-            try:
-                self.copy.send(self.ends, self._may_write, is_last=True)
-                self.copy.join_parts(self.ends)
-                self.copy.store.renew(self.claim, is_over=True)
-                return
-            except RunLostError:
-                raise
-            except (InputError, OSError) as error:
-                if not left:
-                    raise RunLostError(
-                        f"{error}; not all could be sent: it is in {self.copy.folder}, and the same command sends it"
-                    ) from error
-                time.sleep(LEASE / 6)

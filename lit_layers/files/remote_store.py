@@ -22,6 +22,10 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)", re.DOTALL)  # one slash
 _NO_STORES = ("file", "local", "http", "https")
 _CHANGES = ("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created")
 TRIES = 3  # of a claim that is gone when it is read
+# Seconds that a call may take; those that listing a folder of many files may take beyond them; and bytes a second, of
+# which there may be eight streams. Without limits s3fs waits for a store that takes connections and never answers for
+# 5 x 5 x 15 s a call, and while it uploads for as long as that machine is there.
+ANSWER, LISTING, SLOWEST = 20.0, 100.0, 20_000
 _CLAIM = re.compile(r"\.writer/(\d{6})\.json")
 
 
@@ -101,7 +105,8 @@ class Store:
         """
         with _explained(self.url):
             try:
-                found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
+                limits = self._limits() if folder else self._limits(LISTING)
+                found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True, **limits)
             except FileNotFoundError as error:
                 if "bucket" in str(error):
                     raise
@@ -116,36 +121,42 @@ class Store:
                 entries[name] = Entry(int(facts.get("size") or 0), signature)
         return entries
 
-    def read(self, name: str) -> bytes:
+    def _limits(self, more: float = 0) -> dict[str, float]:
+        """How long a call may take; what is no asynchronous implementation of fsspec's has limits of its own."""
+        return {"timeout": ANSWER + more} if getattr(self._files, "async_impl", False) else {}
+
+    def read(self, name: str, size: int = 0) -> bytes:
         """Raises FileNotFoundError where it is gone."""
         with _explained(self.url, FileNotFoundError):
-            return self._files.cat_file(f"{self._base}/{name}")
+            return self._files.cat_file(f"{self._base}/{name}", **self._limits(size / SLOWEST))
 
-    def get(self, name: str, path: Path) -> None:
+    def get(self, name: str, path: Path, size: int) -> None:
         """Downloads an object, whole or not at all; raises FileNotFoundError where it is gone."""
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with _explained(self.url, FileNotFoundError):
-                self._files.get_file(f"{self._base}/{name}", str(draft))
+                self._files.get_file(f"{self._base}/{name}", str(draft), **self._limits(size / SLOWEST))
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
 
     def put(self, path: Path, name: str) -> None:
         """Uploads a file; raises FileNotFoundError where that is gone."""
+        limits = self._limits(path.stat().st_size / SLOWEST)
         with open(path, "rb"), _explained(self.url):
-            self._files.put_file(str(path), f"{self._base}/{name}")
+            self._files.put_file(str(path), f"{self._base}/{name}", **limits)
 
     def write(self, name: str, content: bytes, *, is_new: bool = False) -> None:
         """Writes an object; with `is_new` raises FileExistsError where there is one."""
+        mode, limits = "create" if is_new else "overwrite", self._limits(len(content) / SLOWEST)
         with _explained(self.url, FileExistsError):
-            self._files.pipe_file(f"{self._base}/{name}", content, mode="create" if is_new else "overwrite")
+            self._files.pipe_file(f"{self._base}/{name}", content, mode=mode, **limits)
 
     def remove(self, name: str) -> None:
         """Removes an object, if it is there."""
         with contextlib.suppress(FileNotFoundError), _explained(self.url, FileNotFoundError):
-            self._files.rm_file(f"{self._base}/{name}")
+            self._files.rm_file(f"{self._base}/{name}", **self._limits())
 
     def newest_claim(self) -> Claim | None:
         """The claim of the highest number. What it says is foreign: of who holds it what a terminal can print."""
@@ -154,9 +165,11 @@ class Store:
             if not numbers:
                 return None
             try:
-                claim = Claim(**{**json.loads(self.read(_name(max(numbers)))), "number": max(numbers)})
+                content = self.read(_name(max(numbers)))
             except FileNotFoundError:  # a later one took its place between the two
                 continue
+            try:
+                claim = Claim(**{**json.loads(content), "number": max(numbers)})
             except (ValueError, TypeError, RecursionError):
                 return Claim(max(numbers), token="")
             return dataclasses.replace(claim, holder="".join(filter(str.isprintable, str(claim.holder)))[:300])
@@ -216,6 +229,8 @@ def _explained(url: str, *passed: type[BaseException]) -> Iterator[None]:
             why = "no permission"
         elif isinstance(error, FileNotFoundError):
             why = "no such bucket or object"
+        elif isinstance(error, TimeoutError):
+            why = "it gives no answer"
         else:
             why = f"it cannot be reached or refuses: {_without_secrets(str(error) or type(error).__name__)}"
         raise InputError(f"{url}: {why}") from error
