@@ -23,6 +23,7 @@ from lit_layers.analyses import (
     CrossTokenInfluence,
     InContext,
     Interventions,
+    JacobianLens,
     LabelProbe,
     LayerSimilarity,
     Lens,
@@ -201,6 +202,7 @@ def test_texts_that_a_study_leaves_as_they_are_may_be_passed_once_for_all_levels
         Trajectory(batches=TEXTS),
         Lens(batches=TEXTS),
         Interventions(batches=TEXTS, variants=("skip", "reverse"), seeds=(0,)),
+        JacobianLens(batches=TEXTS, num_prompts=1, num_tuned=4, skip_first=4, lenses=("logit", "tuned"), tuned_steps=3),
         pytest.param(
             NextTokenProbe(train=Windows(96, 24, 24), test=Windows(48, 24, 24, seed=1), num_classes=8, **FIXED),
             marks=pytest.mark.soak,

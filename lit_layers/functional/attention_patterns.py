@@ -110,7 +110,9 @@ def copying_score(
     sequence's different tokens; the mean over tokens. Range [0, 1]: 1 raises nothing but the token attended to, chance
     is 1 over the number of different tokens. Unchanged by a positive factor of each row.
 
-    Source: Olsson et al. 2022, appendix "copying", without their stretching to [-1, 1]. A token for which nothing is
+    Source: Olsson et al. 2022, appendix "copying", without their stretching to [-1, 1], and of each token attended to
+    alone in place of a head's own attention. Not the score of weights after Elhage et al. 2021 that demonstrations of
+    TransformerLens show: sum over sum of sizes of the eigenvalues of a head's OV matrix. A token for which nothing is
     raised scores 0.
 
     Raises:

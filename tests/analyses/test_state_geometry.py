@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import StateGeometry
+from lit_layers.analyses import PooledStates, StateGeometry
 from lit_layers.errors import InputError
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
@@ -62,6 +62,27 @@ def test_every_value_is_that_of_the_real_tokens(model):
                 assert record.value == pytest.approx(np.mean(values), rel=1e-9)
                 assert record.stderr == pytest.approx(np.std(values, ddof=1) / 8**0.5, rel=1e-7)
     assert ("block_influence", 0) not in found
+
+
+def participation_ratio(rows: np.ndarray) -> float:
+    """Of the rows' covariance, (tr C)^2 / tr C^2, without any decomposition."""
+    covariance = np.cov(rows, rowvar=False)
+    return float(np.trace(covariance) ** 2 / (covariance**2).sum())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_the_dimension_of_prompts_is_that_of_the_covariance_of_their_pooled_states(model, pooling):
+    analysis = PooledStates(batches=Listed(*BATCHES), pooling=pooling, num_halves=0)
+    found = {(record.metric, record.layer): record for record in analysis.run(LayeredModel(model))}
+    prompts = states_of_each_prompt(model, BATCHES)  # (layers + 1, tokens, dim) each
+    expected = []
+    for layer in range(LAYERS + 1):
+        rows = np.stack([each[layer].mean(0) if pooling == "mean" else each[layer, -1] for each in prompts])
+        expected.append(participation_ratio(rows))
+        assert found["pooled_dimension", layer].value == pytest.approx(expected[-1], rel=1e-9)
+        assert 1 < expected[-1] < len(prompts) - 1
+        assert found["pooled_dimension", layer].n == len(prompts)
+    assert found["pooled_dimension", None].value == pytest.approx(np.mean(expected[1:]), rel=1e-9)
 
 
 def test_intervals_are_of_halves_and_chance_stands_beside(model):

@@ -154,8 +154,12 @@ class JacobianLens(Analysis):
         fits = (self.file is None and "jacobian" in self.lenses) + ("shuffled" in self.lenses)
         rows = max(1, min(model.dim, 8192 // max(1, tokens)))
         backward = Part("blocks", fits * self.num_prompts * model.num_layers * model.dim / rows, (rows, tokens))
-        trained = 3 * self.tuned_steps * _ROWS * model.num_layers if "tuned" in self.lenses else 0
-        head = Part("head", trained + whole.tokens * len(self.lenses) * model.num_layers)
+        places = max(0, tokens - self.skip_first - 1)
+        steps = self.tuned_steps if "tuned" in self.lenses else 0
+        trained = 2 * steps * min(_ROWS, self.num_tuned * places) * model.num_layers  # there, and back to its input
+        compared = max(0, whole.texts - max(self.num_prompts, self.num_tuned)) * places
+        readouts = len(self.lenses) + 2 * (self.file is None and "jacobian" in self.lenses)  # both halves, too
+        head = Part("head", trained + compared * (readouts * model.num_layers + 1))
         held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
         return whole + Work(parts=(backward, head), device=whole.device + held)
 
