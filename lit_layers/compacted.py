@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.durable import replace_file
-from lit_layers.files.foreign_parquet import NUMBERS, read_numbers
+from lit_layers.files.foreign_parquet import read_numbers
+from lit_layers.files.parquet_process import NUMBERS
 from lit_layers.identity import Measurement, latest, settings_of
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,8 @@
 """What ends a command with one sentence."""
 
 import os
+import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,4 +42,44 @@ def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
     """
     name = os.fspath(name)
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and name[:8] != "/dev/fd/":
-        raise InputError(f"{option}expected a file or folder, {name} is a pipe, a socket or a device")
+        raise InputError(f"{option}{_no_file(name)}")
+
+
+@contextmanager
+def refusing_pipes() -> Iterator[None]:
+    """Inside, no Python code opens a pipe, or a device to read from, whoever named it: a recipe, an index, a link.
+
+    Raises:
+        InputError: naming it.
+    """
+    global _guarded, _is_hooked
+    if not _is_hooked:  # hooks stay for good
+        sys.addaudithook(_refuse_to_open)
+        _is_hooked = True
+    _guarded += 1
+    try:
+        yield
+    finally:
+        _guarded -= 1
+
+
+_guarded, _is_hooked = 0, False
+
+
+def _refuse_to_open(event: str, details: tuple[object, ...]) -> None:
+    if event != "open" or not _guarded or not isinstance(details[0], str | bytes):
+        return
+    name = os.fsdecode(details[0])
+    if name.startswith(("/dev/fd/", "/proc/")) or name == os.devnull:
+        return
+    try:
+        mode = os.stat(name).st_mode
+    except (OSError, ValueError):
+        return
+    # A terminal is opened to write, too.
+    if stat.S_ISFIFO(mode) or (stat.S_ISCHR(mode) and not int(str(details[2])) & (os.O_WRONLY | os.O_RDWR)):
+        raise InputError(_no_file(name))
+
+
+def _no_file(name: str) -> str:
+    return f"expected a file or folder, {name} is a pipe, a socket or a device"

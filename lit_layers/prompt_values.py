@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file
-from lit_layers.files.foreign_parquet import COLUMNS, MAX_BYTES, read_lists
+from lit_layers.files.foreign_parquet import read_lists
+from lit_layers.files.parquet_process import COLUMNS, MAX_BYTES
 from lit_layers.identity import PLACES, Measurement, Record, settings_of
 from lit_layers.schema import VALUES_MB
 

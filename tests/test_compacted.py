@@ -23,7 +23,7 @@ import pytest
 from lit_layers import compacted, records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.files import foreign_parquet
+from lit_layers.files import foreign_parquet, parquet_process
 from lit_layers.records import Measurement, Record
 from lit_layers.run_data import read_run
 
@@ -49,7 +49,7 @@ def in_this_process(request, monkeypatch) -> None:
 
     def ask(asked: bytes) -> bytes:
         answers = io.BytesIO()
-        foreign_parquet._serve(io.BytesIO(asked), answers)
+        parquet_process.serve(io.BytesIO(asked), answers)
         return answers.getvalue()
 
     monkeypatch.setattr(foreign_parquet, "_ask", ask)
@@ -188,7 +188,7 @@ def test_a_table_that_cannot_be_trusted_is_told_and_the_lines_are_read(harm, roo
 @pytest.mark.parametrize(("metric", "layer"), [(None, None), ("first", 0), ("second", 2), (None, 1), ("third", 0)])
 def test_a_table_of_many_groups_with_columns_in_another_order_is_read_as_well(metric, layer, root, caplog):
     records.compact(root)
-    rewritten(root / NAME, names=[*foreign_parquet.NUMBERS][::-1])
+    rewritten(root / NAME, names=[*parquet_process.NUMBERS][::-1])
     found = records.frame(root, analysis="a", metric=metric, layer=layer, settings="all")
     assert rows(found) == of_lines(root, "a", metric, layer, settings="all")
     assert not caplog.records  # that the lines are read instead

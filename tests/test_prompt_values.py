@@ -18,7 +18,7 @@ from lit_layers import measure, records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.files import foreign_parquet
-from lit_layers.files.foreign_parquet import MAX_BYTES
+from lit_layers.files.parquet_process import MAX_BYTES
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.prompt_values import ValueFiles, key_of, path_of, read_values
 from lit_layers.records import Measurement, Record, Store

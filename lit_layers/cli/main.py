@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 COMMANDS = {  # each a file of `verbs`
@@ -34,6 +35,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; docs/training.md has them all."""
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
+    if is_own_process:
+        _leave_working_directory()
     from lit_layers.cli.console import without_verbosity
     from lit_layers.errors import InputError
 
@@ -54,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(COMMANDS)}"
         return _refuse(f"unknown command {command!r}{hint}")
-    if is_own_process:  # no Python that this process starts looks for modules in the working directory either
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
     if command != "fit":  # their progress bars would write over ours
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     code = _run(command, rest, is_own_process)
@@ -65,6 +66,19 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _leave_working_directory() -> None:
+    """Neither this process nor a Python that it starts looks for modules in the working directory: an empty part of
+    PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:~/code` begins with where the variable was not set, is that folder.
+    """
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    named = [part for part in given if part]
+    if len(named) < len(given):
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+        here, wanted = os.path.abspath(""), {*map(os.path.abspath, named), str(Path(__file__).parents[2])}
+        sys.path[:] = [folder for folder in sys.path if folder != here or folder in wanted]
 
 
 def _run(command: str, rest: list[str], is_own_process: bool) -> int:
@@ -100,7 +114,7 @@ def run_verb(command: str, rest: list[str]) -> int:
     from lit_layers.cli import quick_help, threads
     from lit_layers.cli.remote_roots import in_local_copies
     from lit_layers.cli.shipped_recipes import with_recipes_found
-    from lit_layers.errors import InputError, RunLostError, refuse_pipe
+    from lit_layers.errors import InputError, RunLostError, refuse_pipe, refusing_pipes
 
     try:
         for word in rest:
@@ -111,7 +125,7 @@ def run_verb(command: str, rest: list[str]) -> int:
             print(text, end="")
             return 0
         threads.settle()
-        with in_local_copies(command, rest, os.environ) as rest:
+        with refusing_pipes(), in_local_copies(command, rest, os.environ) as rest:
             return _called(command, rest)
     except InputError as error:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)

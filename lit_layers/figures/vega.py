@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.theme import INK
 from lit_layers.files.durable import replace_file
+from lit_layers.files.own_python import own_python
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
@@ -193,7 +193,7 @@ def _drawing(*arguments: str, task: str = "") -> str:
     Raises:
         InputError: it cannot be started, dies, or takes too long.
     """
-    command = [sys.executable, "-P", str(Path(__file__).with_name("drawing.py")), *arguments]
+    command = own_python(Path(__file__).with_name("drawing.py"), ["vl_convert"], *arguments)
     try:
         done = subprocess.run(
             command,

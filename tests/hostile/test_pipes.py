@@ -4,10 +4,15 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
+import pandas
 import pytest
+import torch
 import yaml
+from PIL import Image
 
 from lit_layers.cli.main import COMMANDS
+from lit_layers.errors import InputError, refusing_pipes
 from tests.hostile.test_recipes import refused
 
 
@@ -33,6 +38,39 @@ def test_a_recipe_names_none(names, tmp_path, capsys):
         recipe.write_text(yaml.safe_dump({"corpus": name, "root": str(tmp_path / "run")}))
         said = refused(["analyze", str(tmp_path), "--config", str(recipe)], capsys)
         assert said == f"corpus: expected a file or folder, {name} is a pipe, a socket or a device"
+
+
+def test_no_recipe_that_a_recipe_names_is_one(tmp_path, downloaded, capsys):
+    """Each of these fields may name a file with what it holds, a link is one, too, and a recipe names the next."""
+    os.mkfifo("pipe")
+    Path("link").symlink_to("pipe")
+    recipe, inner = tmp_path / "recipe.yaml", tmp_path / "inner.yaml"
+    inner.write_text("config: downloaded/link\n")
+    for command in ("fit", "analyze"):
+        for named in ("downloaded/pipe", "downloaded/link", "inner.yaml"):
+            recipe.write_text(yaml.safe_dump({"config": named}))
+            said = refused([command, "--config", str(recipe)], capsys)
+            assert said.startswith("expected a file or folder, ")
+            assert said.endswith(" is a pipe, a socket or a device")
+    for field in ("model", "data", "trainer", "trainer.callbacks"):
+        outer, _, option = field.partition(".")
+        recipe.write_text(yaml.safe_dump({outer: {option: "downloaded/pipe"} if option else "downloaded/pipe"}))
+        said = refused(["fit", "--config", str(recipe)], capsys)
+        assert said.endswith(f"expected a file or folder, {tmp_path}/downloaded/pipe is a pipe, a socket or a device")
+
+
+def test_no_library_opens_one_either_and_only_inside_a_command(tmp_path):
+    """Whatever a file of somebody else's leads to, Python opens it, and is asked."""
+    os.mkfifo(tmp_path / "table.csv")
+    with refusing_pipes():
+        for opens in (pandas.read_csv, np.load, torch.load, Image.open):
+            with pytest.raises(InputError, match=r"table\.csv is a pipe, a socket or a device$"):
+                opens(tmp_path / "table.csv")
+        with pytest.raises(InputError, match="/dev/zero is a pipe"), open("/dev/zero", "rb"):
+            pass
+        with open(os.devnull, "rb") as nothing:
+            assert nothing.read() == b""
+    os.close(os.open(tmp_path / "table.csv", os.O_RDONLY | os.O_NONBLOCK))
 
 
 def test_a_run_has_none_among_its_files(tmp_path, capsys):

@@ -5,17 +5,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+import vl_convert
+from pyarrow import parquet
 
 from lit_layers.cli.main import main
-from lit_layers.engine import Job, RayWorkers, hand_out
+from lit_layers.files.foreign_parquet import read_lists
+from lit_layers.files.own_python import own_python
+from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory
 from tests.support.runs import make_run
 
 # What the commands import once they know what is asked for.
-MODULES = ("vl_convert", "yaml", "torch", "numpy", "pandas", "jinja2", "rich", "lightning", "multiprocessing")
+MODULES = (
+    "vl_convert",
+    "pyarrow",
+    "yaml",
+    "torch",
+    "numpy",
+    "pandas",
+    "jinja2",
+    "rich",
+    "lightning",
+    "multiprocessing",
+)
 CHILD = """
 import subprocess, sys
 from lit_layers.cli.main import main
@@ -34,18 +51,36 @@ def planted(downloaded: Path, payload: str) -> Path:
 
 @pytest.mark.slow
 def test_commands_in_a_downloaded_folder_import_nothing_of_it(planted, canary, tmp_path):
-    """Neither the installed script nor the module, nor a Python that they start."""
+    """Neither the installed script nor the module, nor a Python that they start; an empty part of PYTHONPATH, as in
+    `export PYTHONPATH=$PYTHONPATH:~/code` where it was not set, is the working directory to Python, and not to us.
+    """
     make_run(planted / "run", steps=(0, 8), layers=3, analyses=("trajectory",))
     script = Path(sys.executable).with_name("lit-layers")
     # without what was kept of an earlier page, its script is made anew, by a Python of its own
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": f":{Path(__file__).parents[2]}", "XDG_CACHE_HOME": str(tmp_path)}
     for start in ([str(script)], [sys.executable, "-m", "lit_layers.cli.main"]):
         done = subprocess.run([*start, "report", "run"], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         assert not canary.exists(), start
     assert (planted / "run" / "report.html").is_file()
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # that Python is no command of ours
     subprocess.run([sys.executable, "-P", "-c", CHILD], env=environment, capture_output=True, check=True)
     assert not canary.exists(), "a Python that a command starts"
+
+
+def test_foreign_tables_are_read_and_figures_drawn_by_a_python_that_heeds_no_variable(planted, canary, monkeypatch):
+    """The packages are those of this process."""
+    monkeypatch.setenv("PYTHONPATH", str(planted))
+    parquet.write_table(pa.table({"metric": ["a"]}), "other.parquet")
+    (answer,) = read_lists([Path("other.parquet")], [1])
+    assert answer == "is no file of this measurement's values"
+    Path("program.py").write_text(
+        "import numpy, sys, vl_convert\nprint(numpy.__file__, vl_convert.__file__, sys.argv[1])\n"
+    )
+    line = own_python(planted / "program.py", ["numpy", "vl_convert"], "word")
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [np.__file__, vl_convert.__file__, "word"]
+    assert not canary.exists()
 
 
 def test_the_import_path_is_left_as_it_is(planted, capsys):
