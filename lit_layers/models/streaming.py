@@ -21,7 +21,7 @@ from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, soft
 from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
-from lit_layers.models.families.structure import is_proven, proven
+from lit_layers.models.families.structure import is_proven, taken_apart, untouched
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import is_timm, outline
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory, named_in_files
@@ -67,18 +67,18 @@ class StreamedModel(LayeredModel):
             self._fill_(norm)
 
     def _prove(self) -> None:
-        """Shows on all its weights that a model without a row is one of blocks. Each block, and the head, is read as
-        often as a pass of the proof runs it: eight times.
+        """Shows on all its weights that a model without a row is one of blocks. Each block is read once, and so is the
+        head, which stays until then; of states that are held otherwise (`Layout`) as often as the proof runs a block.
 
         Raises:
             InputError: it is none, or uses weights of modules that it does not call.
         """
         kind, outlined = type(self.model).__name__, self.family
-        with _Lookups(self), self._filled_on_the_way(blocks_too=True):
-            try:
-                self.family = proven(self.model, self._device)
-            except NotShown as reason:
-                raise InputError(f"no layered view of {kind} block by block: {reason}; open it whole") from reason
+        try:
+            with untouched(self.model), _Lookups(self), self._filled_on_the_way(blocks_too=True):
+                self.family = taken_apart(self.model, self._device, outlined=outlined)
+        except NotShown as reason:
+            raise InputError(f"no layered view of {kind} block by block: {reason}; open it whole") from reason
         if self.family.blocks != outlined.blocks:
             raise InputError(
                 f"no layered view of {kind} block by block: without weights its blocks seem to be {outlined.blocks}, "
@@ -276,14 +276,14 @@ class StreamedModel(LayeredModel):
     @contextmanager
     def _filled_on_the_way(self, *, blocks_too: bool = False) -> Iterator[None]:
         """Whatever is called before the blocks has its own tensors by then; embeddings are looked up without. A block
-        has them too, if wanted, and whatever is called then has them as long as its call lasts."""
+        has them too, if wanted, as long as its call lasts, and whatever else is called then as long as this does."""
         blocks = dict.fromkeys(self.blocks)
         inside = {id(part) for block in blocks for part in block.modules()}
         before: dict[nn.Module, list[tuple]] = {}
 
         def fill(module: nn.Module, args: tuple) -> None:
             hands_on = getattr(vars(module).get("forward"), "hands_on", False)
-            if not isinstance(module, nn.Embedding) and not hands_on:
+            if not isinstance(module, nn.Embedding) and not hands_on and module not in before:
                 before[module] = self._fill_(module, recurse=module in blocks)
 
         def empty(module: nn.Module, args: tuple, output: Any) -> None:
@@ -294,12 +294,14 @@ class StreamedModel(LayeredModel):
         called += blocks if blocks_too else []
         handles = [module.register_forward_pre_hook(fill) for module in called]
         if blocks_too:
-            handles += [module.register_forward_hook(empty, always_call=True) for module in called]
+            handles += [block.register_forward_hook(empty, always_call=True) for block in blocks]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for module in list(before) if blocks_too else ():
+                empty(module, (), None)
 
 
 class _PastTheBlocks(Exception):

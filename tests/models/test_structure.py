@@ -13,7 +13,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.families.structure import by_structure
+from lit_layers.models.families.proof import NotShown
+from lit_layers.models.families.structure import by_structure, taken_apart, untouched
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
@@ -202,6 +203,14 @@ class ToyBlock(nn.Module):
         if self.fault == "remembers":  # what block 1 was given, in all that follow
             self.board.setdefault("given", hidden_states)
             hidden = hidden + self.board["given"].mean(-1, keepdim=True)
+        if self.fault == "tells" and self.is_first:  # what block 1 was given last, in all that follow
+            self.board["told"] = hidden_states.mean(-1, keepdim=True).mean()
+        elif self.fault == "tells":
+            hidden = hidden + self.board["told"]
+        if self.fault == "hands" and self.is_first:  # the same, in an argument
+            earlier["told"] = hidden_states.mean()
+        elif self.fault == "hands":
+            hidden = hidden + earlier.get("told", 0)
         if self.fault == "finds":
             hidden = hidden + self.board["places"]
         if self.fault == "draws":
@@ -222,7 +231,7 @@ class ToyLM(PreTrainedModel):
         self.gate = nn.Parameter(torch.zeros(()))
         self.layers = nn.ModuleList(ToyBlock(config) for _ in range(config.num_hidden_layers))
         for layer in self.layers:
-            layer.board = self.layers[0].board
+            layer.board, layer.is_first = self.layers[0].board, layer is self.layers[0]
         self.post_init()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_) -> CausalLMOutput:
@@ -259,25 +268,40 @@ def test_a_sound_model_of_nobody_is_admitted():
     assert view.max_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("halves", "module 3 of layers takes something else than module 2 gives"),
-        ("twice", "the 3 modules of layers run 4 times in one pass, not once each, in order"),
-        ("forgets", "block 3 called again gives another state"),
-        ("draws", "block 3 called again gives another state"),
-        ("counts", "its own call writes to its weights or buffers"),
-        ("remembers", "its blocks cannot be called again"),
-        ("finds", "its blocks cannot be called again"),
-        ("leaks", "block 3 called again gives another state"),
-        ("scales", r"block 2 is called with something \(1\) that blocks before it have made"),
-        ("skips", "the readout of the last state gives other logits"),
-        ("ignores", "the readout of the last state gives other logits"),
-    ],
-)
-def test_whatever_is_no_row_of_blocks_is_refused_with_what_does_not_hold(fault, sentence):
-    with pytest.raises(InputError, match=rf"^no layered view of ToyLM: .*{sentence}"):
+FAULTS = {
+    "halves": "module 3 of layers takes something else than module 2 gives",
+    "twice": "the 3 modules of layers run 4 times in one pass, not once each, in order",
+    "forgets": r"block \d called again gives another state",
+    "draws": r"block \d called again gives another state",
+    "counts": "its own call writes to its weights or buffers",
+    "remembers": "its blocks cannot be called again",
+    "finds": "its blocks cannot be called again",
+    "tells": r"block \d called again gives another state",
+    "hands": r"block \d (called again gives another state|is called with something .* that blocks before it have made)",
+    "leaks": r"block \d (called again gives another state|is called with something .* that blocks before it have made)",
+    "scales": r"block 2 is called with something \(1\) that blocks before it have made",
+    "skips": "the readout of the last state gives other logits",
+    "ignores": "the readout of the last state gives other logits",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_is_no_row_of_blocks_is_refused_with_what_does_not_hold(fault):
+    with pytest.raises(InputError, match=rf"^no layered view of ToyLM: .*{FAULTS[fault]}"):
         LayeredModel(toy(fault))
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_a_proof_with_one_pass_of_the_blocks_shows_and_refuses_the_same(fault):
+    model = toy(fault)
+    outlined = by_structure(copy.deepcopy(model).to("meta"))
+    if not fault:
+        with untouched(model):
+            shown = taken_apart(model, outlined=outlined)
+        assert shown == by_structure(model)
+        return
+    with pytest.raises(NotShown, match=FAULTS[fault]), untouched(model):
+        taken_apart(model, outlined=outlined)
 
 
 def test_a_head_that_nothing_reaches_is_refused():

@@ -1,5 +1,6 @@
 """Which modules of a model are its blocks, by what they are called with, and how they hold their states."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import Layout, first
+from lit_layers.models.block_calls import Layout, first, replaced
 from lit_layers.models.families.probe import Probe, Watched, is_timm, watch
 from lit_layers.models.families.proof import NotShown
-from lit_layers.models.families.rows import Network, propose_blocks, text_config
+from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
@@ -24,6 +25,78 @@ class Row:
     order: tuple[int, ...]  # of the modules of the list, by number, in which they run
     layout: Layout | None  # None: (batch, tokens, dim)
     beside: tuple[str, ...]  # rows that pass other states
+
+
+@dataclass(frozen=True)
+class Structured(Family):
+    """A family of one class and config, as found; `blocks` is a path below the model, and there is no head to call."""
+
+    returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
+    dim: int = 0
+    limit: int | None = None  # tokens of the longest text
+    causal: bool = False
+    padding: bool = False
+    together: bool = False  # whether a readout needs all tokens of a text or image at once
+    word: int = 0  # a token without a meaning of its own
+    order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
+    beside: tuple[
+        str, ...
+    ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
+    shown: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def origin(self) -> str:
+        return "structure"
+
+    @property
+    def proof(self) -> Mapping[str, Any] | None:
+        return dict(self.shown)
+
+    @property
+    def takes_padding(self) -> bool:
+        return self.padding
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
+
+    @property
+    def reads_tokens_alone(self) -> bool:
+        return not self.together and self.layout is None
+
+    def container(self, model: Network) -> nn.Module:
+        return model.get_submodule(self.blocks)
+
+    def block_list(self, model: Network) -> tuple[nn.Module, ...]:
+        modules = tuple(self.container(model).children())
+        return tuple(modules[number] for number in self.order) or modules
+
+    def width(self, model: Network) -> int:
+        return self.dim
+
+    def most_tokens(self, config: Any) -> int | None:
+        return self.limit
+
+    def final_norm(self, model: Network) -> nn.Module | None:
+        return None if self.norm is None else model.get_submodule(self.norm)
+
+    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
+        return self.returned
+
+    def read_out(self, model: Network, hidden: Tensor) -> Tensor:
+        """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
+        states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
+        blocks = self.block_list(model)
+        with replaced(blocks, self.handing_on(len(blocks), in_tuple=False, last=states)):
+            logits = self.logits(model, self._any_inputs(model, states))
+        return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
+
+    def _any_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
+        """Of as many texts or images: the states decide, and nothing that was before them."""
+        if self.vision is None:
+            return {"input_ids": torch.full(states.shape[:2], self.word, device=states.device)}
+        shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
+        return {"pixel_values": states.new_zeros(shape, dtype=next(model.parameters()).dtype)}
 
 
 def is_encoder_decoder(model: Network) -> bool:

@@ -120,19 +120,19 @@ class Evidence:
         """The chain goes where the model goes when the state behind block 1 is another."""
         if len(self.blocks) == 1:
             return 0.0
-        shifted = self._shifted(self.states[1])
+        changed = shifted(self.states[1])
         original, *others = [block.forward for block in self.blocks]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             if self.layout is not None and self.layout.beside:
-                return self.layout.returned(shifted, len(output))
-            state = shifted if self.layout is None else self.layout.returned(shifted, 0)
+                return self.layout.returned(changed, len(output))
+            state = changed if self.layout is None else self.layout.returned(changed, 0)
             return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
 
         with replaced(self.blocks, [forward, *others]):
             calls = self._passed(self.probe.call)
-        hidden, worst = shifted, 0.0
+        hidden, worst = changed, 0.0
         for number in self._numbers()[1:]:
             hidden = self._call(number)(hidden)
             difference = apart(hidden, calls[number - 1].after)
@@ -159,7 +159,7 @@ class Evidence:
                 if found.shape != self.logits.shape:
                     raise NotShown(f"its readout has the shape {tuple(found.shape)}, not {tuple(self.logits.shape)}")
                 difference = self._same(apart(found, self.logits), "the readout of the last state gives other logits")
-                moved = apart(family.read_out(self.model, self._shifted(self.states[-1])), self.logits)
+                moved = apart(family.read_out(self.model, shifted(self.states[-1])), self.logits)
             except NotShown as reason:
                 reasons.append(str(reason))
                 continue
@@ -180,7 +180,7 @@ class Evidence:
             theirs |= without.kwargs
             for place, _, _ in self.layout.beside if self.layout else ():  # a part of the state
                 del mine[place]
-            unlike = [name for name, value in mine.items() if not _alike(value, theirs.get(name))]
+            unlike = [name for name, value in mine.items() if not alike(value, theirs.get(name))]
             if unlike and not self._is_idle(number, without):
                 refusal = f"block {number} is called with something ({unlike[0]}) that blocks before it have made"
         if refusal is not None:
@@ -269,21 +269,24 @@ class Evidence:
         """Whether something has moved by more than rounding; a bias may be far larger than what a head makes of it."""
         return moved > 10 * max(difference, 4 * torch.finfo(self.states[0].dtype).eps)
 
-    def _shifted(self, state: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(state.shape, generator=generator).to(state)
-        return state + noise * (_SHIFT * state.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+
+def shifted(state: Tensor, *, seed: int = 0) -> Tensor:
+    """A state that is changed by half of its length: in one direction for each token, the same in every text, so that
+    what is alike in two of them stays so."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(state.shape[1:], generator=generator).to(state)
+    return state + noise * (_SHIFT * state.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Whether two arguments are the same: tensors by value, also in containers, such as that in which blocks of Gemma
     3n leave their keys for later ones; anything else that is neither number nor tensor by kind."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
     if isinstance(one, int | float | str | None) or isinstance(other, int | float | str | None):
         return bool(type(one) is type(other) and one == other)
     return type(one) is type(other)

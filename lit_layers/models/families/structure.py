@@ -9,8 +9,9 @@ whose blocks hand it on.
 import hashlib
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,15 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.block_calls import Layout, is_cache, num_values, replaced
-from lit_layers.models.families.discovery import TWO_ROWS, is_encoder_decoder, row_of_blocks, with_parts_beside
+from lit_layers.models.block_calls import Layout, is_cache, num_values
+from lit_layers.models.families.discovery import (
+    TWO_ROWS,
+    Structured,
+    is_encoder_decoder,
+    row_of_blocks,
+    with_parts_beside,
+)
+from lit_layers.models.families.one_read import Companions, EvidenceOfOneRead
 from lit_layers.models.families.probe import (
     CANNOT_CALL,
     COLUMNS,
@@ -48,78 +56,6 @@ from lit_layers.models.families.rows import (
 )
 
 META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Structured(Family):
-    """A family of one class and config, as found; `blocks` is a path below the model, and there is no head to call."""
-
-    returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
-    dim: int = 0
-    limit: int | None = None  # tokens of the longest text
-    causal: bool = False
-    padding: bool = False
-    together: bool = False  # whether a readout needs all tokens of a text or image at once
-    word: int = 0  # a token without a meaning of its own
-    order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
-    beside: tuple[
-        str, ...
-    ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
-    shown: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def origin(self) -> str:
-        return "structure"
-
-    @property
-    def proof(self) -> Mapping[str, Any] | None:
-        return dict(self.shown)
-
-    @property
-    def takes_padding(self) -> bool:
-        return self.padding
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal
-
-    @property
-    def reads_tokens_alone(self) -> bool:
-        return not self.together and self.layout is None
-
-    def container(self, model: Network) -> nn.Module:
-        return model.get_submodule(self.blocks)
-
-    def block_list(self, model: Network) -> tuple[nn.Module, ...]:
-        modules = tuple(self.container(model).children())
-        return tuple(modules[number] for number in self.order) or modules
-
-    def width(self, model: Network) -> int:
-        return self.dim
-
-    def most_tokens(self, config: Any) -> int | None:
-        return self.limit
-
-    def final_norm(self, model: Network) -> nn.Module | None:
-        return None if self.norm is None else model.get_submodule(self.norm)
-
-    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
-        return self.returned
-
-    def read_out(self, model: Network, hidden: Tensor) -> Tensor:
-        """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
-        states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
-        blocks = self.block_list(model)
-        with replaced(blocks, self.handing_on(len(blocks), in_tuple=False, last=states)):
-            logits = self.logits(model, self._any_inputs(model, states))
-        return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
-
-    def _any_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
-        """Of as many texts or images: the states decide, and nothing that was before them."""
-        if self.vision is None:
-            return {"input_ids": torch.full(states.shape[:2], self.word, device=states.device)}
-        shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
-        return {"pixel_values": states.new_zeros(shape, dtype=next(model.parameters()).dtype)}
 
 
 def family_of(model: nn.Module) -> Family:
@@ -203,15 +139,49 @@ def _proven_widely(model: Network) -> Structured:
     return replace(family, shown=(*family.shown, ("computed", "float32")))
 
 
-def proven(model: Network, device: torch.device | None = None) -> Structured:
-    """The family of a model, shown on its weights; on this device, where they lie elsewhere between its calls.
+def proven(model: Network) -> Structured:
+    """The family of a model, shown on its weights.
 
     Raises:
         NotShown: an identity that does not hold.
     """
+    with untouched(model):
+        return taken_apart(model)
+
+
+@contextmanager
+def untouched(model: Network) -> Iterator[None]:
+    """Holds that what is done inside writes to no weight and no buffer of a model, and exchanges none of its modules.
+
+    Raises:
+        NotShown: it does.
+    """
     versions = {id(tensor): tensor._version for tensor in _tensors(model)}
     buffers = {id(buffer): buffer.clone() for buffer in model.buffers()}
     modules = [id(module) for module in model.modules()]
+    yield
+    after = {id(tensor): tensor for tensor in _tensors(model)}
+    # Some write the values into a buffer that it has (rotary frequencies that are scaled for long texts alone).
+    written = [key for key, tensor in after.items() if versions.get(key) != tensor._version]
+    if versions.keys() != after.keys() or not all(
+        key in buffers and torch.equal(buffers[key], after[key]) for key in written
+    ):
+        raise NotShown("its own call writes to its weights or buffers")
+    if modules != [id(module) for module in model.modules()]:
+        raise NotShown("its own call exchanges its modules")
+
+
+def taken_apart(
+    model: Network, device: torch.device | None = None, *, outlined: Structured | None = None
+) -> Structured:
+    """The family of a model, shown on its weights; on this device, where they lie elsewhere between its calls.
+
+    With what is `outlined` of a model that is read block by block, blocks are called in one pass of the model alone; of
+    states that are held otherwise than (batch, tokens, dim) in others after it, too.
+
+    Raises:
+        NotShown: an identity that does not hold.
+    """
     place: torch.device = device or next(model.parameters()).device
     with (
         torch.random.fork_rng(devices=[place] if place.type == "cuda" else []),
@@ -221,7 +191,14 @@ def proven(model: Network, device: torch.device | None = None) -> Structured:
         evaluating(model),
     ):
         probe = probe_of(model, place)
-        family, beside, first = _found(model, probe)
+        companions = None if outlined is None else Companions.of(model, outlined, probe)
+        family, beside, first = _found(model, probe, companions)
+        if companions is not None and family.layout is None and beside is None:
+            if family.blocks != companions.path:
+                return family
+            return _shown(EvidenceOfOneRead(model, family, probe, first, companions))
+        if companions is not None:  # which are made for states (batch, tokens, dim)
+            family, beside, first = _found(model, probe)
         try:
             try:
                 family = _shown(Evidence(model, family, probe, first))
@@ -237,15 +214,6 @@ def proven(model: Network, device: torch.device | None = None) -> Structured:
         except CANNOT_CALL as error:
             words = " ".join(str(error).split())[:200]
             raise NotShown(f"its blocks cannot be called again ({type(error).__name__}: {words})") from error
-    after = {id(tensor): tensor for tensor in _tensors(model)}
-    # Some write the values into a buffer that it has (rotary frequencies that are scaled for long texts alone).
-    written = [key for key, tensor in after.items() if versions.get(key) != tensor._version]
-    if versions.keys() != after.keys() or not all(
-        key in buffers and torch.equal(buffers[key], after[key]) for key in written
-    ):
-        raise NotShown("its own call writes to its weights or buffers")
-    if modules != [id(module) for module in model.modules()]:
-        raise NotShown("its own call exchanges its modules")
     return family
 
 
@@ -321,12 +289,15 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _found(model: Network, probe: Probe) -> tuple[Structured, Layout | None, Pass]:
+def _found(
+    model: Network, probe: Probe, companions: Companions | None = None
+) -> tuple[Structured, Layout | None, Pass]:
     """The family as its structure is; the layout with which it may be, if it is not without; the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
-    with watch([*(module for members in lists.values() for module in members), *outside]) as calls, tables:
+    watched = [*(module for members in lists.values() for module in members), *outside]
+    with watch(watched) as calls, tables, nullcontext() if companions is None else companions.beside(calls):
         try:
             output = probe.call(model, probe.inputs, dict(probe.options))
         except torch.OutOfMemoryError:
