@@ -18,12 +18,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lit_layers.errors import InputError
-from lit_layers.files.durable import replace_file, write_json
+from lit_layers.files.durable import sync, write_json
 from lit_layers.files.remote_store import Entry, Store
 
 logger = logging.getLogger(__name__)
 SETTLED = 1.0  # seconds without a change
 PATIENCE, TRIES = 5.0, 3  # seconds that a reader waits for another one; times that it looks anew
+ROOM = 2**28  # bytes that are left on a disk
 _PART = re.compile(r"([^/]+\.jsonl)\.parts/(\d{12,})\.jsonl")
 _FOLDER = re.compile(r"((?:resume/)?step-\d+)/.+")
 _LAST = ("config.json", "meta.json")  # of a checkpoint's folder: without them it is none
@@ -117,6 +118,9 @@ class LocalCopy:
             self._drop_stale(listing)
         due = [name for name in self._whole(listing) if wanted(name) and not _is_log(name)]
         due = [name for name in due if not (self.folder / name).exists() and not self._is_gone(name)]
+        logs = {match[1] if (match := _PART.fullmatch(name)) else name for name in listing}
+        logs = {log for log in logs if _is_log(log) and not (is_ours and self._is_ahead(log, listing))}
+        self._refuse_beyond_disk(sum(listing[name].size for name in due) + sum(_end(log, listing) for log in logs))
 
         def get(name: str) -> None:
             self.store.get(name, self.folder / name, listing[name].size)
@@ -124,11 +128,17 @@ class LocalCopy:
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(get, due))
-        for log in {match[1] if (match := _PART.fullmatch(name)) else name for name in listing}:
-            if _is_log(log) and not (is_ours and self._is_ahead(log, listing)):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                replace_file(self.folder / log, self._log(log, listing))
+        for log in logs:
+            self._get_log(log, listing)
         self._save_state()
+
+    def _refuse_beyond_disk(self, size: int) -> None:
+        """Whoever may write to the store decides how much there is."""
+        if size > (free := shutil.disk_usage(self.home).free - ROOM):
+            raise InputError(
+                f"{self.store.url}: {size / 1e9:,.1f} GB of it are to be copied, and {self.home.parent} has room for "
+                f"{max(0, free) / 1e9:,.1f} GB: name a larger place in LIT_LAYERS_REMOTE"
+            )
 
     def _is_gone(self, name: str) -> bool:
         return any(name == each or name.startswith(f"{each}/") for each in self.gone)
@@ -162,14 +172,28 @@ class LocalCopy:
             if not (_is_hidden(name) or _PART.fullmatch(name) or is_torn):
                 yield name
 
-    def _log(self, log: str, listing: dict[str, Entry]) -> bytes:
-        content = self.store.read(log, listing[log].size) if log in listing else b""
-        for start, name in _parts(log, listing):
-            if start > len(content):
-                break
-            if start + listing[name].size > len(content):  # else it is already among the rest
-                content += self.store.read(name, listing[name].size)[len(content) - start :]
-        return content
+    def _get_log(self, log: str, listing: dict[str, Entry]) -> None:
+        """Joins a log with its parts in a file, as neither need fit into memory, and puts that in its place."""
+        whole, part = (self.home / f".{log}.{uuid.uuid4().hex}.{kind}" for kind in ("whole", "part"))
+        try:
+            whole.touch()
+            if log in listing:
+                self.store.get(log, whole, listing[log].size)
+            with open(whole, "ab") as joined:
+                for start, name in _parts(log, listing):
+                    if start > joined.tell():
+                        break
+                    if start + listing[name].size > joined.tell():  # else it is already among the rest
+                        self.store.get(name, part, listing[name].size)
+                        with open(part, "rb") as more:
+                            more.seek(joined.tell() - start)
+                            shutil.copyfileobj(more, joined)
+            sync(whole)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            whole.replace(self.folder / log)
+        finally:
+            for draft in (whole, part):
+                draft.unlink(missing_ok=True)
 
     # -------------------------------------------------------------------------------------------- to the store
 

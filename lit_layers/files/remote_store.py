@@ -26,7 +26,8 @@ TRIES = 3  # of a claim that is gone when it is read
 # which there may be eight streams. Without limits s3fs waits for a store that takes connections and never answers for
 # 5 x 5 x 15 s a call, and while it uploads for as long as that machine is there.
 ANSWER, LISTING, SLOWEST = 20.0, 100.0, 20_000
-_CLAIM = re.compile(r"\.writer/(\d{6})\.json")
+_CLAIM = re.compile(r"\.writer/(\d{6,15})\.json")
+_LONG = 2**16  # bytes of a claim: what is longer is none
 
 
 def is_remote(place: str | Path) -> bool:
@@ -161,9 +162,12 @@ class Store:
     def newest_claim(self) -> Claim | None:
         """The claim of the highest number. What it says is foreign: of who holds it what a terminal can print."""
         for _ in range(TRIES):
-            numbers = [int(match[1]) for name in self.listing(".writer") if (match := _CLAIM.fullmatch(name))]
+            there = self.listing(".writer")
+            numbers = [int(match[1]) for name in there if (match := _CLAIM.fullmatch(name))]
             if not numbers:
                 return None
+            if there[_name(max(numbers))].size > _LONG:
+                return Claim(max(numbers), token="")
             try:
                 content = self.read(_name(max(numbers)))
             except FileNotFoundError:  # a later one took its place between the two
@@ -222,8 +226,9 @@ def _explained(url: str, *passed: type[BaseException]) -> Iterator[None]:
         raise
     except ImportError as error:
         package = {"s3": "'lit_layers[remote]'", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-        protocol = url.partition(":")[0]
-        raise InputError(f"{url}: its package is missing: pip install {package.get(protocol, protocol)}") from error
+        known = package.get(url.partition(":")[0])  # a package that is called as the protocol may be anybody's
+        advice = f"pip install {known}" if known else _without_secrets(str(error))
+        raise InputError(f"{url}: its package is missing: {advice}") from error
     except Exception as error:  # each store has kinds of its own, which no class unites
         if isinstance(error, PermissionError):
             why = "no permission"

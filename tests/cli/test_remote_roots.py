@@ -115,6 +115,7 @@ REFUSED = [
     (["report", "BUCKET/nothing"], "nothing is there"),
     (["report", "nowhere://x/y"], "nowhere is no protocol that fsspec knows"),
     (["report", "gs://x/y"], "its package is missing: pip install gcsfs"),
+    (["report", "smb://x/y"], 'its package is missing: SMB requires "smbprotocol"'),
     (["report", "https://x/y"], "https is no store that can be written"),
     (["report", "s3://key:word@x/y"], "keys belong in the environment"),
     (["report", "BUCKET/run/.."], "expected a bucket and a folder, without . and .."),
@@ -153,12 +154,45 @@ def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path)
     assert store._files.cat_file(f"{store.url}/{outside}") == b"{}"  # it was there
 
 
+def test_what_is_larger_than_the_disk_is_not_copied_and_no_log_is_held_in_memory(bucket, tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "run", steps=(0, 1), layers=2)
+    url, log = f"{bucket}/large/run", (tmp_path / "run" / "measurements.jsonl").read_bytes()
+    store, middle, end = Store(url), log.index(b"\n") + 1, log.rindex(b"\n", 0, -1) + 1
+    store.write("measurements.jsonl", log[:middle])
+    for start, stop in ((0, middle), (middle, end), (end, len(log)), (len(log) + 9, None)):
+        store.write(
+            f"measurements.jsonl.parts/{start:012d}.jsonl", log[start // 2 : stop] if start == 0 else log[start:stop]
+        )
+
+    def read(self, name: str, size: int = 0) -> bytes:
+        return whole(self, name, size) if name.startswith(".writer/") else pytest.fail(f"{name} is held in memory")
+
+    whole = Store.read
+    monkeypatch.setattr(Store, "read", read)
+    assert (remote_runs.read(url) / "measurements.jsonl").read_bytes() == log
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: disk._replace(free=remote_copy.ROOM + len(log) - 1))
+    monkeypatch.setenv("LIT_LAYERS_REMOTE", str(tmp_path / "other"))
+    assert main(["report", url]) == 2
+    size = f"{len(log) / 1e9:,.1f} GB"
+    assert f"{url}: {size} of it are to be copied, and {tmp_path}/other has room for {size}: name a larger" in (
+        capsys.readouterr().err
+    )
+
+
 def test_claims_are_foreign(bucket, monkeypatch):
     store = Store(f"{bucket}/claims/run")
     store.write(".writer/000007.json", json.dumps({"number": 1, "token": "x", "holder": "a\x1b[31mb\n"}).encode())
     assert store.newest_claim() == Claim(7, "x", holder="a[31mb")
     store.write(".writer/000008.json", b"[" * 100_000)
     assert store.newest_claim() == Claim(8, "")
+    store.write(".writer/999999.json", b"{}")
+    assert store.claim(1_000_000, "mine") == store.newest_claim()
+    with monkeypatch.context() as patched:
+        store.write(".writer/2000000.json", bytes(2**17))
+        patched.setattr(store, "read", lambda *_: pytest.fail("however large, it is read"))
+        assert store.newest_claim() == Claim(2_000_000, "")
+    store.write(".writer/3000000.json", b"{}")
 
     def refuse(name: str) -> bytes:
         raise FileNotFoundError(name)
