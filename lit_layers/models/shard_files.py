@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import HUB_ERRORS, LOG_IN, is_refused, named_shards, reason
+from lit_layers.files.downloads import HUB_ERRORS, named_shards
+from lit_layers.files.hub import Hub
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -47,7 +48,8 @@ def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
 
 
 class ShardFiles:
-    """A folder with config.json and safetensors, or a repository of the Hub of which each file is fetched when needed.
+    """A folder with config.json and safetensors, or a repository of the Hub of which each file is fetched when needed,
+    again where the network failed, and its hash compared.
 
     Nothing is kept open: a file is mapped while one tensor is read, so that its pages leave memory with it.
 
@@ -73,6 +75,7 @@ class ShardFiles:
             local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
             if local or ("/" in name and Path(name).parent.is_dir()):
                 raise InputError(f"expected a folder with a model or a name on the Hub, {name} does not exist")
+            self._hub = Hub()
             self._revision = self.commit = self.fetch(CONFIG).parent.name
         elif revision is not None:
             raise InputError(f"revision: {self.model} is a local folder and has no revision {revision!r}: leave it out")
@@ -92,22 +95,11 @@ class ShardFiles:
             if not (self._folder / file).is_file():
                 raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
             return self._folder / file
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-        if file in self._paths:
-            return self._paths[file]
-        try:
-            self._paths[file] = Path(hf_hub_download(self.model, file, revision=self._revision))
-            return self._paths[file]
-        except HUB_ERRORS as error:
-            missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        if file not in self._paths:
             at = f" at revision {self._revision}" if self._revision else ""
-            advice = LOG_IN if is_refused(error) else "check the name, the revision and the network, then run again"
-            raise InputError(
-                f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub ({reason(error)}): "
-                f"{advice}"
-            ) from (FileNotFoundError(file) if missing else error)
+            what = f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub"
+            self._paths[file] = self._hub.fetch(self.model, self._revision, file, what)
+        return self._paths[file]
 
     def has(self, file: str) -> bool:
         """Whether the model has a file; fetches it. Known without the Hub where it was asked before."""
@@ -200,11 +192,8 @@ class ShardFiles:
         """Whether a file is there, without fetching it."""
         if self._folder is not None:
             return (self._folder / file).is_file()
-        from huggingface_hub import file_exists
-        from huggingface_hub.errors import HTTPError
-
-        with contextlib.suppress(OSError, HTTPError):
-            return file_exists(self.model, file, revision=self._revision)
+        with contextlib.suppress(*HUB_ERRORS):
+            return self._hub.api.file_exists(self.model, file, revision=self._revision)
         return False
 
     @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Checkpoint series: from folders or the Hub, in step order, audited before a curve is drawn through them."""
 
+from lit_layers.files.hub import Retry
 from lit_layers.series.audit_files import Finding
 from lit_layers.series.auditing import Audit, audit
 from lit_layers.series.checkpoint import Checkpoint, Series
-from lit_layers.series.checkpoint_sources import Retry
 from lit_layers.series.hub_series import HubRevisions
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 from lit_layers.series.opening import Models, OneModel, open_series, read_steps

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
+from lit_layers.files.hub import Hub, Retry
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import Count, Expected, Step
 from lit_layers.series.checkpoint import (
@@ -26,7 +27,7 @@ from lit_layers.series.checkpoint import (
     recognize,
     understood,
 )
-from lit_layers.series.checkpoint_sources import Hub, HubSource, Retry
+from lit_layers.series.checkpoint_sources import HubSource
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import would_run_code
+from lit_layers.files.hub import ListedFile
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize, understood
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
-from lit_layers.series.weight_files import ListedFile, Memory, on_disk
+from lit_layers.series.weight_files import Memory, on_disk
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor, nn

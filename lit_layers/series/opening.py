@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
+from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Hub, HubSource, Source, at_once
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
-from lit_layers.series.weight_files import ListedFile, content_hash
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from lit_layers.models.shard_files import ShardFiles

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_layers.files.downloads import named_shards
 from lit_layers.files.durable import replace_file
+from lit_layers.files.hub import ListedFile
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor
@@ -22,15 +23,6 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 Format = Literal["safetensors", "pickle"]
 STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors"), "pickle": ("pytorch_model", ".bin")}
-
-
-@dataclass(frozen=True)
-class ListedFile:
-    """A file by its name in the checkpoint. `hash` is a sha256, or git's sha1 where the Hub knows no other."""
-
-    path: str
-    size: int
-    hash: str
 
 
 def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFile]]:
@@ -70,15 +62,6 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
     number, total = match.groups()
     shards = (f"{stem}-{each:0{len(number)}d}-of-{total}{suffix}" for each in range(1, int(total) + 1))
     return [index, *(shard for shard in shards if shard not in files)]
-
-
-def content_hash(path: Path, like: str = "sha256") -> str:
-    """The hash of a file's content: sha256, or git's sha1 where `like` is as short as one."""
-    begin = hashlib.sha256
-    if len(like) == 40:
-        begin = functools.partial(hashlib.sha1, f"blob {path.stat().st_size}\0".encode())
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, begin).hexdigest()
 
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint

@@ -71,7 +71,7 @@ class Waits(list):
 def waits(monkeypatch) -> Waits:
     """Nobody waits, neither we nor huggingface_hub."""
     waits = Waits()
-    monkeypatch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(sleep=waits))
+    monkeypatch.setattr("lit_layers.files.hub.Retry", lambda: Retry(sleep=waits))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return waits
 

@@ -51,7 +51,7 @@ def prompts(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+    monkeypatch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
     with served(repositories, tmp_path / "home" / "hub", monkeypatch) as hub:
         yield hub
 

@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
-        patch.setattr("lit_layers.series.checkpoint_sources.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+        patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_data(folder / "data")))
         patch.chdir(folder)
         yield folder

@@ -1,8 +1,10 @@
 """Weights on disk, tensor by tensor, and what is said where they are missing or damaged."""
 
+import functools
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_layers.errors import InputError
+from lit_layers.files import hub
 from lit_layers.models.shard_files import INDEX, PIECE, WHOLE, ShardFiles
 from tests.support.saved_models import saved
+from tests.support.series_hub import served
 
 
 @pytest.fixture
@@ -113,3 +117,22 @@ def test_a_shard_that_is_cut_short_is_named(folder, size):
 def test_a_damaged_index_is_named(folder, content):
     (folder / INDEX).write_text(content)
     assert refusal(folder) == f"{folder}: {INDEX} is damaged; download or save the model again"
+
+
+def test_a_model_of_the_hub_is_asked_for_again_and_what_arrives_is_compared_by_hash(folder, tmp_path, monkeypatch):
+    repository, waits = tmp_path / "hub" / "org" / "tiny" / "main", list[float]()
+    shutil.copytree(folder, repository)
+    monkeypatch.setattr(hub, "Retry", functools.partial(hub.Retry, sleep=waits.append))
+    hashed = hub.content_hash
+    wrong = iter(["0" * 64])
+    monkeypatch.setattr(hub, "content_hash", lambda path, like: next(wrong, hashed(path, like)))
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):
+        files = ShardFiles("org/tiny")
+        assert waits == [1]  # the config arrived with another hash
+        for shard in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(shard).items():
+                assert torch.equal(files.read(name), tensor)
+        assert not files.has("no such file")
+        with pytest.raises(InputError, match="no such file cannot be had from the Hub") as raised:
+            files.fetch("no such file")
+        assert isinstance(raised.value.__cause__, FileNotFoundError)

@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub.errors import HTTPError
 
 from lit_layers.errors import InputError
+from lit_layers.files.hub import is_transient
 from lit_layers.series import Retry
-from lit_layers.series.checkpoint_sources import is_transient
 
 
 class Answer(HTTPError):
