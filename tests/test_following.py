@@ -255,6 +255,42 @@ def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path
     assert [m.step for m in records.read(place / "measurements.jsonl")] == [2, 4]
 
 
+def test_two_watchers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, capsys):
+    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
+    place = make_series(model, tmp_path / "trainer", (2, 4, 6, 8), name="checkpoint-{}")
+    shutil.rmtree(place / "main")
+    words = ["watch", str(place), "--config", str(recipe), "--settled", "0", "--patience", "0", "--every", "0.01"]
+
+    def of_share(index: int) -> list[int]:
+        before = {m.step for m in records.read(place / "measurements.jsonl")}
+        assert main([*words, "--shard", f"{index}/2"]) == 0, capsys.readouterr().err
+        return sorted({m.step for m in records.read(place / "measurements.jsonl")} - before)
+
+    first = of_share(0)
+    assert 0 < len(first) < 4
+    shutil.rmtree(place / f"checkpoint-{first[0]}")  # as a Trainer does that keeps its last ones
+    assert of_share(1) == [step for step in (2, 4, 6, 8) if step not in first]
+    assert of_share(0) == []
+    assert len(records.read(place / "measurements.jsonl")) == 4
+
+
+def test_shares_of_one_number_measure_beside_a_training_and_each_once(tmp_path):
+    def refused(part: run_lock.Part, shard: tuple[int, int]) -> bool:
+        with contextlib.suppress(InputError), run_lock.writing(tmp_path, shard=shard, part=part):
+            return False
+        return True
+
+    with (
+        run_lock.writing(tmp_path, part="training"),
+        run_lock.writing(tmp_path, part="measuring", shard=(0, 2)),
+        run_lock.writing(tmp_path, part="measuring", shard=(1, 2)),
+    ):
+        assert all(refused("measuring", shard) for shard in [(1, 2), (1, 3), (0, 1)])
+        assert refused("all", (0, 1))
+    with run_lock.writing(tmp_path, part="measuring", shard=(0, 2)):
+        assert refused("all", (1, 2))
+
+
 def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_path):
     recipe = Recipe(watch, [str(tmp_path)])
     text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "python", "tokenizer": "bpe:300"}}
@@ -270,6 +306,8 @@ def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_pa
         (["{}", "--every", "0"], "every: expected a positive number of seconds, got 0"),
         (["{}", "--patience", "-1"], "patience: expected a number of seconds of at least 0, got -1"),
         (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
+        (["{}", "--shard", "2/2"], "shard: expected i/n with i from 0 to n - 1, got 2/2"),
+        (["{}", "--keep-downloads", "false"], "keep_downloads: is for series of the Hub, and what appears in a folder"),
         (["{}", "--root="], "root: expected Path or null, got ''"),
     ],
 )

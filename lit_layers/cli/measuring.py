@@ -15,7 +15,7 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine
+from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,6 +113,8 @@ class Measuring:
     Args:
         allow_suspect: measure checkpoints, too, that the audit of the series found suspect
         stream_blocks: read a model block by block: it is never in memory as a whole
+        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
+        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder); but for watch a place
             on a store, too: s3://bucket/run, gs://bucket/run
         device: auto: a GPU if there is one
@@ -124,6 +126,8 @@ class Measuring:
 
     allow_suspect: bool = False
     stream_blocks: bool = False
+    keep_downloads: bool = True
+    shard: str = AUTO
     root: Path | None = None
     device: Device = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -143,8 +147,14 @@ class Measuring:
     @property
     def how(self) -> dict[str, Any]:
         """The options of a target's `measure`."""
-        options = {name: getattr(self, name) for name in ("allow_suspect", "kept_mb", "values_mb", "engine")}
+        names = ("allow_suspect", "keep_downloads", "kept_mb", "values_mb", "engine")
+        options = {name: getattr(self, name) for name in names} | {"shard": shard_of(self.shard, os.environ)}
         return options | {"dtype": "float32" if self.dtype == "bfloat16" else self.dtype}  # of weights: `BFloat16View`
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether another process speaks for this one: the first one of torchrun."""
+        return self.how["shard"][0] > 0 and self.shard == AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +165,12 @@ class Checkpoints(Measuring):
         steps: of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}
         revision: a branch, tag or commit of the Hub
         submodule: of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors)
-        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
         plan: says what it would cost, and measures nothing
     """
 
     steps: Steps | None = None
     revision: str | None = None
     submodule: str | None = None
-    keep_downloads: bool = True
-    shard: str = AUTO
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -214,8 +220,7 @@ def measure(
     """
     if options.plan and options.dtype == "float64":
         raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
-    shard = shard_of(options.shard, os.environ)
-    hidden = options.shard == AUTO and shard[0] > 0  # the first process of torchrun speaks for all
+    hidden = options.is_hidden
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
         print(threads.description(options.device), file=sys.stderr)
@@ -228,7 +233,7 @@ def measure(
     for target in targets:
         series = target.series
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-            result = target.measure(progress=show, shard=shard, keep_downloads=options.keep_downloads, **options.how)
+            result = target.measure(progress=show, **options.how)
         if not hidden and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
@@ -256,7 +261,9 @@ def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None:
         raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
-    return int(numbers[1]), int(numbers[2])
+    shard = int(numbers[1]), int(numbers[2])
+    refuse_no_shard(shard)
+    return shard
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import shlex
 import socket
 import sys
@@ -109,15 +110,16 @@ class _Lock:
         self.sizes: dict[Path, int] = {}
         self._cut: set[Path] = set()
         index, count = shard
-        ours = f"-{part}" if part != "all" else "" if count == 1 else f"-{index}-of-{count}"
-        others = {"training": "-measuring", "measuring": "-training", "all": f"-of-{count}"}[part]
+        ours = ("" if part == "all" else f"-{part}") + ("" if count == 1 else f"-{index}-of-{count}")
+        shares = rf"-\d+-of-{count}"
+        others = {"training": "-measuring.*", "measuring": f"-training|-measuring{shares}", "all": shares}[part]
         self._path = root / f"{_NAME}{ours}.lock"
         self._lease = _take(self._path)
         self._token = self._lease.token
         try:
             write_json(_facts(self._path), {"token": self._token, **_this_process()})
             for other in root.glob(f"{_NAME}*.lock"):
-                if other != self._path and not other.stem.endswith(others):
+                if other != self._path and not re.fullmatch(others, other.stem.removeprefix(_NAME)):
                     _take(other).release()  # refused where its holder lives
         except OSError as error:
             self.release()

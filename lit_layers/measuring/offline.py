@@ -4,6 +4,7 @@ A checkpoint is in memory whole, one at a time while the next one is fetched, or
 """
 
 import contextlib
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,8 @@ def analyze_series(
         root: the folder of the results, or s3://bucket/run; its name is the run's (of several models without steps each
             is a run), so that the numbers of a run's own folder join those that training wrote.
         keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
-        shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root.
+        shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a training,
+            which adds checkpoints and removes others, the name of each one says whose it is.
         stream_blocks: whether to read each model block by block, so that it is never in memory as a whole; an
             interrupted call goes on after the last finished block. Trajectory, Representation, StateMetric, Coupling.
         device: "auto" is a GPU where there is one.
@@ -139,7 +141,7 @@ def analyze_series(
             tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
         )
         how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
-        measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, **how)
+        measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, grows=beside_training, **how)
         measuring.choose(analyses)
         with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
             return measuring.run(device if engine == "ray" else None)
@@ -172,6 +174,7 @@ class _Measuring:
     allow_suspect: bool
     keep_downloads: bool
     shard: tuple[int, int]
+    grows: bool
     values_mb: int
 
     def __post_init__(self) -> None:
@@ -218,8 +221,7 @@ class _Measuring:
 
     def run(self, device_of_workers: Device | None) -> SeriesResult:
         """Measures in this process, or where workers are to have a device on these."""
-        index, count = self.shard
-        audited = list(self.series.checkpoints[index::count])
+        audited = self._mine()
         if not self.series.is_alone:
             self.measurer.refuse_another(lambda one: ("weight_files", one.source.weights()))
             audited = self._audited(audited)
@@ -237,6 +239,13 @@ class _Measuring:
             with contextlib.suppress(InputError):
                 self.result.settings.append(settings_name(each.config_hash(), each.data_hash()))
         return self.result
+
+    def _mine(self) -> list[Checkpoint]:
+        """The checkpoints of this shard."""
+        index, count = self.shard
+        if not self.grows:
+            return [*self.series.checkpoints[index::count]]
+        return [one for one in self.series if zlib.crc32(one.name.encode()) % count == index]
 
     def _one_by_one(self, due: Sequence[Checkpoint], num_before: int, total: int) -> None:
         tell = silent if self.series.is_alone else self.tell

@@ -156,7 +156,8 @@ def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: P
 def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(verb, tmp_path: Path):
     given: dict[str, object] = {"allow_suspect": True, "stream_blocks": True, "root": str(tmp_path), "device": "cpu"}
     given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
-    of_series = {"steps": [1], "revision": "r", "submodule": "s", "keep_downloads": False, "shard": "0/2", "plan": True}
+    given |= {"keep_downloads": False, "shard": "0/2"}
+    of_series = {"steps": [1], "revision": "r", "submodule": "s", "plan": True}
     group, given = (Measuring, given) if verb == "watch" else (Checkpoints, given | of_series)
     assert given.keys() == {field.name for field in fields(group)}
     recipe = tmp_path / "recipe.yaml"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,8 @@ from typing import Annotated
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.main import FAILED
-from lit_layers.cli.measuring import Measuring
-from lit_layers.cli.options import Recipe
+from lit_layers.cli.measuring import AUTO, Measuring, take_own_gpu, wait_for_the_others
+from lit_layers.cli.options import Recipe, given, refuse_beside
 from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
 from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
@@ -50,12 +51,16 @@ def watch(
         metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
         analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
     """
+    no_downloads = "is for series of the Hub, and what appears in a folder of this machine is never removed"
+    refuse_beside(given(measuring), [(("keep_downloads",), True, no_downloads)])
     if not folder.is_dir():
         raise InputError(f"folder: expected a folder in which checkpoints appear, {folder} is none")
     command, failures = Command(recipe), set[str]()
     root = measuring.root or folder
     measuring = dataclasses.replace(measuring, root=root)
-    print(f"{threads.description(measuring.device)}; watching {folder}", file=sys.stderr)
+    take_own_gpu(measuring.device, os.environ)
+    if not measuring.is_hidden:
+        print(f"{threads.description(measuring.device)}; watching {folder}", file=sys.stderr)
 
     def measure(series: Series) -> SeriesResult:
         named = None if command.wants_own_tokenizer else tokenizer
@@ -71,7 +76,9 @@ def watch(
     follow(folder, measure, every=every, settled=settled, patience=patience)
     for failure in sorted(failures):
         print(f"failed: {failure}", file=sys.stderr)
-    print(root / "measurements.jsonl")
+    print(root / "measurements.jsonl", flush=True)  # torchrun may end this process as soon as another one ends
+    if measuring.shard == AUTO:
+        wait_for_the_others(os.environ)
     return FAILED if failures else 0
 
 
@@ -80,4 +87,5 @@ def _tell(result: SeriesResult) -> None:
     if steps:
         print(f"step {', '.join(map(str, steps))}: {len(result.measurements)} measured", flush=True)
     if result.left_out:
-        print(f"left out as suspect: {', '.join(one.name for one in result.left_out)}", flush=True)
+        names = ", ".join(one.name for one in result.left_out)
+        print(f"left out as suspect: {names}; --allow-suspect measures them", flush=True)
