@@ -12,6 +12,8 @@ pytest.importorskip("jinja2")
 from lit_layers import analyses, metrics, plots, records, run_data
 from lit_layers.analyses import catalogue
 from lit_layers.analyses.speed import Speed
+from lit_layers.clock.curve_sources import curves_of
+from lit_layers.clock.layer_statistics import layer_curves
 from lit_layers.correlate.model_table import read_runs
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
@@ -174,6 +176,12 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     table = read_runs([tmp_path / "models"], metric="p/brier_score", score="p/accuracy")
     assert table.title("brier_score") == "Probe Brier score"
     assert table.baseline == "random_brier_score"
+    curves = curves_of(run, metrics=["brier_score"], where={"split": "test"})
+    assert any(curve.title.startswith("Probe Brier score") for curve in curves)
+    best = [each for each in layer_curves(curves) if each.statistic == "best_layer" and "control" not in each.tags]
+    assert [list(each.curve.values) for each in best] == [[4, 4]]  # the lowest: `emerge` knows the direction
+    documented = with_tables("<!-- metrics: all -->\n<!-- end of metrics -->")
+    assert "| `brier_score` | Probe Brier score |  | 0 to 2 |" in documented
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_rows():

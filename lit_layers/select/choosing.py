@@ -1,6 +1,7 @@
 """Which layer is enough: features of labelled rows, probes fitted on train, a layer chosen on validation."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,12 @@ from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_splits import hold_out
 
-Metric = Literal["accuracy", "mean_squared_error"]
+# What a probe can be judged by, as a mean over rows; the first one where none is named.
+BY: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "log_loss"),
+    "regression": ("mean_squared_error",),
+}
+BASELINES = {"accuracy": "majority class", "log_loss": "shares of the classes", "mean_squared_error": "training mean"}
 Part = Literal["train", "validation", "test"]
 Progress = Callable[[int, int, str], None]
 
@@ -42,7 +48,7 @@ class Features(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over rows, with its 95% interval."""
+    """A mean over rows, or a number that was measured, with its 95% interval."""
 
     value: float
     low: float
@@ -55,12 +61,13 @@ class Choice:
 
     layer: int
     num_layers: int
-    metric: Metric
+    metric: str
     rule: Rule
     tolerance: float
-    validation: Mapping[int, Score]  # layers 0 to L
-    baseline: float  # of the majority class, or the training mean, on the validation rows
+    validation: Mapping[int, Score]  # layers 0 to L, on the validation rows; or what was measured of them
+    baseline: float | None  # of what knows no text, on the validation rows; None where the metric was measured
     shares: Mapping[int, float]  # of bootstrap resamples of the validation rows that choose each layer 1 to L
+    test_metric: str
     test: Mapping[int, Score]  # of the chosen layer and the last
     difference: Score  # on test, of the chosen layer to the last: paired over rows
     probe: Fitted  # of the chosen layer, fitted on train
@@ -73,7 +80,7 @@ class Choice:
     @property
     def baseline_name(self) -> str:
         """What knows no text at all."""
-        return "majority class" if self.higher_is_better else "training mean"
+        return BASELINES[self.metric]
 
 
 def choose(
@@ -83,43 +90,59 @@ def choose(
     num_classes: int | None,
     rule: Rule = "within_tolerance",
     tolerance: float = 0.01,
+    by: str | None = None,
+    measured: Mapping[int, Score] | None = None,
     options: ProbeOptions | None = None,
     progress: Progress | None = None,
 ) -> Choice:
-    """The first layer that a rule takes, judged by the accuracy (or squared error) of its probe on validation rows.
+    """The first layer that a rule takes, judged by its probe's score on validation rows, or by what was measured of it.
 
     A probe is fitted on the training rows of each layer, 0 to L; the rule sees layers 1 to L. `features` is asked for
     "test" only when the layer has been chosen, and test is scored for that layer and the last alone. `num_classes` is
-    None for a regression.
+    None for a regression. `by` is the metric, of `BY`, or any that `measured` has the values of: then probes are fitted
+    to the chosen layer and the last alone, and tested by the first of `BY`.
 
     Raises:
-        InputError: a rule that does not fit the scores, too few rows or classes, a probe that has not converged, or no
+        InputError: a rule or metric that does not fit, too few rows or classes, a probe that has not converged, or no
             layer that is better than knowing no text at all.
     """
     options, show_progress = options or ProbeOptions(), progress or (lambda done, total, what: None)
-    metric: Metric = "mean_squared_error" if num_classes is None else "accuracy"
-    _check(targets, metric, rule, tolerance)
-    train, held_out = features("train"), features("validation")
+    usual = BY["regression" if num_classes is None else "classification"]
+    metric = by or usual[0]
+    if measured is None and metric not in usual:
+        raise InputError(f"by: expected {' or '.join(usual)} of this task's probes, got {metric}")
+    _check(targets, metric, rule, tolerance, is_classification=num_classes is not None)
+    train = features("train")
     num_layers = train.num_layers
-    probes: dict[int, Fitted] = {}
-    scores: list[Tensor] = []
-    for layer in range(num_layers + 1):
-        show_progress(layer, num_layers + 1, f"probe of layer {layer}")
+
+    def fitted(layer: int) -> Fitted:
         probe = fit_layer(train.layer(layer), targets["train"], options, num_classes=num_classes)
         if isinstance(probe, LogisticProbes) and not probe.converged.all():
             raise InputError(
                 f"max_iterations: the probe of layer {layer} has not converged in {options.max_iterations}: allow "
                 "more, or give a smaller c"
             )
-        probes[layer] = probe
-        scores.append(score_rows(probe, held_out.layer(layer), targets["validation"]).of_rows(metric))
+        return probe
+
+    probes: dict[int, Fitted] = {}
+    if measured is None:
+        held_out, rows = features("validation"), list[Tensor]()
+        for layer in range(num_layers + 1):
+            show_progress(layer, num_layers + 1, f"probe of layer {layer}")
+            probes[layer] = fitted(layer)
+            rows.append(score_rows(probes[layer], held_out.layer(layer), targets["validation"]).of_rows(metric))
+        validation = {each: _score(values, metric) for each, values in enumerate(_defined(torch.stack(rows)))}
+        baseline = float(_defined(_baseline(targets, num_classes).of_rows(metric)[None]).mean())
+        layer, by_layer = _chosen(_defined(torch.stack(rows))[1:], metric, rule, tolerance, baseline)
+        shares = dict(enumerate(by_layer.tolist(), start=1))
+    else:
+        validation, baseline, shares = _complete(measured, num_layers, metric), None, {}
+        layer = _by_rule([validation[each].value for each in range(1, num_layers + 1)], metric, rule, tolerance)
+        probes = {each: fitted(each) for each in {layer, num_layers}}
     show_progress(num_layers + 1, num_layers + 1, "")
-    rows = torch.stack(scores)  # (layers + 1, validation rows)
-    baseline = float(_baseline(targets, num_classes).of_rows(metric).mean())
-    layer, shares = _chosen(rows[1:], metric, rule, tolerance, baseline)
-    test = features("test")
+    test, test_metric = features("test"), usual[0] if measured is not None else metric
     on_test = {
-        each: score_rows(probes[each], test.layer(each), targets["test"]).of_rows(metric)
+        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).of_rows(test_metric)[None])[0]
         for each in {layer, num_layers}
     }
     return Choice(
@@ -128,42 +151,56 @@ def choose(
         metric=metric,
         rule=rule,
         tolerance=tolerance,
-        validation={each: _score(values, metric) for each, values in enumerate(rows)},
+        validation=validation,
         baseline=baseline,
-        shares=dict(enumerate(shares.tolist(), start=1)),
-        test={each: _score(values, metric) for each, values in on_test.items()},
+        shares=shares,
+        test_metric=test_metric,
+        test={each: _score(values, test_metric) for each, values in on_test.items()},
         difference=_score(on_test[layer] - on_test[num_layers], None),
         probe=probes[layer],
         test_rows=on_test[layer],
     )
 
 
-def _check(targets: Mapping[Part, Tensor], metric: Metric, rule: Rule, tolerance: float) -> None:
+def _defined(rows: Tensor) -> Tensor:
+    """Those of the rows (layers, rows) whose class some training row had: others have no log-loss."""
+    return rows[:, rows.isfinite().all(0)]
+
+
+def _complete(measured: Mapping[int, Score], num_layers: int, metric: str) -> dict[int, Score]:
+    missing = [each for each in range(1, num_layers + 1) if each not in measured or math.isnan(measured[each].value)]
+    if missing:
+        raise InputError(f"by: {metric} was not measured of layer {missing[0]} of {num_layers}: measure all layers")
+    return {layer: score for layer, score in sorted(measured.items()) if layer <= num_layers}
+
+
+def _check(
+    targets: Mapping[Part, Tensor], metric: str, rule: Rule, tolerance: float, *, is_classification: bool
+) -> None:
     """Refuses what needs no feature to be refused."""
     for part, rows in targets.items():
         if len(rows) < 2:
             raise InputError(f"{part}: expected at least 2 rows, got {len(rows)}: give more")
-    if metric == "accuracy" and len(targets["train"].unique()) < 2:
+    if is_classification and len(targets["train"].unique()) < 2:
         raise InputError("train: all rows have one class, and a probe needs two: give other rows")
     _by_rule([1.0], metric, rule, tolerance)
 
 
-def _by_rule(values: list[float], metric: Metric, rule: Rule, tolerance: float) -> int:
+def _by_rule(values: list[float], metric: str, rule: Rule, tolerance: float) -> int:
     try:
         return choose_layer(values, rule=rule, tolerance=tolerance, higher_is_better=look_up(metric).higher_is_better)
     except ValueError as error:
         raise InputError(f"rule: {rule} with tolerance {tolerance:g} chooses no layer here: {error}") from error
 
 
-def _chosen(rows: Tensor, metric: Metric, rule: Rule, tolerance: float, baseline: float) -> tuple[int, Tensor]:
+def _chosen(rows: Tensor, metric: str, rule: Rule, tolerance: float, baseline: float) -> tuple[int, Tensor]:
     """The layer and the shares of resamples, of the scores (L, rows) of layers 1 to L."""
     values, better = rows.mean(1).tolist(), look_up(metric).higher_is_better
     best = max(values) if better else min(values)
     if (best <= baseline) if better else (best >= baseline):
-        what = "the majority class" if better else "the training mean"
         raise InputError(
-            f"rule: no layer can be chosen: the best validation {metric} of a probe is {best:.4f}, and {what} alone "
-            f"gives {baseline:.4f}"
+            f"rule: no layer can be chosen: the best validation {metric} of a probe is {best:.4f}, and the "
+            f"{BASELINES[metric]} alone gives {baseline:.4f}"
         )
     layer = _by_rule(values, metric, rule, tolerance)
     return layer, choice_distribution(rows, rule=rule, tolerance=tolerance, higher_is_better=better)
@@ -178,7 +215,7 @@ def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowSco
     return of_log_proba(share.log().expand(len(held_out), -1), held_out)
 
 
-def _score(values: Tensor, metric: Metric | None) -> Score:
+def _score(values: Tensor, metric: str | None) -> Score:
     if metric == "accuracy":
         return Score(float(values.mean()), *wilson_interval(int(values.sum()), len(values)))
     low, high = bootstrap_interval(values)

@@ -67,7 +67,7 @@ def table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFr
         choice = model.choice
         layer, last = choice.layer, choice.num_layers
         row: dict[str, Any] = {"model": model.name, "metric": choice.metric, "layer": layer}
-        row |= {"num_layers": last, "validation": choice.validation[layer].value}
+        row |= {"test_metric": choice.test_metric, "num_layers": last, "validation": choice.validation[layer].value}
         scores: dict[str, Score | None] = {"test": choice.test[layer], "test_last": choice.test[last]}
         scores["difference_to_last"] = choice.difference
         scores["difference_to_reference"] = None if model is best else difference(model, best)
@@ -107,7 +107,7 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
     return Chart(
         title=f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows",
         x=Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest)),
-        y=Axis(title=f"test {look_up(models[0].choice.metric).title.lower()}"),
+        y=Axis(title=f"test {look_up(models[0].choice.test_metric).title.lower()}"),
         series=series,
         place="",
         height=420,

@@ -44,10 +44,11 @@ class Card:
     num_layers: int  # of that model
     rule: str  # by which the layer was chosen, as in `choose_layer`
     tolerance: float | None
-    metric: str  # name of all scores here
-    validation: Mapping[int, float]  # layer -> score, which the choice was made on
+    metric: str  # by which the layer was chosen
+    validation: Mapping[int, float]  # layer -> its value, which the choice was made on
     test_chosen: float  # of the chosen layer
     test_last: float  # of the last one
+    test_metric: str | None = None  # of the two; None: the same
     costs: Sequence[Cost] = ()
     revision: str | None = None
     commit: str | None = None
@@ -97,7 +98,8 @@ def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, f
         "tokens kept of a text": facts.max_tokens,
         "classes": None if facts.classes is None else len(facts.classes),
     }
-    test = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
+    scores = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
+    test = [(name, f"{score:.4f}") for name, score in scores.items()]
     is_vision = package == "timm"
     template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
@@ -114,7 +116,7 @@ def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, f
             pooling=POOLINGS[is_vision].get(facts.pooling, f"pooled by {facts.pooling}"),
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
             validation=score_table(card.validation, card.metric, chosen=facts.layer),
-            test=markdown(("layer", card.metric), [(name, f"{score:.4f}") for name, score in test.items()]),
+            test=markdown(("layer", card.test_metric or card.metric), test),
             costs=f"{cost_table(card.costs)}\n\n{measured_on(card.costs)}" if card.costs else "",
             picture=picture,
             final_norm=final_norm,

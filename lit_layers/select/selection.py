@@ -53,6 +53,7 @@ class Selection:
             **{name: getattr(choice, name) for name in ("layer", "num_layers", "rule")},
             "tolerance": self.tolerance,
             "metric": choice.metric,
+            "test_metric": choice.test_metric,
             "pooling": task.pooling,
             "max_tokens": task.max_tokens,
             "validation": {str(layer): asdict(score) for layer, score in choice.validation.items()},
@@ -76,9 +77,10 @@ class Selection:
         by_time = {layer: 1e3 * seconds for layer, seconds in self.seconds.items()}
         timed = "an image" if ids is None else f"a text of {ids.shape[1]} tokens"
         axis = Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.06 * max(by_time.values())))
+        shaded = f"shaded: 95% interval{' over the rows' if choice.baseline is not None else 's'}"
         charts = [
             self._scores(by_depth, text, Axis(title="layer", whole=True)),
-            self._scores(by_time, "shaded: 95% interval over the rows", axis, numbered=True),
+            self._scores(by_time, shaded, axis, numbered=True),
         ]
         last = f"layer of {choice.num_layers}"
         where = (
@@ -96,16 +98,18 @@ class Selection:
         shown = layers if len(layers) <= _NUMBERED else [layers[0], choice.layer, layers[-1]]
         labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
         look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
-        at, what = [places[layer] for layer in layers], f"validation {look_up(choice.metric).title.lower()}"
-        name = choice.baseline_name
-        line = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "sides": [(1, -1)] * 2}
-        line["label_color"] = MUTED
+        at, what = [places[layer] for layer in layers], look_up(choice.metric).title
+        what = what if choice.baseline is None else f"validation {what.lower()}"
         picked = {"mark": "ring", "size": 14, "color": _PICK, "name": "chosen"}
         series = [
             Series(x=at, y=value, low=low, high=high, name=what, sides=[(-1, 1)] * len(at), **look),
-            Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line),
             Series(x=[places[choice.layer]], y=rounded([choice.validation[choice.layer].value]), **picked),
         ]
+        if choice.baseline is not None:
+            name = choice.baseline_name
+            line: dict[str, Any] = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""]}
+            line |= {"sides": [(1, -1)] * 2, "label_color": MUTED}
+            series.insert(1, Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line))
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, *, rounds: int, show: Callable[[str], None], **options: bool) -> None:
@@ -130,6 +134,7 @@ class Selection:
             rule=choice.rule,
             tolerance=self.tolerance,
             metric=choice.metric,
+            test_metric=choice.test_metric,
             validation={layer: score.value for layer, score in choice.validation.items()},
             test_chosen=choice.test[choice.layer].value,
             test_last=choice.test[choice.num_layers].value,

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import row_counts
-from lit_layers.select.choosing import Choice, choose
+from lit_layers.select.choosing import Choice, Score, choose
 
 SIZES = {"train": 240, "validation": 160, "test": 200}
 DIM = 6
@@ -257,3 +257,45 @@ def test_progress_is_told_layer_by_layer():
     data, told = planted(3), []
     choose(data, data.targets, num_classes=3, progress=lambda *args: told.append(args))
     assert told == [*((layer, 6, f"probe of layer {layer}") for layer in range(6)), (6, 6, "")]
+
+
+def test_by_log_loss_the_choice_is_that_of_scikit_learns_probabilities():
+    data = planted(3, seed=4)
+    data.targets["validation"][:5] = data.targets["test"][:7] = 3  # a class without a training row has no log-loss
+    found = choose(data, data.targets, num_classes=4, rule="best", by="log_loss")
+
+    def losses(part: str, layer: int) -> np.ndarray:
+        scaler = StandardScaler().fit(data.states["train"][layer].numpy())
+        train, rows = (scaler.transform(data.states[each][layer].numpy()) for each in ("train", part))
+        model = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(train, data.targets["train"].numpy())
+        truth = data.targets[part].numpy()
+        seen = truth < 3
+        return -model.predict_log_proba(rows[seen])[np.arange(seen.sum()), truth[seen]]
+
+    curve = [losses("validation", layer).mean() for layer in range(6)]
+    assert {layer: score.value for layer, score in found.validation.items()} == pytest.approx(
+        dict(enumerate(curve)), rel=1e-3
+    )
+    assert found.layer == 1 + int(np.argmin(curve[1:]))
+    assert found.test[found.layer].value == pytest.approx(losses("test", found.layer).mean(), rel=1e-3)
+    shares = np.bincount(data.targets["train"].numpy(), minlength=3) / SIZES["train"]
+    truth = data.targets["validation"].numpy()
+    assert found.baseline == pytest.approx(-np.log(shares[truth[truth < 3]]).mean(), rel=1e-9)
+    assert (found.metric, found.test_metric, found.higher_is_better) == ("log_loss", "log_loss", False)
+
+
+def test_what_was_measured_of_the_layers_chooses_and_the_tasks_probe_is_tested():
+    data = planted(2)
+    values = {0: 0.0, 1: 0.9, 2: 0.4, 3: 0.1, 4: 0.3, 5: 0.2}
+    measured = {layer: Score(value, value, value) for layer, value in values.items()}
+    found = choose(data, data.targets, num_classes=2, rule="best", by="of_mine", measured=measured)
+    assert found.layer == 1  # of what has no row higher is better
+    found = choose(data, data.targets, num_classes=2, rule="best", by="logit_lens_loss", measured=measured)
+    assert (found.layer, found.metric, found.test_metric, found.baseline) == (3, "logit_lens_loss", "accuracy", None)
+    assert found.test[3].value == by_scikit_learn(data, "test", 3, 2).mean()
+    assert {each[1] for each in data.asked if each[0] == "train"} >= {3, 5}
+    del measured[4]
+    with pytest.raises(InputError, match="by: logit_lens_loss was not measured of layer 4 of 5: measure all layers"):
+        choose(data, data.targets, num_classes=2, by="logit_lens_loss", measured=measured)
+    with pytest.raises(InputError, match="by: expected accuracy or log_loss of this task's probes, got mean_squared"):
+        choose(data, data.targets, num_classes=2, by="mean_squared_error")

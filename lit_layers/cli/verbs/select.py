@@ -16,7 +16,7 @@ from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refu
 if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
-    from lit_layers.select.choosing import Choice, Part, TaskFeatures
+    from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
     from lit_layers.select.selection import Selection
     from lit_layers.tasks.probe_task import ProbeTask
 
@@ -24,6 +24,7 @@ WITHOUT_TOLERANCE = ("knee", "best")
 OF_TEXTS = ("folder", "tokenizer", "max_tokens", "cache")
 OF_IMAGES = ("num_train", "num_test")
 OF_FILES = ("text", "label", "regression")
+MEASUREMENTS = "measurements.jsonl"
 OF_CLASSES, OF_NUMBERS = ("c", "max_iterations"), ("penalty",)
 
 
@@ -41,6 +42,9 @@ class SelectOptions:
         folder: local data that hold a task of the catalogue (default: the Hub)
         images: instead, for a vision model: digits, cifar10, a local path, ORG/NAME
         tokenizer: of texts (default: the model's own)
+        by: what the layer is judged by: of the task's probes accuracy (default) or log_loss, of a regression
+            mean_squared_error; or any metric with a better direction that was measured of every layer of this
+            checkpoint, as NAME or ANALYSIS/NAME, with [tag=value,...] for a variant
         rule: which layer is enough
         tolerance: of the rule, in units of the score
         pooling: of a layer's states (default: last for texts, cls for images)
@@ -67,6 +71,7 @@ class SelectOptions:
     folder: str | None = None
     images: str | None = None
     tokenizer: str | None = None
+    by: str | None = None
     rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
     tolerance: float = 0.01
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -110,7 +115,7 @@ class SelectOptions:
             raise InputError(f"out: {self.out} is where the export goes: name another folder")
         task = None if self.task is None else self._task(self.task)
         is_regression = task is not None and task.kind == "regression"
-        if is_regression and below:
+        if is_regression and below and self.by is None:
             raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
         cases = [
             (OF_CLASSES, is_regression, "is for classifications, and this task is a regression"),
@@ -209,7 +214,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     from lit_layers.analyses.probes.probe_fits import ProbeOptions
     from lit_layers.models.costs import layer_latencies
     from lit_layers.models.shard_files import ShardFiles
-    from lit_layers.select.choosing import choose
+    from lit_layers.select.choosing import BY, choose
     from lit_layers.select.selection import Selection
 
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
@@ -222,12 +227,17 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             show(0, 1, f"features of {part}")
             return task.features(part)
 
+        measured = None
+        if options.by is not None and options.by not in BY[task.kind]:
+            measured = _measured(options.by, model)
         choice = choose(
             features,
             task.targets,
             num_classes=task.num_classes,
             rule=options.rule,
             tolerance=options.tolerance,
+            by=options.by if measured is None else measured[0],
+            measured=None if measured is None else measured[1],
             options=ProbeOptions(**numbers),
             progress=show,
         )
@@ -245,6 +255,55 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
         tolerance=None if options.rule in WITHOUT_TOLERANCE else options.tolerance,
         seconds=seconds,
     )
+
+
+def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
+    """The metric that is meant, and its value at each layer, of what was measured of a checkpoint: in the folder of its
+    run, or where `lit-layers analyze` writes unless told otherwise.
+
+    Raises:
+        InputError: no measurements, a metric that is none of theirs or has no better direction, several that are meant.
+    """
+    from lit_layers.correlate.run_models import (
+        MetricQuery,
+        candidates,
+        nearest,
+        plainest_variant,
+        read_run_models,
+        variant_of,
+    )
+    from lit_layers.measuring.targets import name_of
+    from lit_layers.metrics import look_up
+    from lit_layers.select.choosing import Score
+
+    query = MetricQuery.of(by, "by")
+    if look_up(query.name).better is None:
+        raise InputError(f"by: expected a metric with a better direction (docs/metrics.md), and {query.name} has none")
+    folder = Path(model).resolve()
+    roots = [root for root in (folder.parent, Path("checkpoints") / name_of(model)) if (root / MEASUREMENTS).is_file()]
+    if not roots:
+        raise InputError(f"by: {query.name} was not measured of {model}: measure it by lit-layers analyze {model}")
+    numbers = re.fullmatch(r"(?:step|checkpoint)-?(\d+)", folder.name)
+    step = int(numbers[1]) if numbers else None
+    at = [each for run in read_run_models(roots[:1]) for each in run.measurements if each.step == step]
+    of_metric = [(name, record) for name, record in candidates(at, query) if record.layer is not None]
+    found = [(name, record) for name, record in of_metric if query.fits(record.tags)]
+    names = sorted({name for name, _ in found})
+    if len(names) != 1:
+        what = (
+            f"; {' and '.join(names)} measured it: name one, {names[0]}/{query.name}"
+            if names
+            else nearest(by, sorted({f"{each.analysis}/{record.metric}" for each in at for record in each.records}))
+        )
+        raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{what}")
+    variants = [variant_of(record.tags) for _, record in found]
+    variant = plainest_variant(variants, f"{names[0]}/{query.name}", option="by", example=f"{query.name}[{{}}]")
+    curve: dict[int, Score] = {}
+    for _, record in found:
+        if record.layer is not None and variant_of(record.tags) == variant:
+            ends = (record.value if end is None else end for end in (record.low, record.high))
+            curve[record.layer] = Score(record.value, *ends)
+    return query.name, curve
 
 
 def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
@@ -298,8 +357,9 @@ def _show_models(table: Any, task: str) -> None:
         }
         for row in table.to_dict("records")
     ]
-    show_table(rows, f"{task}: {first['metric']} at the layer chosen for each model")
-    print(f"{first['reference']} has the best validation score; differences are paired over the test rows.")
+    show_table(rows, f"{task}: {first['test_metric']} at the layer chosen for each model")
+    judged = "validation score" if first["metric"] == first["test_metric"] else first["metric"]
+    print(f"{first['reference']} has the best {judged}; differences are paired over the test rows.")
 
 
 def _opened(
@@ -347,14 +407,17 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
         }
         for layer, score in choice.validation.items()
     ]
-    show_table(rows, f"{task.name}: {choice.metric} on validation rows")
-    print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
+    measured = choice.baseline is None
+    show_table(rows, f"{task.name}: {choice.metric} {'as measured' if measured else 'on validation rows'}")
+    if not measured:
+        print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
+    of = f" {choice.test_metric}" if measured else ""
     for layer, score in sorted(choice.test.items()):
-        print(f"test, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
+        print(f"test{of}, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
     if choice.layer != choice.num_layers:
         gap = choice.difference
         print(
-            f"test, layer {choice.layer} less layer {choice.num_layers}: {gap.value:+.4f} "
+            f"test{of}, layer {choice.layer} less layer {choice.num_layers}: {gap.value:+.4f} "
             f"({gap.low:+.4f} to {gap.high:+.4f}, the same rows)"
         )
     for note in task.notes:
