@@ -16,13 +16,13 @@ from lit_layers.data.batches import Batches, encode_texts
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
-from lit_layers.figures.labels import escape
 from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import METRICS, rank
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
+from lit_layers.report.sections import shapes_of_models
 
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
@@ -57,34 +57,67 @@ class LayerResult:
 
     @property
     def metrics(self) -> list[str]:
-        """What can be drawn: those with values at several layers, or distances of layers, in the order of pages."""
-        table: Any = self.frame
-        places = table["layer"]
-        if "distance" in table:
-            places = places.fillna(table["distance"])
-        counts = places[table["other_layer"].isna()].groupby(table["metric"]).nunique()
-        drawn = {name for name, count in counts.items() if count > 1} & catalogue.metric_names().keys()
+        """What is drawn over the layers, in the order of pages; what is secondary only where there is nothing else."""
+        drawn = self._profiles
         asked = set().union(*(names or () for names in self.wanted.values()))
         usual = {name for name in drawn if name in asked or not METRICS[name].secondary}
         return sorted(usual or drawn, key=rank)
 
+    @property
+    def _profiles(self) -> set[str]:
+        """The metrics with values at several layers, or at distances of layers."""
+        table: Any = self.frame
+        in_tables = table[["other_layer", *table.columns.intersection(records.PLACES)]].notna().any(axis=1)
+        places = table["layer"].fillna(table["distance"]) if "distance" in table else table["layer"]
+        counts = places[~in_tables].groupby(table["metric"]).nunique()
+        return {name for name, count in counts.items() if count > 1} & catalogue.metric_names().keys()
+
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
         """A metric over the layers, a line a model; without a name a panel for each of up to six.
 
-        `options` are those of `plots.model_profile`, e.g. `tags={"k": 12}`. It shows itself in a notebook, and writes
-        itself: `result.plot("lens").write("lens.pdf")`.
+        A metric of pairs of layers, heads or tokens is a map of each model, one of whole models a row for each.
+        `options` are those of the figure, e.g. `tags={"k": 12}` or `layer=3`. It shows itself in a notebook, and
+        writes itself: `result.plot("logit_lens_loss").write("lens.pdf")`.
 
         Raises:
-            InputError: a metric that was not measured layer by layer.
+            InputError: a metric that was not measured.
         """
-        there = self.metrics
-        if metric is not None and metric not in there:
-            raise InputError(f"metric: expected one of {', '.join(there) or '(none)'}, got {metric!r}")
-        if not there:
-            raise InputError("plot: none of the metrics has values at several layers: read them in .frame")
-        names = [metric] if metric is not None else there[:_SHOWN]
-        charts = [plots.model_profile(self.frame, name, **options) for name in names]
+        measured, usual = {*self.frame["metric"]}, self.metrics
+        if metric is not None and metric not in measured:
+            listed = ", ".join(sorted(measured, key=rank))
+            raise InputError(f"metric: expected one of {listed}, got {metric!r}")
+        names = [metric] if metric is not None else (usual or sorted(measured, key=rank))[:_SHOWN]
+        charts = [chart for name in names for chart in self._charts(name, options)]
         return charts[0] if len(charts) == 1 else Panels(title="", charts=charts, columns=min(3, len(charts)))
+
+    def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
+        """The profile of all models, or else a map of each, or else their values in a table; of each analysis."""
+        table: Any = self.frame
+        analyses = [options.get("analysis")] if "analysis" in options else [*self._analyses_of(metric)]
+        charts = []
+        for analysis in analyses:
+            chosen = {**options, "analysis": analysis}
+            if metric in self._profiles:
+                of_analysis = [plots.model_profile(table, metric, **chosen)]
+            else:
+                of_analysis = self._maps(metric, analysis, chosen) or [plots.models_in_rows(table, metric, **chosen)]
+            several = len(analyses) > 1
+            charts += [plots.titled(chart, metric, analysis) if several else chart for chart in of_analysis]
+        return charts
+
+    def _maps(self, metric: str, analysis: str | None, chosen: Mapping[str, Any]) -> list[Chart]:
+        table: Any = self.frame
+        charts = []
+        for run, part in table[table["metric"].isin([metric, METRICS[metric].baseline])].groupby("run", sort=False):
+            shapes = shapes_of_models(part[part["analysis"] == analysis], metric, analysis or "")
+            for _, draw in list(shapes[0][1])[:1] if shapes else ():
+                chart = draw(**chosen)
+                charts.append(replace(chart, title=f"{run}: {chart.title}"))
+        return charts
+
+    def _analyses_of(self, metric: str) -> list[str]:
+        table: Any = self.frame
+        return table.loc[table["metric"] == metric, "analysis"].unique().tolist()
 
     def compare(self, other: "LayerResult") -> "LayerResult":
         """Both together: one table, and one line for each in the pictures; models of one name are numbered.
@@ -117,9 +150,11 @@ class LayerResult:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle = {"text/plain": repr(self)}
-        if self.metrics:
-            picture = self.plot().picture(".svg").decode()
-            bundle["text/html"] = f"<p><code>{escape(repr(self))}</code></p>{picture}"
+        if len(self.frame):
+            drawn = self.plot()
+            charts = drawn.charts if isinstance(drawn, Panels) else [drawn]
+            shown = Panels(title=repr(self), charts=charts, columns=min(3, len(charts)))
+            bundle["image/svg+xml"] = shown.picture(".svg").decode()
         return bundle
 
 

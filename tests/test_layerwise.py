@@ -69,7 +69,7 @@ def test_it_shows_itself_with_a_picture(result):
     bundle = result._repr_mimebundle_()
     assert bundle["text/plain"] == repr(result)
     assert repr(result).startswith("LayerResult(tiny: representation, lens; 3 blocks, ")
-    assert "<svg" in bundle["text/html"]
+    assert repr(result) in bundle["image/svg+xml"]
     single = result.plot("prompt_entropy")._repr_mimebundle_()
     assert single["image/svg+xml"].lstrip().startswith("<svg")
     assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
@@ -79,6 +79,39 @@ def test_coupling_is_drawn_over_distances(model, batches):
     coupling = lit_layers.layers(model, ["coupling"], batches=batches)
     assert coupling.metrics == ["coupling_by_distance"]
     assert coupling.plot().title
+
+
+def test_every_metric_that_was_measured_can_be_drawn(model, batches):
+    names = ["trajectory", "coupling", "layer_similarity", "paths_in_plane", "token_coupling", "attention"]
+    result = lit_layers.layers(model, names, batches=[batches[0]["input_ids"][:2]], name="tiny")
+    for metric in dict.fromkeys(result.frame["metric"]):
+        drawn = result.plot(metric)
+        assert all(chart.title for chart in getattr(drawn, "charts", [drawn])), metric
+    by_analysis = [chart.title.split(":")[0] for chart in result.plot("min_gap").charts]
+    assert by_analysis == ["Coupling", "Token coupling"]
+    assert result.plot("layer_cka").cells is not None
+    assert result.plot("token_coupling_pair").cells is not None
+    assert len(result.plot("singular_value").series) == 3  # a line a block
+    largest = int(result.frame.query("metric == 'coupling_pair'")["k"].max())
+    assert result.plot("coupling_pair", tags={"k": largest}).title == f"tiny: Coupling of pairs, k = {largest}"
+
+
+def test_a_metric_of_whole_models_has_a_row_for_each_with_its_interval(model, batches):
+    result = lit_layers.layers(model, ["equidistance"], batches=batches, name="one")
+    both = result.compare(lit_layers.layers(model, ["equidistance"], batches=batches, name="two"))
+    chart = both.plot("equidistance")
+    assert [*chart.x.labels.values()] == ["one", "two"]
+    (marks,) = [series for series in chart.series if series.mark]
+    measured = both.frame.query("metric == 'equidistance'")
+    assert [*marks.x] == [0, 1]
+    assert marks.y == pytest.approx(measured["value"].tolist(), rel=1e-3)
+    assert marks.low == pytest.approx(measured["low"].tolist(), rel=1e-3)
+
+
+def test_models_with_maps_stand_beside_each_other(model, batches):
+    result = lit_layers.layers(model, ["layer_cosine"], batches=batches, name="tiny")
+    both = result.compare(result).plot("layer_cosine")
+    assert [chart.title.split(":")[0] for chart in both.charts] == ["tiny", "tiny (2)"]
 
 
 def test_two_models_stand_side_by_side(result, batches):

@@ -481,6 +481,7 @@ def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.Da
     tags = *tags, {"axis": 1, "token": 0}, {"axis": 2, "token": 0}, {"category": "a"}, {"train_rows": 8}, {"head": 0}
     rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
     rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
+    rows += [Record(metric=f"{metric}_whole", value=2.0)]
     rows += [Record(metric=f"{metric}_{next(iter(tag))}", value=1.0, layer=1, tags=tag) for tag in tags]
     return records.frame(
         Measurement(
@@ -528,6 +529,7 @@ FIGURES = {
 }
 OF_MODELS = {
     "model_profile": lambda frame, **options: plots.model_profile(frame, "m", **options),
+    "models_in_rows": lambda frame, **options: plots.models_in_rows(frame, "m_whole", **options),
     "model_table": lambda frame, **options: plots.model_table(frame, **options),
 }
 

@@ -11,7 +11,7 @@ from lit_layers.figures.maps import (
     similarity_matrix,
     token_map,
 )
-from lit_layers.figures.models import model_profile
+from lit_layers.figures.models import model_profile, models_in_rows
 from lit_layers.figures.plane import Scatter, coupling_graph, paths_in_plane, scatter_plot
 from lit_layers.figures.profiles import distance_profile, layer_profile, residual_profile, sample_size_curves, spectrum
 from lit_layers.figures.training import emergence_curves, stages_over_training, training_curves
@@ -44,6 +44,7 @@ __all__ = [
     "loop_map",
     "model_profile",
     "models_by_middle",
+    "models_in_rows",
     "paths_in_plane",
     "quality_front",
     "residual_profile",

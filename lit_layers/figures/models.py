@@ -35,6 +35,7 @@ from lit_layers.figures.tables import (
     title_of,
 )
 from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
+from lit_layers.metrics import look_up
 
 _KINDS = [("circle", COLORS[0]), ("diamond-open", COLORS[1]), ("line-ns", MUTED), ("x", COLORS[2])]
 _KINDS += [("triangle-up", COLORS[3]), ("cross", COLORS[4])]
@@ -99,6 +100,31 @@ def model_profile(
         series = [replace(one, legend=False) for one in series]
     axis = _DEPTHS if is_share else layer_axis(number)
     return log_if_wide(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
+
+
+def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+    """Returns a metric of whole models without steps, a row a model and its tags, with 95% intervals.
+
+    Raises:
+        InputError: for suspect models, unless they are allowed.
+        ValueError: where no model without steps has a value of this metric.
+    """
+    table: Any = frame
+    rows = [
+        (", ".join(filter(None, [run, tag_text(dict(point.tags))])), point)
+        for run, part in table[table["step"].isna()].groupby("run", sort=False)
+        for point in select(part, metric, **chosen)
+        if point.layer is None
+    ]
+    if not rows:
+        raise ValueError(f"metric {metric!r} has no values of whole models without steps")
+    kind = look_up(metric).title
+    marks = [
+        Mark(number, 0, kind, p.value, *((p.low, p.high) if math.isfinite(p.low) else (None, None)))
+        for number, (_, p) in enumerate(rows)
+    ]
+    (chart,) = interval_rows([text for text, _ in rows], marks, [value_axis(metric).title], kinds=[kind])
+    return replace(chart, title=title_of(metric, {}), series=[replace(one, legend=False) for one in chart.series])
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -216,7 +242,8 @@ def _kind(marks: Sequence[Mark], kinds: Sequence[str], index: int) -> Series:
     """The marks of one kind; the first two kinds make room for each other where a row has both."""
     kinds_of = {row: {mark.kind for mark in part} for row, part in grouped(marks, lambda mark: mark.row).items()}
     shown = [mark for mark in marks if mark.kind == kinds[index]]
-    aside = [0.17 * (2 * index - 1) if index < 2 and kinds_of[m.row] >= {*kinds[:2]} else 0.0 for m in shown]
+    both = len(kinds) > 1 and index < 2
+    aside = [0.17 * (2 * index - 1) if both and kinds_of[m.row] >= {*kinds[:2]} else 0.0 for m in shown]
     mark, color = _KINDS[index % len(_KINDS)]
     values, low, high = (rounded(getattr(m, name) for m in shown) for name in ("value", "low", "high"))
     look = {"name": kinds[index], "color": color, "mark": mark, "size": 6.5, "legend": True, "low": low, "high": high}

@@ -10,7 +10,7 @@ import pandas as pd
 from lit_layers import plots
 from lit_layers.figures import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
-from lit_layers.figures.maps import has_surface
+from lit_layers.figures.maps import SIMILARITIES, has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import (
     CATEGORY,
@@ -39,8 +39,8 @@ _SPLITS = ("test", "validation", "train")
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
 
 logger = logging.getLogger(__name__)
-Captioned = tuple[str, Callable[[], Chart]]  # a caption, and what draws the figure below it
-_Choice = tuple[str, Iterable[Captioned]]
+Captioned = tuple[str, Callable[..., Chart]]  # a caption, and what draws the figure below it
+Choice = tuple[str, Iterable[Captioned]]  # what the reader chooses, and its figures
 
 
 def sections(
@@ -91,7 +91,7 @@ _NO_FIGURE = figure(None, problem="No figure shows these numbers; `--export` wri
 
 
 def block(
-    title: str, note: str, choices: Iterable[_Choice], *, wide: bool | None = None, of: Sequence[str] = ()
+    title: str, note: str, choices: Iterable[Choice], *, wide: bool | None = None, of: Sequence[str] = ()
 ) -> Block:
     """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide.
 
@@ -159,6 +159,17 @@ def _of_models(
     part: pd.DataFrame, metric: str, analysis: str, num_layers: Mapping[str, int] | None = None
 ) -> Block | None:
     """A metric of models without steps in all its shapes; None where the table of results says it all."""
+    choices = shapes_of_models(part, metric, analysis, num_layers)
+    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric]) if choices else None
+
+
+def shapes_of_models(
+    part: pd.DataFrame, metric: str, analysis: str, num_layers: Mapping[str, int] | None = None
+) -> list[Choice]:
+    """Returns the figures of a metric of models without steps, a choice a variant; a map has a choice a model.
+
+    There are none where all values are those of whole models.
+    """
     rows = rows_of(part, metric)
     points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
     points = {run: these for run, these in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in these)}
@@ -178,16 +189,13 @@ def _of_models(
             maps.insert(0, ("", partial(draw, **options)))  # its legend tells what it shows
         return [("", maps[0][1])] if len(maps) == 1 else maps
 
-    if not points:
-        return None
-    choices: list[_Choice] = [(text, [("", partial(draw, **options))]) for options, text in choices_of(every)]
-    if any(map(_has_picture, every)):
-        choices = [
-            (", ".join(filter(None, [called[run] if len(points) > 1 else "", text])), figures(run, options))
-            for run, of_run in points.items()
-            for options, text in choices_of(of_run)
-        ]
-    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric])
+    if not any(map(_has_picture, every)):
+        return [(text, [("", partial(draw, **options))]) for options, text in choices_of(every)] if every else []
+    return [
+        (", ".join(filter(None, [called[run] if len(points) > 1 else "", text])), figures(run, options))
+        for run, of_run in points.items()
+        for options, text in choices_of(of_run)
+    ]
 
 
 def _maps(
@@ -197,7 +205,7 @@ def _maps(
     pairs = [point for point in points if is_pair(point)]
     if has_graph is None:
         has_graph = any(point.layer != point.other_layer for point in pairs)
-    if "axis" in points[0].tags:
+    if "axis" in points[0].tags and points[0].layer is not None:
         yield "", partial(plots.paths_in_plane, part, metric, **options)
     elif "layer" in options:
         draw = plots.compression_matrix if "row" in points[0].tags else plots.token_map
@@ -210,7 +218,8 @@ def _maps(
         if any(HEAD in point.tags for point in points):
             yield "Heads", partial(plots.head_map, part, metric, **options)
         if pairs:
-            yield "", partial(plots.layer_matrix, part, metric, **options)
+            draw = plots.similarity_matrix if metric in SIMILARITIES else plots.layer_matrix
+            yield "", partial(draw, part, metric, **options)
         if pairs and has_graph:
             yield "Mean of both directions", partial(plots.coupling_graph, part, metric, **options)
 
