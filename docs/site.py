@@ -1,7 +1,10 @@
-"""Hooks of the site: pages made of files outside docs/ and of the package's docstrings."""
+"""Hooks of the site: pages made of notebooks, of files outside docs/ and of the package's docstrings."""
 
+import base64
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.structure.files import File, Files
 
@@ -19,10 +22,17 @@ ROOMS = {
     "measuring": "Measuring models, without disturbing what trains",
 }
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#)[^)\s]+)\)")
+_LOOK = re.compile(r"<style.*?</style>", re.DOTALL)
+_SPACE = re.compile(r"\s*\n\s*")  # of a table: no Markdown within
 
 
 def on_files(files: Files, config: dict) -> Files:
-    """Adds the pages that stand outside docs/, and a page of docstrings for each room of the package."""
+    """Adds notebooks, the pages that stand outside docs/, and a page of docstrings for each room of the package."""
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.remove(file)
+        page = file.src_uri.removesuffix(".ipynb") + ".md"
+        text = notebook_page(json.loads((ROOT / "docs" / file.src_uri).read_text(encoding="utf-8")))
+        files.append(File.generated(config, page, content=text))
     for name, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
@@ -37,18 +47,46 @@ def on_files(files: Files, config: dict) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page, files: Files, **_) -> str:
-    """Names files of the repository that are no page of the site, in place of a link that would lead nowhere."""
+    """Leads to the pages of notebooks, and names files that are no page in place of a link that would lead nowhere."""
 
     def plain(match: re.Match) -> str:
         target = match["target"].partition("#")[0]
         there = (Path(page.file.src_uri).parent / target).as_posix()
         while "/../" in there or there.startswith("./"):
             there = re.sub(r"(^|/)[^/]+/\.\./", r"\1", there).removeprefix("./")
-        if files.get_file_from_path(there) is not None:
-            return match[0]
+        if files.get_file_from_path(there.replace(".ipynb", ".md")) is not None:
+            return f"[{match['text']}]({match['target'].replace('.ipynb', '.md')})"
         return f"{match['text']} (`{there.removeprefix('../')}`)"
 
     return LINK.sub(plain, markdown)
+
+
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """A notebook as Markdown: its text, its code, and what each cell shows: a picture, a table or text."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        parts += filter(None, map(_shown, cell["outputs"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    for kind in ("image/svg+xml", "text/html", "text/plain"):
+        if kind in data:
+            text = "".join(data[kind]).strip()
+            break
+    else:
+        raise ValueError(f"a notebook shows {', '.join(data)}: expected a picture, a table or text")
+    if kind == "text/plain":
+        return f"```text\n{text}\n```" if text else ""
+    if kind == "image/svg+xml":  # a picture of its own: several of one page would share the names of their colours
+        return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}">'
+    return _SPACE.sub(" ", _LOOK.sub("", text).replace('<table border="1" class="dataframe">', "<table>"))
 
 
 def _modules(room: str) -> list[str]:

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,15 @@ def test_the_site_builds_without_a_warning_and_no_link_leads_nowhere(tmp_path):
     assert not broken, broken
     reference = (tmp_path / "site/reference/functional/index.html").read_text()
     assert "lit_layers.functional.trajectory.line_shape_score" in reference
+    for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        page = (tmp_path / "site" / "notebooks" / notebook.stem / "index.html").read_text()
+        kinds = [kind for cell in nbformat.read(notebook, 4).cells for kind in _kinds(cell)]
+        assert page.count("data:image/svg+xml;base64,") == kinds.count("image/svg+xml") > 0
+        assert page.count("<table>") == kinds.count("text/html")
+
+
+def _kinds(cell) -> list[str]:
+    return [kind for output in cell.get("outputs", []) for kind in output.get("data", {})]
 
 
 def _broken(page: Path, links: Links, pages: dict[Path, Links]) -> list[str]:
