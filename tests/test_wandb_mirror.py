@@ -122,7 +122,7 @@ def test_times_of_emergence_are_a_table_beside_the_long_one(tmp_path: Path, monk
     assert 4 <= rows["coupling"]["halfway"] <= 8
     assert (rows["coupling"]["emerges"], rows["line_shape_score"]["emerges"]) == (True, False)
     assert rows["line_shape_score"]["halfway"] is None
-    monkeypatch.setattr("lit_layers.report.wandb_mirror.times_table", lambda clock: 1 / 0)
+    monkeypatch.setattr("lit_layers.report.logged_numbers.times_table", lambda clock: 1 / 0)
     shutil.rmtree(root / "wandb")
     assert set(mirror_all(root).tables) == {"emergence"}  # what fails there costs the others nothing
 

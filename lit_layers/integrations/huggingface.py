@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.report.own_wandb_run import current_runs
+from lit_layers.report.trackers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, submodule, watch
@@ -27,8 +27,8 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
     step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file.
-    A Trainer that reports to W&B has its run for a logger, where no others are given. Arguments are those of
-    `lit_layers.watch`, and
+    The runs of W&B, TensorBoard, MLflow and trackio that the Trainer reports to are its loggers, where no others are
+    given. Arguments are those of `lit_layers.watch`, and
 
     Args:
         model: name of the submodule to measure, as of `EmergenceCallback`; None: the Trainer's model itself.
@@ -76,15 +76,19 @@ class EmergenceTrainerCallback(TrainerCallback):
         if self.model is not None:
             model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps
-        self._options["loggers"] = self.loggers or (current_runs() if "wandb" in (args.report_to or ()) else [])
+        training = _frame_of_trainer()
+        callbacks = training.f_locals["self"].callback_handler.callbacks if training is not None else ()
+        self._options["loggers"] = self.loggers or runs_of_trainer(args.report_to or (), callbacks)
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)
-        if (training := _frame_of_trainer()) is not None:
+        if training is not None:
             arguments = self._watch, training, threading.get_ident()
             threading.Thread(target=_give_up_after, args=arguments, name="lit_layers", daemon=True).start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
             self._watch.step(state.global_step)
+            if state.global_step == state.max_steps:  # before the Trainer's own callbacks close their runs
+                self._watch.measurer.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:

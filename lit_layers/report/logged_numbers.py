@@ -2,22 +2,34 @@
 pictures; the rows of the table that holds them all.
 """
 
+import importlib.util
 import json
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from lit_layers import records
+from lit_layers.clock import times_of_run, times_table
+from lit_layers.errors import InputError
 from lit_layers.figures import Chart, layer_matrix, layer_surface
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.tables import matching, select, usual_loops, variants_of
-from lit_layers.identity import settings_of, short
+from lit_layers.figures.vega import pictures_of
+from lit_layers.identity import logged_name, settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
+from lit_layers.run_data import read_run
 
+logger = logging.getLogger(__name__)
+TABLE, TIMES = "emergence", "emergence_times"
+# 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
+_TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
+Table = tuple[list[str], list[list[Any]]]  # columns, rows
 MATRIX, SURFACE, LAYER_MEAN = "matrix", "over_layers", "layer_mean"  # last words of names
 TABLE_COLUMNS = (
     *("step", "tokens", "analysis", "metric", "layer", "value"),
@@ -142,3 +154,59 @@ def _table_row(measurement: Measurement, record: Record) -> list[Any]:
     place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
     count = [record.stderr, record.low, record.high, record.n]
     return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
+
+
+def heat_maps(measurement: Measurement, name: str, without: Collection[str] = ()) -> dict[str, bytes]:
+    """A picture (PNG) for each kind of pairs of layers, but those that are there already."""
+    if not _draws() or matrices_of(measurement, name).keys() <= set(without):
+        return {}
+    charts = matrix_charts(measurement, name)
+    due = {key: chart for key, chart in charts.items() if key not in without}
+    return _drawn(due, f"{measurement.analysis} at step {measurement.step}")
+
+
+def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
+    """Layers by steps, a picture (PNG) for each metric that has both; of settings other than `plain` by their names."""
+    series: dict[str, list[Measurement]] = {}
+    for measurement in measured if _draws() else ():
+        if measurement.error is None and measurement.step is not None:
+            series.setdefault(logged_name(measurement, plain), []).append(measurement)
+    charts: dict[str, Chart] = {}
+    for name, measurements in series.items():
+        try:
+            charts |= surface_charts(measurements, name)
+        except (InputError, ValueError) as error:  # no picture is worth the run's end
+            logger.warning("no maps over layers of %s: %s", name, str(error).partition("\n")[0])
+    return _drawn(charts, "layers by steps") if charts else {}
+
+
+def _draws() -> bool:
+    return importlib.util.find_spec("vl_convert") is not None
+
+
+def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
+    try:
+        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
+    except InputError as error:
+        logger.warning("no map of %s: %s", what, error)
+        return {}
+    return {name: png for name, (png,) in zip(charts, pictures, strict=True)}
+
+
+def tables_of(root: Path, measured: Sequence[Measurement], *, allow_suspect: bool = False) -> dict[str, Table]:
+    """The long form of all measurements, and when each metric emerges, where there are checkpoints enough to say it."""
+    rows = list(table_rows([*measured], most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
+    if len(rows) > _TABLE_LIMIT:
+        logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
+    if not rows:
+        return {}
+    tables: dict[str, Table] = {TABLE: ([*TABLE_COLUMNS], rows[:_TABLE_LIMIT])}
+    try:
+        run = read_run(root)
+        shown = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
+        if not run.compares_models and (clock := times_of_run(run.name, shown, root)) is not None:
+            times = times_table(clock).drop(columns="run").astype(object)
+            tables[TIMES] = [*times], times.where(times.notna(), None).values.tolist()
+    except Exception as error:  # no table is worth the run's end
+        logger.warning("no table of emergence times: %s", (str(error) or type(error).__name__).partition("\n")[0])
+    return tables

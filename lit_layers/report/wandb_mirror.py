@@ -1,35 +1,23 @@
 """A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
 
 import heapq
-import importlib.util
 import io
 import itertools
 import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from lit_layers import records
-from lit_layers.clock import times_of_run, times_table
 from lit_layers.errors import InputError, refused
-from lit_layers.figures import Chart
-from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import (
-    TABLE_COLUMNS,
-    matrices_of,
-    matrix_charts,
-    surface_charts,
-    table_rows,
-    values_of,
-)
+from lit_layers.report.logged_numbers import TABLE, TIMES, heat_maps, layer_maps, tables_of, values_of
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
-from lit_layers.run_data import read_run
 
 try:
     import fcntl
@@ -38,9 +26,6 @@ except ImportError:  # Windows: two processes that mirror one run at once are th
 
 logger = logging.getLogger(__name__)
 _CLOSING = 5.0  # seconds
-TABLE, TIMES = "emergence", "emergence_times"
-# 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
-_TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
 
 
 class WandbMirror:
@@ -87,7 +72,7 @@ class WandbMirror:
         self._wandb: Any = None
         self._sent = Mirrored()
         self._defined: set[str] = set()
-        self._table_is_due = self._draws = self._allow_suspect = False
+        self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
@@ -139,7 +124,6 @@ class WandbMirror:
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
         self._sent = mirrored(files, before=self._server_rows if online else None)
-        self._draws = importlib.util.find_spec("vl_convert") is not None
         self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
@@ -156,7 +140,7 @@ class WandbMirror:
         sent = self._sent.names.get(step, frozenset())
         new = {name: value for name, value in row.items() if name not in sent}
         for measurement in measurements:
-            new.update(self._heat_maps(measurement, sent))
+            new.update(self._images(heat_maps(measurement, self._name(measurement), sent)))
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
@@ -295,27 +279,11 @@ class WandbMirror:
     def _name(self, measurement: Measurement) -> str:
         return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
-    def _heat_maps(self, measurement: Measurement, sent: frozenset[str]) -> dict[str, Any]:
-        """A figure for each kind of pairs of layers that W&B does not have at this step."""
-        if not self._draws or matrices_of(measurement, self._name(measurement)).keys() <= sent:
-            return {}
-        charts = matrix_charts(measurement, self._name(measurement))
-        due = {name: chart for name, chart in charts.items() if name not in sent}
-        return self._pictures(due, f"{measurement.analysis} at step {measurement.step}")
-
-    def _pictures(self, charts: Mapping[str, Chart], what: str) -> dict[str, Any]:
-        """Charts as W&B's images, by their names; none, and a warning, where they cannot be drawn."""
-        try:
-            pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
-        except InputError as error:
-            logger.warning("W&B: no map of %s: %s", what, error)
-            return {}
+    def _images(self, pictures: Mapping[str, bytes]) -> dict[str, Any]:
+        """Pictures as W&B's images: beside others of their names, with a slider over the steps."""
         from PIL import Image  # what only W&B's heat maps need
 
-        # Beside others of its name, with a slider over the steps.
-        return {
-            name: self._wandb.Image(Image.open(io.BytesIO(png))) for name, (png,) in zip(charts, pictures, strict=True)
-        }
+        return {name: self._wandb.Image(Image.open(io.BytesIO(png))) for name, png in pictures.items()}
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Logs one row under the next number; one that the server has already is only noted."""
@@ -325,61 +293,20 @@ class WandbMirror:
         if number < self._server_rows:
             return
         try:
-            for name in row:
-                self._define(name)
+            define(self._run, row, self._defined)
             axis = {} if step is None else {AXIS: step}
             self._run.log({**row, **axis}, step=number, commit=True)
         except self._errors as error:
             self.give_up(_first_line(error))
 
-    def _define(self, name: str) -> None:
-        # By exact name: competing globs are resolved in random order.
-        if not self._defined:
-            self._run.define_metric(AXIS)
-            self._defined.add(AXIS)
-        if name not in self._defined and name not in (TABLE, TIMES):
-            self._run.define_metric(name, step_metric=AXIS, summary=_summary(name))
-            self._defined.add(name)
-
     def _log_table(self) -> None:
-        """The long form of all measurements, once they are complete."""
+        """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
         if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
         measured = self._measured()
-        data = list(table_rows(measured, most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
-        if len(data) > _TABLE_LIMIT:
-            logger.warning("W&B: the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
-        if data:
-            tables = {TABLE: self._wandb.Table(columns=list(TABLE_COLUMNS), data=data[:_TABLE_LIMIT])}
-            self._send(None, tables | self._emergence_times() | self._surfaces(measured))
-
-    def _surfaces(self, measured: Sequence[Measurement]) -> dict[str, Any]:
-        """Layers by steps, a picture for each metric that has both."""
-        series: dict[str, list[Measurement]] = {}
-        for measurement in measured:
-            if self._draws and measurement.error is None and measurement.step is not None:
-                series.setdefault(self._name(measurement), []).append(measurement)
-        charts: dict[str, Chart] = {}
-        for name, measurements in series.items():
-            try:
-                charts |= surface_charts(measurements, name)
-            except (InputError, ValueError) as error:  # no picture is worth the run's end
-                logger.warning("W&B: no maps over layers of %s: %s", name, _first_line(error))
-        return self._pictures(charts, "layers by steps") if charts else {}
-
-    def _emergence_times(self) -> dict[str, Any]:
-        """The table of when each metric emerges, where there are checkpoints enough to say it."""
-        try:
-            run = read_run(self.root)
-            shown = [m for m in run.measurements if self._allow_suspect or not records.is_suspect(m)]
-            if run.compares_models or (clock := times_of_run(run.name, shown, self.root)) is None:
-                return {}
-            table = times_table(clock).drop(columns="run").astype(object)
-            rows = table.where(table.notna(), None).values.tolist()
-            return {TIMES: self._wandb.Table(columns=list(table), data=rows)}
-        except Exception as error:  # no table is worth the run's end
-            logger.warning("W&B: no table of emergence times: %s", _first_line(error))
-            return {}
+        if tables := tables_of(self.root, measured, allow_suspect=self._allow_suspect):
+            made = {name: self._wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+            self._send(None, made | self._images(layer_maps(measured, self._plain)))
 
     # ------------------------------------------------------------------------------------------- words
 
@@ -416,6 +343,16 @@ class WandbMirror:
 def _is_online(file: Path) -> bool:
     """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
     return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
+
+
+def define(run: Any, names: Iterable[str], defined: set[str]) -> None:
+    """Gives curves their axis, by exact name: competing globs are resolved in random order."""
+    if not defined:
+        run.define_metric(AXIS)
+        defined |= {AXIS, TABLE, TIMES}
+    for name in set(names) - defined:
+        run.define_metric(name, step_metric=AXIS, summary=_summary(name))
+        defined.add(name)
 
 
 def _summary(name: str) -> str | None:

@@ -13,9 +13,8 @@ from lit_layers.files.durable import replace_file
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import MATRIX, SURFACE, matrices_of, points_of, surfaces_of
+from lit_layers.report.logged_numbers import MATRIX, SURFACE, TABLE, TIMES, matrices_of, points_of, surfaces_of
 from lit_layers.report.wandb_files import AXIS, refuse_settings_of_folder
-from lit_layers.report.wandb_mirror import TABLE, TIMES
 
 _EVERY_LAYER = 24  # lines in one chart; of deeper models every second, third, ... layer has one
 

@@ -376,6 +376,10 @@ class EmergenceCallback(_AtSteps):
         super().on_train_end(trainer, pl_module)
         self.measurer.finish()
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.measurer.finish(whole=False)
+        super().on_exception(trainer, pl_module, exception)
+
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)
         tokens = self._tokens(trainer, step)

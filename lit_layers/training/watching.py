@@ -23,7 +23,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import plotted_values, values_of
-from lit_layers.report.own_wandb_run import OwnWandbRun, run_behind
+from lit_layers.report.trackers import TrackedRun, tracker_of
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import save_step
@@ -74,7 +74,8 @@ class StepMeasurer:
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
-        self._wandb_runs: dict[int, OwnWandbRun | None] = {}
+        self._unreachable = set[int]()
+        self._tracked: dict[int, TrackedRun | None] = {}
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         names = [analysis.name for analysis in analyses]
@@ -178,34 +179,39 @@ class StepMeasurer:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
         name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
         values = values_of(measurement, name) if self.scalars == "all" else plotted_values(measurement, name)
+        tokens = {} if measurement.tokens is None else {"tokens": measurement.tokens}
         for destination in loggers:
-            if (run := run_behind(destination)) is not None:
-                if (writer := self._own_wandb_run(run)) is not None:
-                    writer.log(measurement, values)
-            else:
-                tokens = {} if measurement.tokens is None else {"tokens": measurement.tokens}
-                destination.log_metrics(values | tokens, step=measurement.step)
+            if id(destination) in self._unreachable:
+                continue
+            try:
+                if (tracked := self._tracker_behind(destination)) is not None:
+                    tracked.log(measurement, name, values)
+                else:
+                    destination.log_metrics(values | tokens, step=measurement.step)
+            except Exception as error:  # whatever a logger has: no training ends for it
+                what = f"{measurement.analysis} is not logged at step {measurement.step}"
+                logger.warning("%s: %s: %s", type(destination).__name__, what, error)
         for watcher in self.watchers:
             watcher.measured(measurement)
 
-    def finish(self) -> None:
-        """What loggers get at the end, from all that was measured."""
-        for writer in filter(None, self._wandb_runs.values()):
-            try:
-                writer.finish()
-            except Exception as error:  # a training that ended well has ended well
-                logger.warning("W&B: no table of the measurements: %s", error)
+    def finish(self, *, whole: bool = True) -> None:
+        """What loggers get at the end, from all that was measured; those of a run that failed get no more."""
+        tracked, self._tracked = self._tracked, {}
+        for each in tracked.values():
+            if each is not None:
+                each.finish(whole=whole)
 
-    def _own_wandb_run(self, run: Any) -> OwnWandbRun | None:
-        """How a W&B run is written to; None of one that takes nothing."""
-        if id(run) not in self._wandb_runs:
-            configs = {analysis.name: analysis.config() for analysis in self.analyses}
+    def _tracker_behind(self, destination: Any) -> TrackedRun | None:
+        """What writes to the tracker that a logger is of; None of other loggers."""
+        if id(destination) not in self._tracked:
             try:
-                self._wandb_runs[id(run)] = OwnWandbRun(run, self.root, configs)
-            except Exception as error:  # a run that is finished, a config that may not change: no training ends for it
-                logger.warning("W&B: the run gets no measurements: %s", error)
-                self._wandb_runs[id(run)] = None
-        return self._wandb_runs[id(run)]
+                tracker = tracker_of(destination)
+            except Exception:  # whose server does not answer: it is not waited for again
+                self._unreachable.add(id(destination))
+                raise
+            configs = {analysis.name: analysis.config() for analysis in self.analyses}
+            self._tracked[id(destination)] = None if tracker is None else TrackedRun(tracker, self.root, configs)
+        return self._tracked[id(destination)]
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
@@ -361,6 +367,7 @@ class Watch:
 
     def give_up(self, error: BaseException) -> None:
         """Gives the run's folder free after an exception, and measures nothing more."""
+        self.measurer.finish(whole=False)
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:

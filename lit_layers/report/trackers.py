@@ -1,0 +1,294 @@
+"""The whole of a run's measurements in the run that a user's own training logs to: W&B, TensorBoard, MLflow, trackio.
+
+What is shown is one thing for all of them (`TrackedRun`); what differs is how a row, a picture and a table are handed
+over (`Tracker`). None of the four is imported here: who logs to one has done so.
+"""
+
+import csv
+import io
+import json
+import logging
+import queue
+import re
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_layers import records
+from lit_layers.identity import latest, plain_settings
+from lit_layers.records import Measurement
+from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, layer_maps, tables_of
+from lit_layers.report.wandb_files import AXIS
+from lit_layers.report.wandb_mirror import define
+
+logger = logging.getLogger(__name__)
+PATIENCE = 30.0  # seconds that a training waits for a tracker, once, at its end
+_WAITING = 1000  # measurements
+_TEXT_ROWS = 1000  # of a table that is text
+_PARAMETER = 500  # characters, the least that a server of MLflow takes
+_BATCH = 1000  # metrics that it takes at once
+_PLACE = "lit_layers"  # of what is no curve
+
+Pictures = Mapping[str, bytes]
+
+
+class Tracker(ABC):
+    """A run of the user's own; each call may raise or wait, as the tracker does."""
+
+    name: str
+
+    @abstractmethod
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Takes what is measured, the options of each analysis by its name, and where."""
+
+    @abstractmethod
+    def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
+        """Takes the curves of a step, and its pictures."""
+
+    @abstractmethod
+    def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
+        """Takes the tables, and the pictures of all steps; the run is the user's to close."""
+
+
+class WandbRun(Tracker):
+    """Rows have the run's own numbers; `trainer/global_step` is the axis of every curve, tokens stand beside it, and
+    the run's summary keeps the best value of a score."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._wandb, self._defined = run, sys.modules["wandb"], set[str]()
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._run.config.update({_PLACE: dict(about)}, allow_val_change=True)
+
+    def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
+        self._log({**values, **self._images(pictures), AXIS: step})
+
+    def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
+        made = {name: self._wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+        self._log({**made, **self._images(pictures)})
+
+    def _images(self, pictures: Pictures) -> dict[str, Any]:
+        return {name: self._wandb.Image(image(png)) for name, png in pictures.items()}
+
+    def _log(self, row: dict[str, Any]) -> None:
+        define(self._run, row, self._defined)
+        self._run.log(row)
+
+
+class TensorBoardWriter(Tracker):
+    """Pictures have a slider over the steps; tables and options are texts."""
+
+    name = "TensorBoard"
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        lines = json.dumps(about, indent=1, default=str).splitlines()
+        self._writer.add_text(f"{_PLACE}/about", "\n".join(f"    {line}" for line in lines))
+
+    def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
+        import numpy as np
+
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        for name, png in pictures.items():
+            self._writer.add_image(name, np.asarray(image(png)), step, dataformats="HWC")
+        self._writer.flush()
+
+    def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
+        for name, (columns, rows) in tables.items():
+            shown = rows if name == TIMES else [row for row in rows if row[columns.index("step")] == step]
+            self._writer.add_text(f"{_PLACE}/{name}", _markdown(columns, shown), step)
+        self.row(step, {}, pictures)
+
+
+class MLflowRun(Tracker):
+    """Options are parameters, pictures have a slider over the steps, tables are artefacts (CSV)."""
+
+    name = "MLflow"
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client, self._id = client, run_id
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._client.log_dict(self._id, json.loads(json.dumps(about, default=str)), f"{_PLACE}/about.json")
+        for name, options in about["analyses"].items():
+            value = json.dumps(options, sort_keys=True, default=str)
+            value = value if len(value) <= _PARAMETER else f"{value[: _PARAMETER - 4]} ..."
+            try:
+                self._client.log_param(self._id, _allowed(f"{_PLACE}/{name}"), value)
+            except Exception as error:  # a run that goes on with others: MLflow keeps the first
+                logger.warning("MLflow: parameter %s/%s is not set: %s", _PLACE, name, _first_line(error))
+
+    def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
+        Metric, now = sys.modules["mlflow"].entities.Metric, int(time.time() * 1000)
+        # A store of files cannot have a curve that is the folder of others.
+        folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in values) for end in range(len(parts))}
+        named = ((f"{name}/whole" if name in folders else name, value) for name, value in values.items())
+        metrics = [Metric(_allowed(name), float(value), now, step) for name, value in named]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _BATCH])
+        for name, png in pictures.items():
+            self._client.log_image(self._id, image(png), key=_allowed(name), step=step)
+
+    def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
+        for name, (columns, rows) in tables.items():
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+            self._client.log_text(self._id, text.getvalue(), f"{_PLACE}/{name}.csv")
+        self.row(step, {}, pictures)
+
+
+class TrackioRun(Tracker):
+    """Rows have the run's own numbers; their step is `train/global_step`, as in what transformers logs there."""
+
+    name, axis = "trackio", "train/global_step"
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._trackio = run, sys.modules["trackio"]
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._run.config[_PLACE] = json.loads(json.dumps(about, default=str))  # sent with the run's first row
+
+    def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
+        self._run.log({**values, **self._images(pictures), self.axis: step})
+
+    def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
+        made = {name: self._trackio.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+        self._run.log({**made, **self._images(pictures), self.axis: step})
+
+    def _images(self, pictures: Pictures) -> dict[str, Any]:
+        return {name: self._trackio.Image(image(png)) for name, png in pictures.items()}
+
+
+def tracker_of(destination: Any) -> Tracker | None:
+    """The tracker that a logger of Lightning writes to, or that the destination is: a run of W&B, MLflow or trackio, a
+    SummaryWriter of TensorBoard. None of others, and on other ranks than the first.
+    """
+    kinds = [kind.__name__ for kind in type(destination).__mro__]
+    is_logger = not {"WandbLogger", "TensorBoardLogger", "MLFlowLogger"}.isdisjoint(kinds)
+    behind = destination.experiment if is_logger else destination
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(behind).__mro__}
+    if "wandb.Run" in names:
+        return WandbRun(behind)
+    if {"torch.SummaryWriter", "tensorboardX.SummaryWriter"} & names:
+        return TensorBoardWriter(behind)
+    if "mlflow.MlflowClient" in names:
+        return MLflowRun(behind, destination.run_id) if is_logger else None
+    if "mlflow.Run" in names:
+        return MLflowRun(sys.modules["mlflow"].MlflowClient(), behind.info.run_id)
+    return TrackioRun(behind) if "trackio.Run" in names else None
+
+
+def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list[Any]:
+    """The runs that a Trainer of transformers has begun in its trackers, of the names of these and its callbacks."""
+    open_runs: dict[str, Callable[[Any], Any]] = {
+        "wandb": lambda module: module.run,
+        "mlflow": lambda module: module.active_run(),
+        "trackio": lambda module: module.context_vars.current_run.get(),
+    }
+    runs = [open_runs[name](sys.modules[name]) for name in open_runs if name in reports_to and name in sys.modules]
+    if "tensorboard" in reports_to:
+        runs += [getattr(callback, "tb_writer", None) for callback in callbacks]
+    return [run for run in runs if run is not None]
+
+
+class TrackedRun:
+    """Hands what is measured to a tracker, from a thread of its own: curves and heat maps as they are measured, at the
+    end the table of all numbers, when each metric emerges, and layers by steps as pictures.
+
+    A tracker that raises loses that row, with a warning. Training waits for none, but at its end, for `PATIENCE`
+    seconds; one that needs longer, or keeps too much waiting, is given up. The run's files have what it lacks.
+    """
+
+    def __init__(self, tracker: Tracker, root: Path, analyses: Mapping[str, Any]) -> None:
+        self.tracker, self.root = tracker, root
+        self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(_WAITING)
+        self._done, self._is_off, self._last = threading.Event(), False, 0
+        threading.Thread(target=self._work, name=f"lit_layers to {tracker.name}", daemon=True).start()
+        about = {"root": str(root), "analyses": dict(analyses)}
+        self._later("its config", lambda: tracker.begin(about))
+
+    def log(self, measurement: Measurement, name: str, values: Mapping[str, float]) -> None:
+        """One measurement: its curves, the tokens, its heat maps. Returns at once."""
+        if measurement.error is not None or measurement.step is None:
+            return
+        row, step = dict(values), measurement.step
+        if measurement.tokens is not None:
+            row["tokens"] = measurement.tokens
+        self._last = max(self._last, step)
+        what = f"{measurement.analysis} at step {step}"
+        self._later(what, lambda: self.tracker.row(step, row, heat_maps(measurement, name)))
+
+    def finish(self, *, whole: bool) -> None:
+        """Returns when all is handed over, the tables, too, if it is `whole`, or when the tracker is given up."""
+        if whole:
+            self._later("the table of measurements", self._end)
+        if self._is_off:
+            return
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            self._give_up("it does not keep up")
+        else:
+            if whole and not self._done.wait(PATIENCE):
+                self._give_up(f"no answer within {PATIENCE:.0f} s")
+
+    def _end(self) -> None:
+        measurements = records.read(self.root / "measurements.jsonl")
+        shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
+        if tables := tables_of(self.root, shown):
+            self.tracker.end(self._last, tables, layer_maps(shown, plain_settings(measurements)))
+
+    def _later(self, what: str, call: Callable[[], None]) -> None:
+        if self._is_off:
+            return
+        try:
+            self._calls.put_nowait((what, call))
+        except queue.Full:
+            self._give_up("it does not keep up")
+
+    def _work(self) -> None:
+        for what, call in iter(self._calls.get, None):
+            if self._is_off:
+                break
+            try:
+                call()
+            except Exception as error:  # whatever a tracker has: no training ends for it
+                logger.warning("%s: %s is not logged: %s", self.tracker.name, what, _first_line(error))
+        self._done.set()
+
+    def _give_up(self, reason: str) -> None:
+        self._is_off = True
+        logger.warning("%s: gets nothing more (%s): %s has it", self.tracker.name, reason, self.root)
+
+
+def image(png: bytes) -> Any:
+    from PIL import Image  # what only heat maps need
+
+    return Image.open(io.BytesIO(png)).convert("RGB")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    def line(cells: Sequence[Any]) -> str:
+        shown = ("" if cell is None else f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        return f"| {' | '.join(text.replace('|', '/') for text in shown)} |"
+
+    more = [f"\n{len(rows) - _TEXT_ROWS:,} more rows are in the run's folder"] if len(rows) > _TEXT_ROWS else []
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows[:_TEXT_ROWS]), *more])
+
+
+def _allowed(name: str) -> str:
+    """A name that every server of MLflow takes."""
+    return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
