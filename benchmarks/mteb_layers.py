@@ -36,7 +36,7 @@ class Listener(LayerEncoder):
     """Keeps the texts that an evaluation asks for, and gives zeros that are not all alike."""
 
     def __init__(self) -> None:
-        self.texts, self.layer = list[str](), 0
+        self.texts, self.layer, self.followed = list[str](), 0, None
 
     def encode(self, inputs, **_):
         texts = [text for batch in inputs for text in batch["text"]]
