@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def programs(tmp_path) -> Path:
     starts = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "ray": 'while [ "$1" != "--" ]; do shift; done; shift; exec "$@"',
-        "torchrun": 'while [ "$1" != "--no-python" ]; do shift; done; shift; exec "$@"',
+        "torchrun": 'printf "store %s\\n" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >> "$NOTES"; '
+        'while [ "$1" != "--no-python" ]; do shift; done; shift; exec "$@"',
         "lit-layers": "true",
         "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; fi',
     }
@@ -79,13 +81,15 @@ def test_torchrun_starts_lost_ranks_again_and_the_run_goes_on(programs):
     words = noted(ROOT / "recipes" / "slurm" / "fit_elastic.sh", programs)
     assert words["torchrun"][words["torchrun"].index("--max-restarts") + 1] == "3"
     assert words["torchrun"][words["torchrun"].index("--rdzv-endpoint") + 1] == "node1:29500"
+    assert words["store"] == ["1"]  # with torchrun's own store, restarted ranks do not find each other
     assert words["lit-layers"][words["lit-layers"].index("--resume") + 1] == "last"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_shellcheck_finds_nothing(script):
-    subprocess.run(["shellcheck", str(script)], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert shellcheck, "it comes with the extra dev"
+    subprocess.run([shellcheck, str(script)], check=True)
 
 
 def options(command: str) -> dict:
@@ -99,10 +103,12 @@ def test_the_file_of_skypilot_hands_the_work_out_over_its_machines(monkeypatch):
     monkeypatch.chdir(ROOT)
     job = yaml.safe_load((ROOT / "recipes" / "clouds" / "skypilot.yml").read_text())
     assert set(job) == {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
-    before, _, command = job["run"].partition(" -- ")
-    assert before.startswith("ray symmetric-run --address ")
-    assert "--min-nodes" in before
-    read = options(command.replace("\\\n", " "))
+    start, first, command, end = job["run"].splitlines()
+    assert start == "~/sky_templates/ray/start_cluster"  # on every machine, at port 6379
+    assert (first, end) == ('if [ "$SKYPILOT_NODE_RANK" = 0 ]; then', "fi")
+    address, _, command = command.strip().partition(" ")
+    assert address == "RAY_ADDRESS=127.0.0.1:6379"
+    read = options(command)
     assert (read["engine"], str(read["root"])) == ("ray", "/results/pythia_70m")
     subprocess.run(["bash", "-n", "-c", job["run"]], check=True)
 

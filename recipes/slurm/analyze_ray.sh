@@ -11,7 +11,7 @@
 #SBATCH --time=04:00:00
 
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export RAY_USAGE_STATS_ENABLED=0
+export RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300  # 30 s are few where Python lies on a network
 
 # srun does not take --cpus-per-task over from above; without the other option the nodes that are left wait for a dead one.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
 # Train on two nodes of eight GPUs by torchrun, which starts all ranks again when one is lost: sbatch recipes/slurm/fit_elastic.sh
 #
-# At most three times; each time `--resume last` goes on where the run was.
+# At most three times; each time `--resume last` goes on where the run was. SLURM sends SIGTERM two minutes before the time
+# limit: all ranks save, of which torchrun gives them 30 s, and the job ends; submit it again to go on. A job whose node is
+# lost goes back into the queue.
 #SBATCH --job-name=lit_layers_elastic
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=04:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# Else ranks that are started again look for each other at the places that the last ones noted in torchrun's own store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
   torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --max-restarts 3 \
