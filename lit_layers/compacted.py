@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,11 @@ def write_table(log: Path, measurements: Sequence[Measurement], offset: int) -> 
     texts: Any = [name for name, kind in NUMBERS.items() if kind == "string"]
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, pa.schema(kinds), compression="zstd", use_dictionary=texts, store_schema=False) as file:
-        file.write_table(pa.table(columns), row_group_size=_ROWS)
+        table, start = pa.table(columns), 0
+        for _, of_analysis in groupby(rows, key=lambda row: row["analysis"]):  # a group has rows of one alone
+            length = len([*of_analysis])
+            file.write_table(table.slice(start, length), row_group_size=_ROWS)
+            start += length
         file.add_key_value_metadata({"log": json.dumps({"bytes": offset, "tail": _tail(log, offset)})})
     replace_file(log.with_name(NAME), sink.getvalue())
     return Compacted(offset, len(measurements), len(rows) - len(measurements), len(sink.getvalue()))
@@ -128,4 +133,4 @@ def _measurements(rows: Iterable[dict[str, Any]]) -> list[Measurement]:
             given = {name: row[name] for name in ("metric", *_OF_RECORD) if row[name] is not None}
             numbers.setdefault(row["line"], []).append({**given, "tags": json.loads(row["tags"])})
     whole = [{**lines[line], "records": numbers.get(line, [])} for line in sorted(lines)]
-    return [schema.parse(json.dumps(each), Measurement, NAME, _DAMAGED) for each in whole]
+    return schema.parse(json.dumps(whole), list[Measurement], NAME, _DAMAGED)

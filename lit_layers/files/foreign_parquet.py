@@ -75,9 +75,8 @@ def _answers(content: bytes) -> Iterator[Lists | dict[str, Any] | str]:
             yield said["error"]
             continue
         if "rows" in said:
-            columns = said["rows"]
-            rows = zip(*columns.values(), strict=True)
-            yield {**said, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
+            parts = [(part, zip(*part.values(), strict=True)) for part in said["rows"]]
+            yield {**said, "rows": [dict(zip(part, row, strict=True)) for part, rows in parts for row in rows]}
             continue
         size = 4 * sum(said["lengths"])
         if len(content) < size:

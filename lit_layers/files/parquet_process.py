@@ -4,6 +4,7 @@ imported here.
 
 import contextlib
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,8 @@ NUMBERS = {  # the columns of `lit_layers.compacted`
     "seconds": "double",
     **dict.fromkeys(("error", "provenance"), "string"),
 }
+_OF_NUMBERS = ("metric", "layer", "other_layer", "value", "stderr", "low", "high", "n", "tags", "line")
+_OF_LINES = ("run", "step", "tokens", "analysis", "settings", "line", "seconds", "error", "provenance")
 MAX_BYTES = 2**26  # of one file, which is read whole
 MAX_VALUES = 2**25
 MAX_ROWS = 2**20  # of numbers: each is sent as text
@@ -52,6 +55,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None) -> dict[str, Any]:
     """The rows of an analysis that say what its numbers share, and those of the metric and layer."""
+    import pyarrow as pa
     import pyarrow.compute as compute
     import pyarrow.parquet as pq  # not its `read_table`: that of a filter imports pandas, half a second
 
@@ -68,33 +72,53 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
             raise _RefusedError("is no table of numbers")
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         places = {name: schema.names.index(name) for name in ("analysis", "metric", "layer")}
-        chosen = [n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis, **asked})]
+        of_numbers = [n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis, **asked})]
+        of_lines = [
+            n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis}, shared=True)
+        ]
+        chosen = {*of_numbers, *of_lines}
         number, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
         if number > MAX_ROWS or size > 8 * MAX_BYTES:
             raise _RefusedError(f"is too large: {number:,} rows are to be read, at most {MAX_ROWS:,} are")
-        table = file.read_row_groups(chosen, use_threads=False)
-    table.validate(full=True)
-    rows, shared = pc.equal(table["analysis"], analysis), pc.is_null(table["metric"])
-    for name, value in asked.items():
-        rows = pc.and_(rows, pc.or_(shared, pc.fill_null(pc.equal(table[name], value), False)))
-    log = json.loads(said[b"log"])
-    return {"rows": table.filter(rows).cast(schema).to_pydict(), "log": log}
+        lines = file.read_row_groups(of_lines, ["metric", *_OF_LINES], use_threads=False)
+        numbers = file.read_row_groups(of_numbers, ["analysis", *_OF_NUMBERS], use_threads=False)
+    parts = []
+    for table in (lines, numbers):
+        table.validate(full=True)
+        rows, shared = pc.equal(table["analysis"], _scalar(analysis)), pc.is_null(table["metric"])
+        rows = pc.and_(rows, shared if table is lines else pc.invert(shared))
+        for name, value in asked.items() if table is numbers else ():
+            rows = pc.and_(rows, pc.equal(table[name], _scalar(value)))
+        kinds = pa.schema([schema.field(name) for name in table.column_names])
+        parts.append(table.filter(rows).cast(kinds).to_pydict())  # where it is null the row is left out
+    return {"rows": parts, "log": json.loads(said[b"log"])}
 
 
-def _may_hold(group: Any, places: dict[str, int], asked: dict[str, Any]) -> bool:
-    """Whether a row of the group may have these values; one without a metric stands for all of its analysis.
+def _scalar(value: str | int) -> Any:
+    """The value as Arrow has it, whose own ways to it import pandas: a quarter of a second."""
+    import pyarrow as pa
+
+    if isinstance(value, int):
+        return pa.Array.from_buffers(pa.int64(), 1, [None, pa.py_buffer(struct.pack("q", value))])[0]
+    text = value.encode()
+    return pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(struct.pack("2i", 0, len(text))), pa.py_buffer(text)]
+    )[0]
+
+
+def _may_hold(group: Any, places: dict[str, int], asked: dict[str, Any], *, shared: bool = False) -> bool:
+    """Whether a row of the group may have these values; with `shared`, one without a metric.
 
     `places` are those of the columns: of many groups few of their claims are looked at.
     """
-    of_metric = group.column(places["metric"]).statistics
-    shared = of_metric is None or of_metric.null_count != 0
     for name, value in asked.items():
         bounds = group.column(places[name]).statistics
-        if bounds is None or not bounds.has_min_max or (shared and name != "analysis"):
+        if bounds is None or not bounds.has_min_max:
             continue
         if not bounds.min <= value <= bounds.max:
             return False
-    return True
+    of_metric = group.column(places["metric"]).statistics if shared else None
+    return of_metric is None or of_metric.null_count != 0
 
 
 class _RefusedError(Exception):
