@@ -3,6 +3,9 @@
 import base64
 import json
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,15 @@ ROOMS = {
     "records": "Records and measurements",
     "measuring": "Measuring models, without disturbing what trains",
 }
+REPORT = "sample_report.html"  # beside the page that tells of it
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#)[^)\s]+)\)")
 _LOOK = re.compile(r"<style.*?</style>", re.DOTALL)
 _SPACE = re.compile(r"\s*\n\s*")  # of a table: no Markdown within
 
 
 def on_files(files: Files, config: dict) -> Files:
-    """Adds notebooks, the pages that stand outside docs/, and a page of docstrings for each room of the package."""
+    """Adds a run's report, notebooks, pages that stand outside docs/, and a page of docstrings for each room."""
+    files.append(File.generated(config, REPORT, content=sample_report()))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
         page = file.src_uri.removesuffix(".ipynb") + ".md"
@@ -59,6 +64,17 @@ def on_page_markdown(markdown: str, *, page, files: Files, **_) -> str:
         return f"{match['text']} (`{there.removeprefix('../')}`)"
 
     return LINK.sub(plain, markdown)
+
+
+def sample_report() -> bytes:
+    """The page that `lit-layers report` makes of one run of the study."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, page = Path(folder) / "run", Path(folder) / REPORT
+        study = [sys.executable, str(ROOT / "benchmarks" / "four_papers.py"), "--run", str(run)]
+        subprocess.run(study, check=True, cwd=ROOT)
+        report = [sys.executable, "-m", "lit_layers.cli.main", "report", str(run), "--out", str(page)]
+        subprocess.run(report, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return page.read_bytes()
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:

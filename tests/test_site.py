@@ -1,6 +1,7 @@
 """The site builds from the pages and docstrings without a warning, and no link of it leads nowhere."""
 
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -28,7 +29,7 @@ class Links(HTMLParser):
         self.names |= {value for key in ("id", "name") if (value := given.get(key))}
 
 
-@pytest.mark.soak  # ten seconds of CPU
+@pytest.mark.soak  # twenty seconds of CPU
 def test_the_site_builds_without_a_warning_and_no_link_leads_nowhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -43,6 +44,11 @@ def test_the_site_builds_without_a_warning_and_no_link_leads_nowhere(tmp_path):
     assert not broken, broken
     reference = (tmp_path / "site/reference/functional/index.html").read_text()
     assert "lit_layers.functional.trajectory.line_shape_score" in reference
+    report = (tmp_path / "site" / "sample_report.html").read_text()
+    assert "GPT-2, seed 0" in report
+    assert "default-src 'none'" in report  # asks no server for anything
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|url\(["']?https?:|@import""", report)
+    assert len(report) < 2_000_000
     for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
         page = (tmp_path / "site" / "notebooks" / notebook.stem / "index.html").read_text()
         kinds = [kind for cell in nbformat.read(notebook, 4).cells for kind in _kinds(cell)]
