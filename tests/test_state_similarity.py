@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import save_file
+from scipy import stats
 from scipy.linalg import subspace_angles
 
 from lit_layers import measure, prompt_values, run_data
@@ -20,12 +21,15 @@ from lit_layers.clock.state_similarity import (
     MOST_STEPS,
     PROCRUSTES,
     SUBSPACE,
+    KeptStates,
     kept_states,
+    over_the_runs,
     settling_steps,
     similar_states,
     similarity_of_steps,
 )
-from lit_layers.figures.chart import Panels
+from lit_layers.figures.chart import Panels, rows_of
+from lit_layers.figures.labels import value
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Store
 from lit_layers.report import write_report
@@ -198,17 +202,67 @@ def test_the_number_of_steps_is_bounded_and_without_room_none_are_kept(tmp_path,
 
 def test_the_step_from_which_a_layer_stays_near_its_end():
     values = {0: 0.2, 1: 0.95, 2: 0.5, 4: 0.92, 8: 0.97}
-    rows = [("r", "r", "a", 1, step, 16, CKA, value, 0.0, 9) for step, value in values.items()]
+    rows = [("r", "r", "a", 1, step, 16, CKA, value, value, value, "", 0.0, 9) for step, value in values.items()]
     found = settling_steps(pd.DataFrame(rows, columns=[*COLUMNS]))
     assert found.to_dict("records") == [{"run": "r", "analysis": "a", "layer": 1, "step": 4, "last": 16}]
 
 
+@pytest.mark.parametrize(("mix", "dim", "tails"), [(0.8, 16, 0.0), (0.99, 16, 0.0), (0.0, 16, 0.0), (0.8, 48, 0.3)])
+def test_intervals_hold_what_as_many_other_prompts_give_on_average(mix, dim, tails):
+    """Of 60 draws of 32 prompts, a layer each; the truth is the mean over 300 others."""
+    rng, prompts, draws = np.random.default_rng(3), 32, 60
+
+    def drawn() -> np.ndarray:
+        length = np.exp(tails * rng.normal(size=(prompts, 1))) * np.arange(1, dim + 1) ** -0.7
+        one, noise = rng.normal(size=(2, prompts, dim)) * length
+        return np.stack([one, mix**0.5 * one + (1 - mix) ** 0.5 * noise])
+
+    layers = {draw: drawn() for draw in range(draws)}
+    about = {"run": "run", "analysis": "pooled_states", "settings": "", "steps": (0, 1)}
+    table = similarity_of_steps(KeptStates(layers=layers, **about))
+    others = [drawn() for _ in range(300)]
+    for metric, part in table.groupby("metric"):
+        expected = np.mean([truth(metric, *each) for each in others])
+        held = ((part["low"] <= expected) & (expected <= part["high"])).mean()
+        assert len(part) == draws
+        assert held >= 0.87, (metric, expected, held)  # 95% less three standard errors of 60 draws
+        # and they are no wider than they need be, but for the CKA of independent states, whose error is of second order
+        widths = (part["high"] - part["low"]) / (2 * 1.96 * part["value"].std())
+        assert 0.8 < widths.median() < (2.2 if metric == CKA and not mix else 1.5), (metric, widths.median())
+
+
+def test_means_over_seeds_have_intervals_over_seeds(tmp_path):
+    rng = np.random.default_rng(5)
+    names, held, count = [f"seed{number}" for number in range(6)], 0, 200
+    rows = []
+    for layer in range(count):  # each a draw of six seeds, whose likeness is the product of a number that each has
+        own = dict(zip(names, 0.7 + 0.1 * rng.normal(size=6), strict=True))
+        pairs = [(a, b) for number, a in enumerate(names) for b in names[number:]]
+        for a, b in pairs:
+            steps = (0, 1) if a == b else (1, 1)
+            value = own[a] if a == b else own[a] * own[b]
+            rows.append((a, b, "a", layer, *steps, CKA, value, 0.0, 1.0, "prompts", 0.0, 9))
+    table = over_the_runs(pd.DataFrame(rows, columns=[*COLUMNS]), 6, "6 seeds")
+    assert set(table["over"]) == {"seeds"}
+    assert len(table) == 2 * count
+    within = table["run"] == table["other_run"]
+    first = [row for row in rows if row[3] == 0 and row[0] == row[1]]
+    values = [row[7] for row in first]
+    ends = stats.t.interval(0.95, 5, np.mean(values), stats.sem(values))
+    assert table[within].iloc[0][["value", "low", "high"]].tolist() == pytest.approx([np.mean(values), *ends])
+    for part, expected in ((table[within], 0.7), (table[~within], 0.49)):
+        held = ((part["low"] <= expected) & (expected <= part["high"])).mean()
+        assert 0.91 <= held <= 0.985
+    assert over_the_runs(table.head(0), 6, "6 seeds").empty
+
+
 def test_emerge_writes_the_table_and_both_pages_have_the_maps(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
-    roots = [run_of(tmp_path / f"seed{seed}", seed=seed, steps=(0, 1, 2, 4, 8, 16)) for seed in (0, 1)]
+    roots = [run_of(tmp_path / f"seed{seed}", seed=seed, steps=(0, 1, 2, 4, 8, 16)) for seed in (0, 1, 2)]
     assert main(["emerge", *map(str, roots), "--seeds", "--out", str(tmp_path / "out")]) == 0
-    table = similar_states(roots)
+    table = similar_states(roots, together="3 seeds")
     assert len(pd.read_csv(tmp_path / "out" / "states.csv")) == len(table)
+    assert len(table) - len(similar_states(roots)) == (table["over"] == "seeds").sum() > 0
     assert (tmp_path / "out" / "states_cka_of_pooled_states_runs_at_equal_steps.pdf").is_file()
     assert "How alike are checkpoints and runs?" in (tmp_path / "out" / "emergence.html").read_text()
     assert "How alike the checkpoints are" in write_report(roots[0]).read_text()
@@ -223,6 +277,12 @@ def test_maps_are_symmetric_and_whole_also_in_one_picture(tmp_path):
     for down, row in zip(STEPS, values, strict=True):
         expected = [1 if down == across else measured[min(down, across), max(down, across)] for across in STEPS]
         assert row == pytest.approx(expected, abs=1e-3)  # of three digits
+    ends = table[(table["layer"] == 1) & (table["metric"] == CKA)].set_index(["step", "other_step"])[["low", "high"]]
+    for row in rows_of(charts[1]):
+        told = ends.loc[min(row["x"], row["y"]), max(row["x"], row["y"])] if row["x"] != row["y"] else None
+        said = "" if told is None else f"\n95% {value(told['low'])} to {value(told['high'])}, over prompts"
+        assert row["w"] == said
+    assert "datum.w" in str(charts[1].whole(still=False))
     for part in Panels(title="", charts=charts).whole()["concat"]:
         assert len(part["data"]["values"]) == len(STEPS) ** 2
         assert part["layer"][0]["encoding"]["fill"]["legend"]["gradientLength"] == {"expr": str(part["height"])}
@@ -231,7 +291,7 @@ def test_maps_are_symmetric_and_whole_also_in_one_picture(tmp_path):
 def test_the_sentence_names_the_steps_of_the_first_middle_and_last_layer():
     steps = {1: 2, 2: 4, 3: 8}  # from which each layer is near
     rows = [
-        ("r", "r", "pooled_states", layer, step, 16, CKA, 0.95 if step >= near else 0.1, 0.0, 9)
+        ("r", "r", "pooled_states", layer, step, 16, CKA, 0.95 if step >= near else 0.1, 0.0, 1.0, "", 0.0, 9)
         for layer, near in steps.items()
         for step in (1, 2, 4, 8)
     ]

@@ -74,16 +74,20 @@ def _steps(title: str, layer: int, table: pd.DataFrame) -> Chart:
     keys = sorted({*table["step"], *table["other_step"]})
     matrix = _matrix(table, "step", "other_step", keys)
     labels = {step: count(step) for step in spread(keys, _TICKS)}
-    return _map(f"{title}, layer {layer}", keys, labels, [matrix], "step {y}, step {x}", table)
+    intervals = [_intervals(table, "step", "other_step", keys)]
+    return _map(f"{title}, layer {layer}", keys, labels, [matrix], intervals, "step {y}, step {x}{w}", table)
 
 
 def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
     names = list(dict.fromkeys([*table["run"], *table["other_run"]]))
     steps = sorted(table["step"].unique().tolist())
-    matrices = [_matrix(table[table["step"] == step], "run", "other_run", names) for step in steps]
+    by_step = [table[table["step"] == step] for step in steps]
+    matrices = [_matrix(part, "run", "other_run", names) for part in by_step]
+    intervals = [_intervals(part, "run", "other_run", names) for part in by_step]
     labels = {number: f"{name}  {number + 1}" for number, name in enumerate(names)}
-    chart = _map(f"{title}, layer {layer}", range(len(names)), labels, matrices, "{t}", table, steps, names)
-    across = Axis(keys=range(len(names)), labels={number: str(number + 1) for number in labels}, grid=False)
+    keys = range(len(names))
+    chart = _map(f"{title}, layer {layer}", keys, labels, matrices, intervals, "{t}{w}", table, steps, names)
+    across = Axis(keys=keys, labels={number: str(number + 1) for number in labels}, grid=False)
     return Chart(**{**vars(chart), "x": across, "square": False})
 
 
@@ -92,6 +96,7 @@ def _map(
     keys: Sequence[int],
     labels: dict[int, str],
     values: list[list[list[Any]]],
+    notes: list[list[list[str]]],
     hover: str,
     table: pd.DataFrame,
     frames: Sequence[int] = (),
@@ -102,7 +107,8 @@ def _map(
     ends = (min(table["value"].min(), 0.999), best) if best else (best, max(table["value"].max(), 1e-3))
     scheme: Any = "viridis" if best else {"name": "viridis", "extent": [1, 0]}
     axis = Axis(keys=keys, labels=labels, grid=False)
-    cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, hover=hover, texts=texts)
+    told = {"hover": hover, "texts": texts, "notes": notes}
+    cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, **told)
     return Chart(title=title, x=axis, y=axis, cells=cells, frames=frames, height=420, square=True)
 
 
@@ -111,3 +117,13 @@ def _matrix(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) ->
     pairs |= {(b, a): each for (a, b), each in pairs.items()}
     best = _BEST[str(table["metric"].iloc[0])]
     return tabled({**pairs, **{(key, key): best for key in keys}}, keys, keys)
+
+
+def _intervals(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[str]]:
+    """What touching a place of the matrix says of its interval: nothing where there is none."""
+    texts = {
+        (row[down], row[across]): f"\n95% {value(row['low'])} to {value(row['high'])}, over {row['over']}"
+        for row in table[table["low"].notna()].to_dict("records")
+    }
+    texts |= {(b, a): each for (a, b), each in texts.items()}
+    return [[texts.get((row, column), "") for column in keys] for row in keys]

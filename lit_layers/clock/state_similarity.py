@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from lit_layers import prompt_values, run_data
 from lit_layers.figures.tables import grouped
@@ -21,10 +22,17 @@ from lit_layers.records import is_suspect
 Array = NDArray[np.float32]
 logger = logging.getLogger(__name__)
 CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
-COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric", "value", "chance", "num_prompts")
+COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric")
+COLUMNS += ("value", "low", "high", "over", "chance", "num_prompts")
+RANGES = {CKA: (-np.inf, 1.0), PROCRUSTES: (0.0, 2.0), SUBSPACE: (0.0, 1.0)}
 MOST_STEPS = 24  # that are compared, evenly spread over the checkpoints
 NUM_DIRECTIONS = 8  # of a subspace
 FEWEST_PROMPTS = 4  # that have a similarity
+NUM_DRAWS = 20  # of prompts, for the interval over them
+# The share of prompts in a draw. What depends on them smoothly is best drawn from most of them; where a direction takes
+# another's place in a subspace, it does not, and only halves are as far apart as other prompts would be.
+DRAWN = {CKA: 0.75, PROCRUSTES: 0.75, SUBSPACE: 0.5}
+FEWEST_SEEDS = 3  # that have an interval over them
 _SAME = 1e-3  # of the dimension of the states that a file holds to that of its measurement, relative
 
 
@@ -69,10 +77,13 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
     return kept
 
 
-def similar_states(roots: Sequence[Path], *, settings: Settings = (), allow_suspect: bool = False) -> pd.DataFrame:
+def similar_states(
+    roots: Sequence[Path], *, settings: Settings = (), allow_suspect: bool = False, together: str = ""
+) -> pd.DataFrame:
     """Returns the tables of `similarity_of_steps` of each run's folder, and of `similarity_of_runs` of all, as one.
 
-    A folder without files of states is not read.
+    A folder without files of states is not read. With a name for all runs `together`, which are then seeds of one, of
+    three or more also what they have on average, as `over_the_runs`.
     """
     roots = [root for root in roots if any((root / prompt_values.FOLDER).glob(f"*/*{prompt_values.STATES}"))]
     runs = [run_data.read_run(root, settings=settings) for root in roots]
@@ -82,7 +93,10 @@ def similar_states(roots: Sequence[Path], *, settings: Settings = (), allow_susp
         for kept in kept_states(root, run.name, [m for m in run.measurements if allow_suspect or not is_suspect(m)])
     ]
     tables = [*map(similarity_of_steps, several), similarity_of_runs(several)]
-    return pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
+    table = pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
+    if not together or len(roots) < FEWEST_SEEDS:
+        return table
+    return pd.concat([over_the_runs(table, len(roots), together), table], ignore_index=True)
 
 
 def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUSTES, SUBSPACE)) -> pd.DataFrame:
@@ -90,7 +104,10 @@ def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUS
 
     `linear_cka` is debiased; `subspace_overlap` is of the 8 leading directions, or as many as there are. `chance` is
     the same between the states of a checkpoint and those of other prompts, in a random order, the median over steps; of
-    subspaces what independent ones have.
+    subspaces what independent ones have. `low` and `high` are the 95% interval over prompts, of what as many others
+    would give on average: Student's t times the delete-d jackknife's error, of random draws without the other prompts;
+    NaN where a draw has too few. A bootstrap has prompts twice, which are alike in everything.
+    Source: Shao and Wu 1989, A general theory for jackknife variance estimation.
     Prompts that are not finite at some step are left out at all, and steps at which most are not have no value.
     """
     rows = [
@@ -118,6 +135,27 @@ def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
+def over_the_runs(table: pd.DataFrame, num_runs: int, name: str) -> pd.DataFrame:
+    """Returns the means over all runs of a table of both kinds, with 95% intervals over runs, as rows of that name.
+
+    Of steps by steps each run is a draw, with Student's interval. Of runs by runs it is the mean over the pairs, which
+    share runs: the interval is the jackknife's, that leaves out one run after the other.
+    """
+    rows, within = [], table["run"] == table["other_run"]
+    keys = ["analysis", "layer", "step", "other_step", "metric"]
+    num_pairs = num_runs * (num_runs - 1) // 2
+    for alike, number, other in ((table[within], num_runs, name), (table[~within], num_pairs, f"other of {name}")):
+        for key, part in alike.groupby(keys, sort=False):
+            if len(part) == number:
+                runs, values = dict.fromkeys([*part["run"], *part["other_run"]]), part["value"].to_numpy()
+                without = [values[(part["run"] != run) & (part["other_run"] != run)].mean() for run in runs]
+                stderr = (num_runs - 1) / num_runs**0.5 * np.std(without, ddof=1)
+                ends = _ends(str(key[-1]), values.mean(), float(stderr), num_runs)
+                about = ("seeds", part["chance"].mean(), part["num_prompts"].min())
+                rows.append((name, other, *key, values.mean(), *ends, *about))
+    return pd.DataFrame(rows, columns=[*COLUMNS])
+
+
 def settling_steps(table: pd.DataFrame, *, threshold: float = 0.9) -> pd.DataFrame:
     """Returns of each run, analysis and layer the step from which the CKA with the last checkpoint stays that high.
 
@@ -134,8 +172,10 @@ def settling_steps(table: pd.DataFrame, *, threshold: float = 0.9) -> pd.DataFra
     return pd.DataFrame(rows, columns=["run", "analysis", "layer", "step", "last"])
 
 
-def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int, str, float, float, int]]:
-    """Of states (places, prompts, dim) both places, the metric, its value and chance, and how many prompts it is of."""
+def _compared(
+    states: Array, metrics: Sequence[str]
+) -> Iterator[tuple[int, int, str, float, float, float, str, float, int]]:
+    """Of states (places, prompts, dim) both places, the metric, its value, low, high, over, chance and prompts."""
     import torch  # which pages without states do without
 
     from lit_layers.analyses.statistics import complete  # with torch
@@ -154,7 +194,13 @@ def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int,
     }
     shuffled = rows[:, torch.randperm(number, generator=torch.Generator().manual_seed(0))]
     for metric in metrics:
-        values = matrices[metric](rows)
+        values, stderr = matrices[metric](rows), None
+        if (drawn := round(number * DRAWN[metric])) >= max(FEWEST_PROMPTS, k + 1):
+            draws = [
+                torch.randperm(number, generator=torch.Generator().manual_seed(n))[:drawn] for n in range(NUM_DRAWS)
+            ]
+            stderr = torch.stack([matrices[metric](rows[:, draw]) for draw in draws]).std(0)
+            stderr *= (drawn / (number - drawn)) ** 0.5
         if metric == SUBSPACE:  # which does not know the order of the rows
             chance = k / rows.shape[-1]
         else:
@@ -162,7 +208,15 @@ def _compared(states: Array, metrics: Sequence[str]) -> Iterator[tuple[int, int,
             chance = torch.stack(by_chance).nanmedian().item()
         for a, b in itertools.combinations(range(len(rows)), 2):
             if not (value := values[a, b]).isnan():
-                yield a, b, metric, value.item(), chance, number
+                ends = _ends(metric, value.item(), np.nan if stderr is None else stderr[a, b].item(), NUM_DRAWS)
+                yield a, b, metric, value.item(), *ends, "prompts", chance, number
+
+
+def _ends(metric: str, value: float, stderr: float, number: int) -> tuple[float, float]:
+    """Student's 95% interval of so many draws, within the metric's range."""
+    least, most = RANGES[metric]
+    wide = stdtrit(number - 1, 0.975) * stderr
+    return float(np.clip(value - wide, least, most)), float(np.clip(value + wide, least, most))
 
 
 def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:

@@ -79,6 +79,7 @@ class Cells:
     scale: Sequence[float] = ()  # of each frame: values are drawn as shares of it
     hover: str = "{y}, {x}"
     texts: Sequence[str] = ()  # of each row, for hovering
+    notes: Sequence[Sequence[Sequence[str]]] = ()  # of each value, for hovering
     flat: bool = False  # the colour bar above the map
 
 
@@ -371,7 +372,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """Returns its cells and points, a row each; the page makes the same of `columns_of`.
 
     k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
-    h(igh) and z are values, t(ext) and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
+    h(igh) and z are values, t(ext), w and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
     """
     content, rows = columns_of(chart), []
     for frame, table in enumerate(content.get("z", ())):
@@ -381,18 +382,17 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
                 cell = {"x": column, "y": row, "z": value, "v": value if value is None else value / full}
                 cell |= {"n": number, "y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame}
                 cell |= {"t": content["texts"][down]} if content["texts"] else {}
+                cell |= {"w": content["notes"][frame][down][number]} if content["notes"] else {}
                 rows.append(cell)
-    names = content["points"]
-    values = zip(*names.values(), strict=True)
-    return rows + [{**dict(zip(names, row, strict=True)), "i": number} for number, row in enumerate(values)]
+    points = zip(*content["points"].values(), strict=True)
+    return rows + [{**dict(zip(content["points"], row, strict=True)), "i": n} for n, row in enumerate(points)]
 
 
 def columns_of(chart: Chart) -> dict[str, Any]:
     """Returns its rows by column: `points`, and of a heat map `z[frame][row][column]`."""
     number = {step: n for n, step in enumerate(chart.training.steps)} if chart.training else {}
     frames = len(chart.frames) > 1
-    points: dict[str, list[Any]] = {}
-    size = 0
+    points, size = dict[str, list[Any]](), 0
     for k, s in enumerate(chart.series):
         table: dict[str, Sequence[Any]] = {"k": [k] * len(s.y), "y": s.y, "l": s.low, "h": s.high, "t": s.texts}
         table |= {"n": [number[step] for step in s.x]} if chart.training else {"x": s.x}
@@ -405,7 +405,7 @@ def columns_of(chart: Chart) -> dict[str, Any]:
         size += len(s.y)
     columns: dict[str, Any] = {"points": dict(sorted(points.items()))}
     if chart.cells is not None:
-        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns)}
+        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns), "notes": list(chart.cells.notes)}
         columns |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
     return columns
 

@@ -222,7 +222,7 @@ def _state_blocks(states: pd.DataFrame, *, several: bool) -> list[Block]:
     if not len(states):
         return []
     within = states["run"] == states["other_run"]
-    maps = [*step_maps(states[within], several=several), *run_maps(states[~within])]
+    maps = [*step_maps(states[within], several=several), *run_maps(states[~within & (states["over"] == "prompts")])]
     return [block_of(title, charts, note, wide=False) for title, note, charts in maps]
 
 

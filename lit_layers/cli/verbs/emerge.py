@@ -104,7 +104,8 @@ def emerge(
     forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
     leads = lead_lag_table(clock, loss=loss or "", seed=seed)
     folders = [place for place in runs if (place / "measurements.jsonl").is_file()]
-    states = similar_states(folders, settings=settings or (), allow_suspect=allow_suspect) if folders else None
+    about: dict[str, Any] = {"settings": settings or (), "allow_suspect": allow_suspect, "together": together}
+    states = similar_states(folders, **about) if folders else None
     extra: dict[str, Any] = {"layers": layers, "blocks": blocks, "leads": leads, "forecasts": forecasts}
     extra["states"] = states
     paths = write_emergence(clock, folder, axis=axis, seeds=seeds, **extra)
