@@ -223,7 +223,7 @@ def measure(
     hidden = options.is_hidden
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
-        print(threads.description(options.device), file=sys.stderr)
+        threads.tell(options.device)
     targets = options.targets(everything, make, tokenizer=tokenizer)
     if options.plan:
         for target in targets:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_layers.cli.console import verbosity
+
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
 _divided: str | None = None  # what this process has set the variable to
 
@@ -90,6 +92,12 @@ def _quotas(system: Path) -> Iterator[float]:
                     quota, period = map(int, " ".join((place / file).read_text() for file in files).split())
                     if quota > 0:
                         yield quota / period
+
+
+def tell(device: object, then: str = "") -> None:
+    """Says on what a command computes, unless it is to be quiet."""
+    if verbosity() >= 0:
+        print(f"{description(device)}{then}", file=sys.stderr)
 
 
 def description(device: object) -> str:

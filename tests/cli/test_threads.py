@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_layers.cli import threads
+from lit_layers.cli import console, threads
 from lit_layers.cli.threads import Processors, processors, ranks_here
 
 INFINITE = float("inf")
@@ -141,3 +141,13 @@ def test_a_data_loaders_worker_has_one_thread():
         assert [int(each) for each in DataLoader(Threads(), num_workers=1)] == [1, 1]  # pyright: ignore
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("words", "is_told"), [([], True), (["-q"], False)])
+def test_a_quiet_command_does_not_say_on_what_it_computes(words, is_told, capsys):
+    try:
+        console.without_verbosity(words)
+        threads.tell("cpu", "; watching")
+    finally:
+        console.without_verbosity([])
+    assert capsys.readouterr().err.endswith("cpu; watching\n") == is_told

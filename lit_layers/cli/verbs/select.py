@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -175,7 +174,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         run = sorted(Path(each).glob("step-*/config.json"))
         if run and not (Path(each) / "config.json").is_file():
             raise InputError(f"{each} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
-    print(threads.description(options.device), file=sys.stderr)
+    threads.tell(options.device)
     if len(models) > 1:
         return _compare(models, names, options, texts)
     selection = _selection(model, names[0], options, texts)

@@ -60,7 +60,7 @@ def watch(
     measuring = dataclasses.replace(measuring, root=root)
     take_own_gpu(measuring.device, os.environ)
     if not measuring.is_hidden:
-        print(f"{threads.description(measuring.device)}; watching {folder}", file=sys.stderr)
+        threads.tell(measuring.device, f"; watching {folder}")
 
     def measure(series: Series) -> SeriesResult:
         named = None if command.wants_own_tokenizer else tokenizer
