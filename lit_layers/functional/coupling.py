@@ -24,7 +24,8 @@ class Factors(NamedTuple):
 
     `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
     with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
-    undetermined. `turns` (.., count): how far the leading K vectors on both sides may be turned, as a root mean square.
+    undetermined. `turns` (.., count): how far the leading K vectors on both sides are likely turned out of the space
+    that they span, as a root mean square.
     """
 
     left: Tensor
@@ -96,8 +97,9 @@ def _leading(matrices: Tensor, count: int) -> Factors:
     left = images / values[:, None]
     # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
     further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
-    errors = _vector_errors(values, _residuals(matrices, left, values, right), further)
-    return _factors(left, values * scale[:, 0], right, errors)
+    residuals = _residuals(matrices, left, values, right)
+    errors = _vector_errors(values, residuals, further)
+    return _factors(left, values * scale[:, 0], right, errors, residuals * scale[:, 0], matrices.shape[-1])
 
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ def _whole(matrices: Tensor, count: int) -> Factors:
     errors = _vector_errors(values, residuals, residuals[:, -1])
     # copies: a view would keep the whole of both bases
     left, right = left[..., :count].clone(), right[..., :count, :].mT.clone()
-    return _factors(left, values[:, :count], right, errors[:, :count])
+    return _factors(left, values, right, errors[:, :count], residuals[:, :count], matrices.shape[-1])
 
 
 def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
@@ -152,12 +154,38 @@ def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor
     return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
 
 
-def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor) -> Factors:
+def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, residuals: Tensor, dim: int) -> Factors:
     """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
     # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
-    squares = 2 * errors.square().cumsum(-1)  # of both sides
-    number = torch.arange(1, errors.shape[-1] + 1, dtype=errors.dtype, device=errors.device)
-    return Factors(left, values, right, (2 * squares).sqrt(), (squares / number).sqrt())
+    bounds = 2 * errors.square().cumsum(-1).sqrt()  # of both sides
+    return Factors(left, values[:, : errors.shape[-1]], right, bounds, _likely_turns(values, residuals, dim))
+
+
+def _likely_turns(values: Tensor, residuals: Tensor, dim: int) -> Tensor:
+    """How far the leading K = 1, 2, .. vectors on both sides are turned where it matters, as a root mean square.
+
+    A residual r has parts of about r / (2 sqrt(dim)) along each other pair of vectors, towards which it turns this one
+    by that over the gap. Turns out of the leading K directions count in full. Those among them keep |A|_F, and change
+    tr(diag(s) A) by J1's gap there: by that of evenly spread values, as J1 need have no tie where J2 has one. Of
+    `values` (n, some of dim) those that are not known are taken to fall evenly to zero.
+    """
+    count, rest = residuals.shape[-1], dim - values.shape[-1]
+    values, residuals = values / values[:, :1], residuals / values[:, :1]  # whose squares are neither 0 nor infinite
+    leading = values[:, :count]
+    place = torch.arange(values.shape[-1], device=values.device)
+    distance = (place[:count, None] - place).abs()
+    parts = residuals.square()[..., None] / (4 * dim)
+    apart = (leading[..., None] - values[:, None]).abs().masked_fill(distance == 0, math.inf)  # (n, count, known)
+    # of the rest, m steps further down each, the sum over m of 1 / gap^2
+    further = (leading - values[:, -1:] + values[:, -1:] / (2 * max(rest, 1))) * leading
+    towards = torch.cat([parts / apart.square(), parts * max(rest - 0.5, 0) / further[..., None]], -1)
+    outside = towards.cumsum(-2).flip(-1).cumsum(-1).flip(-1).diagonal(offset=1, dim1=-2, dim2=-1)
+    even = distance[:, :count] * ((leading[:, 0] - leading[:, -1]) / max(count - 1, 1))[:, None, None]
+    ratios = (even / apart[..., :count]).nan_to_num(math.inf, math.inf).clamp(min=1)
+    squares = parts * ratios.masked_fill(distance[:, :count] == 0, 0).square()
+    inside = squares.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+    turns = (2 * outside / (place[:count] + 1) + inside / leading.square().cumsum(-1)).sqrt()
+    return turns.nan_to_num(math.inf, math.inf)  # of a matrix of zeros
 
 
 # How two Jacobians compare in the leading singular bases of one.
@@ -393,10 +421,14 @@ def error_estimate(
     that are turned by e in directions which have nothing to do with J1, the entries of A = U' J1 V are off by
     e |J1|_F / dim each, and of these K^2 errors the norm |A - diag(s)| takes the part along itself, so that m is off
     by e |J1|_F / (dim |s|_p). `Factors.bounds` hold for the worst direction of each vector instead, all in step, which
-    is sqrt(K) dim times that. Rounding in `dtype` adds half a unit in the last place of 1.
+    is sqrt(K) dim times that.
+
+    It is never below the rounding of products, eps of `dtype` or sqrt(dim) eps of float64: errors that small are not
+    told apart. Above that it is within ten times the largest real error of several pairs of Jacobians with spectra
+    alike, of which J2 may have a tie. Where J1 has one in the same place, the real error is smaller.
     """
     turned = turns.double() * frobenius.double() / (dim * _norm(values.double(), p))
-    return (turned.square() + (torch.finfo(dtype).eps / 2) ** 2).sqrt()
+    return torch.hypot(turned, turned.new_tensor(max(torch.finfo(dtype).eps, math.sqrt(dim) * EPS)))
 
 
 def excess_coupling(
