@@ -26,7 +26,7 @@ from lit_layers.analyses.base import Analysis, StagedAnalysis
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models.build import weights_hash
 from lit_layers.models.shared_pass import SharedPass
-from lit_layers.training.dealing import Ranks
+from lit_layers.training.rank_assignment import Ranks
 
 RANKS = 2
 WANTED = 1.1  # the slower process over the mean

@@ -157,10 +157,10 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.fl
     layers = {
         record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
     }
-    found = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
-    if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in found.values()):
+    by_layer = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
+    if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in by_layer.values()):
         return f"{path.name} holds no states of prompts"
-    return found
+    return by_layer
 
 
 def _is_kept(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""How little each layer minds another wording of a text, and how its states change as texts become less natural."""
+"""How invariant each layer is to rewording a text, and how its states change as texts become less natural."""
 
 import hashlib
 import math

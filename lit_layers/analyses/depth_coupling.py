@@ -1,4 +1,4 @@
-"""How far the blocks of a model act along the same directions, and how linear its path is."""
+"""Coupling of blocks over depth: how far their Jacobians share singular directions, and how linear the path is."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""How alike states are: of different layers, and of one layer where the blocks before it run in another order."""
+"""How similar states are: between layers, and of one layer when the blocks before it run in another order."""
 
 import math
 from collections.abc import Iterable, Iterator

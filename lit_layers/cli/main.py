@@ -77,8 +77,8 @@ def _leave_working_directory() -> None:
     named = [part for part in given if part]
     if len(named) < len(given):
         os.environ["PYTHONPATH"] = os.pathsep.join(named)
-        here, wanted = os.path.abspath(""), {*map(os.path.abspath, named), str(Path(__file__).parents[2])}
-        sys.path[:] = [folder for folder in sys.path if folder != here or folder in wanted]
+        here, searched = os.path.abspath(""), {*map(os.path.abspath, named), str(Path(__file__).parents[2])}
+        sys.path[:] = [folder for folder in sys.path if folder != here or folder in searched]
 
 
 def _run(command: str, rest: list[str], is_own_process: bool) -> int:

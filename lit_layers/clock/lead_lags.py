@@ -58,7 +58,7 @@ def lead_lag_table(clock: Clock, *, loss: str = "", seed: int = 0) -> pd.DataFra
         emerged = emerged_in_order(clock, run)
         width = lambda pair: np.log2((1 + pair[1].halfway.high) / (1 + pair[1].halfway.low))  # noqa: E731
         surest = sorted(emerged, key=width)[:MOST_CURVES]
-        curves = [_Increments(curve, seed) for curve, found in emerged if any(found is each for _, each in surest)]
+        curves = [_Increments(curve, seed) for curve, times in emerged if any(times is each for _, each in surest)]
         loss_curve = _Increments(losses[run], seed) if run in losses else None
         rows += _of_run(run, *_of_all_seeds(curves, loss_curve, len(clock.runs) - 1), seed)
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS))

@@ -1,4 +1,4 @@
-"""How alike the states of checkpoints and of seeds are: maps of steps by steps and of runs by runs, and a sentence."""
+"""Heat maps of the similarity of states, steps by steps and runs by runs, each with a sentence."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -51,10 +51,10 @@ def sentences(table: pd.DataFrame) -> list[str]:
     for (run, _), part in settling_steps(table).groupby(["run", "analysis"], sort=False):
         part = part[part["layer"] > 0]
         places = spread(part.to_dict("records"), 3)
-        told = [f"layer {row['layer']} from step {count(row['step'])}" for row in places]
-        if told and part["step"].min() < part["last"].max():
+        steady = [f"layer {row['layer']} from step {count(row['step'])}" for row in places]
+        if steady and part["step"].min() < part["last"].max():
             lines.append(
-                f"{run}: the CKA with step {count(part['last'].max())} stays above 0.9 at {', '.join(told)} on"
+                f"{run}: the CKA with step {count(part['last'].max())} stays above 0.9 at {', '.join(steady)} on"
             )
     return lines
 

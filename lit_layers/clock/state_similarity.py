@@ -1,4 +1,4 @@
-"""How alike states are: of two checkpoints of a run, and of several seeds at one step, by the states that runs keep."""
+"""Similarity of kept states: between two checkpoints of a run, and between seeds at one step."""
 
 import itertools
 import logging

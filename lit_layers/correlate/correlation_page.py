@@ -1,4 +1,4 @@
-"""What a correlation over models leaves: its page, figures and numbers; tables and files as over layers, too."""
+"""Output of a correlation over models: its page, figures and numbers; and the tables that both kinds share."""
 
 import json
 import math

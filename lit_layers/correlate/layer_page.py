@@ -1,4 +1,4 @@
-"""What a correlation over layers leaves: its page, its figures as pictures, and the numbers."""
+"""Output of a correlation over layers: its page, its figures as pictures, and the numbers."""
 
 import re
 from collections.abc import Mapping, Sequence

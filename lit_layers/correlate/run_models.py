@@ -1,4 +1,4 @@
-"""What run folders and files tell of models, and which of their numbers is meant: `ANALYSIS/METRIC[tag=value,...]`."""
+"""Models as run folders and files describe them, and the query for one number: `ANALYSIS/METRIC[tag=value,...]`."""
 
 import difflib
 import re

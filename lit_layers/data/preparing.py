@@ -1,4 +1,4 @@
-"""Corpus to token shards: streamed, on several cores, and taken up again after an interruption.
+"""Corpus to token shards: streamed, on several cores, and resumed after an interruption.
 
 The result depends on the corpus and the options alone: not on the number of threads, not on where a run was cut.
 A preparation under way is a folder with `progress.json`; it says how far every file is good (the last closed part).

@@ -1,4 +1,4 @@
-"""Where text comes from: documents in a fixed order that can be taken up again behind any of them."""
+"""Where text comes from: documents in a fixed order, which can be resumed after any of them."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Views of texts: copies with misprints, which a reader understands alike.
+"""Views of texts: copies with typing errors, which readers still understand.
 
 A view is made in three steps: `split` puts a space into words, `random character` puts a letter or digit in the place
 of characters, `keyboard` the character of a key beside. Each step takes ceil(share x words) of a text's words, at least

@@ -1,4 +1,4 @@
-"""What a metric does first, check and widen its input, and last, deal with what is undefined."""
+"""Checks of inputs, conversion to float32 or wider, and the handling of undefined values, shared by all metrics."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Looking at a model that is being trained, without leaving a trace in the training."""
+"""Measuring a model in training without changing it: modes, gradients and random states are restored."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The view of a model whose blocks multiply in bfloat16, beside the model itself, which stays as it is."""
+"""A view of a model in which blocks multiply in bfloat16; the model itself is not changed."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""What an analysis has to do, in counts that follow from shapes: what a plan is made of, before any weight is read."""
+"""The work of an analysis as counts that follow from shapes, without reading a weight: the input of `--plan`."""
 
 import math
 from collections.abc import Callable, Sequence

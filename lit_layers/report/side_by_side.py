@@ -1,4 +1,4 @@
-"""Runs side by side: bands over seeds, a colour a run or group of seeds, and the difference of two."""
+"""Comparisons of runs: bands over seeds, a colour a run or group of seeds, and the difference of two."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""An exported model at work: a layer's probe, kept in two files, and the texts or images it classifies."""
+"""Classification with an exported model: the probe of its layer, in two files, applied to texts or images."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What names, sizes, hashes, configurations and tensor lists show to be wrong with a series: one rule a function."""
+"""Audit rules on names, sizes, hashes, configurations and tensor lists of a series, a function each."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights do not lie on the path of their training. One rule a function.
+"""Audit rules on weights: checkpoints that do not lie on the path of their training, a function each.
 
 Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
 Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not

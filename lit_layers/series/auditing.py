@@ -1,4 +1,4 @@
-"""Whether a series is what it says, and what earlier measurements say of its checkpoints."""
+"""The audit of a checkpoint series, and what earlier measurements record of its checkpoints."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

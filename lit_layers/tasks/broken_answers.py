@@ -1,4 +1,4 @@
-"""Answers that a model writes right in its own order and wrong in another one: an example of each order, as a table.
+"""Examples of answers that are right in the normal order of the blocks and wrong in another order, as a table.
 
 Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.7, which shows one of GSM8K.
 """

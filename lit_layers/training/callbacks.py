@@ -26,7 +26,7 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
 from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, save_step
-from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
+from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher, submodule
 
@@ -198,7 +198,7 @@ class EmergenceCallback(_AtSteps):
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
     of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
     file already, with the same options, data and weights, is not measured again. Under DDP the parts of all
-    analyses are dealt over the ranks by the seconds that they took at the last checkpoint; the numbers do not depend on
+    analyses are divided over ranks by the seconds that they took at the last checkpoint; the numbers do not depend on
     it, nor on how many ranks there are.
     Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
     says so.

@@ -1,4 +1,4 @@
-"""Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is looked at."""
+"""Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is measured."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

@@ -27,7 +27,7 @@ from lit_layers.report.trackers import TrackedRun, tracker_of
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import save_step
-from lit_layers.training.dealing import OneProcess, Ranks, ranks_of
+from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import is_sharded
 from lit_layers.training.time_left import TimeLines
 

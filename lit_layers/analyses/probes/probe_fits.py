@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import StagedAnalysis
-from lit_layers.analyses.probes._following import FollowingAnalysis
+from lit_layers.analyses.probes._second_stage import FollowingAnalysis
 from lit_layers.analyses.probes.task_features import permuted
 from lit_layers.analyses.statistics import TagDict
 from lit_layers.data.batches import Batches

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes._following import FollowingAnalysis
+from lit_layers.analyses.probes._second_stage import FollowingAnalysis
 from lit_layers.analyses.probes.probe_fits import ProbeAnalysis, ProbeOptions, fit_layer
 from lit_layers.analyses.probes.probe_scores import (
     RowScores,

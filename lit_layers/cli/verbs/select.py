@@ -286,8 +286,8 @@ def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
     step = int(numbers[1]) if numbers else None
     at = [each for run in read_run_models(roots[:1]) for each in run.measurements if each.step == step]
     of_metric = [(name, record) for name, record in candidates(at, query) if record.layer is not None]
-    found = [(name, record) for name, record in of_metric if query.fits(record.tags)]
-    names = sorted({name for name, _ in found})
+    matching = [(name, record) for name, record in of_metric if query.fits(record.tags)]
+    names = sorted({name for name, _ in matching})
     if len(names) != 1:
         what = (
             f"; {' and '.join(names)} measured it: name one, {names[0]}/{query.name}"
@@ -295,10 +295,10 @@ def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
             else nearest(by, sorted({f"{each.analysis}/{record.metric}" for each in at for record in each.records}))
         )
         raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{what}")
-    variants = [variant_of(record.tags) for _, record in found]
+    variants = [variant_of(record.tags) for _, record in matching]
     variant = plainest_variant(variants, f"{names[0]}/{query.name}", option="by", example=f"{query.name}[{{}}]")
     curve: dict[int, Score] = {}
-    for _, record in found:
+    for _, record in matching:
         if record.layer is not None and variant_of(record.tags) == variant:
             ends = (record.value if end is None else end for end in (record.low, record.high))
             curve[record.layer] = Score(record.value, *ends)

@@ -1,10 +1,15 @@
 """The attention of a block, expanded around single tokens, and what its heads attend to.
 
-With the weights p, the slopes w = p x d(score) / d(q k) and the output a = sum_n p_n v_n of one head at output token t,
+One head at output token t has the scores s_n = c(q k_n) of the tokens n it sees (c scales, caps, adds masks and
+positions), the weights p = softmax(s) and the output a = sum_n p_n v_n. From dp_n = p_n (ds_n - sum_m p_m ds_m) follows
+da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. With ds_n = c'(q k_n) (dq k_n + q dk_n) and w_n = p_n c'(q k_n),
 attention answers, to first order, a change of
 
     its own query                    a + dq M        M = sum_n w_n k_n (v_n - a)'
     key and value of token s         a + w_s (v_s - a) (q dk_s) + p_s dv_s        (s = t among them)
+
+so that a token's own Jacobian has all three terms with s = t, and needs of the rest of its prompt M, w_t, p_t and a
+alone, whatever the length of the prompt.
 
 Works through the module itself: fused attention or matmul-softmax-matmul, grouped heads, rotary tables, masks, windows,
 ALiBi, soft-capping. What it cannot do raises `Unsupported`.

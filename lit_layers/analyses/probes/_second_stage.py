@@ -1,4 +1,4 @@
-"""The second stage of an analysis whose parts come in two. No recipe makes it, hence a module that is not public."""
+"""The second stage of an analysis that needs two: what starts when all parts of the first are done. Not for recipes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

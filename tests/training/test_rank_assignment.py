@@ -10,7 +10,7 @@ from torch import distributed
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import RunLostError
 from lit_layers.models.view import LayeredModel
-from lit_layers.training.dealing import Part, Ranks, deal
+from lit_layers.training.rank_assignment import Part, Ranks, assign_parts
 from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
@@ -39,29 +39,29 @@ def text_recipe(draw: random.Random) -> tuple[dict[Part, float], dict[Part, list
 def test_no_rank_has_more_than_a_fair_share_and_the_longest_part(num_ranks):
     for seed in range(5):
         seconds, texts = text_recipe(random.Random(seed))
-        dealt = deal(seconds, texts, num_ranks)
-        assert sorted(part for parts in dealt for part in parts) == sorted(seconds)
-        slowest = max(sum(seconds[part] for part in parts) for parts in dealt)
+        assigned = assign_parts(seconds, texts, num_ranks)
+        assert sorted(part for parts in assigned for part in parts) == sorted(seconds)
+        slowest = max(sum(seconds[part] for part in parts) for parts in assigned)
         assert slowest <= sum(seconds.values()) / num_ranks + max(seconds.values())
         if num_ranks == 8:  # parts are small here: about an eighth
             assert slowest < 1.05 * sum(seconds.values()) / 8
         for number in range(16):  # read once, as no rank has too much by it
-            assert sum(Part("lens", number) in parts and Part("trajectory", number) in parts for parts in dealt) == 1
+            assert sum(Part("lens", number) in parts and Part("trajectory", number) in parts for parts in assigned) == 1
 
 
 def test_parts_of_a_text_are_parted_where_one_rank_would_have_them_all():
     seconds = {Part("jacobians", number): 1.0 for number in range(8)}
     texts = {part: ["the only batch"] for part in seconds}
-    assert [len(parts) for parts in deal(seconds, texts, 4)] == [2, 2, 2, 2]
-    assert deal(seconds, texts, 1) == [set(seconds)]
-    assert deal({}, {}, 2) == [set(), set()]
+    assert [len(parts) for parts in assign_parts(seconds, texts, 4)] == [2, 2, 2, 2]
+    assert assign_parts(seconds, texts, 1) == [set(seconds)]
+    assert assign_parts({}, {}, 2) == [set(), set()]
 
 
 def test_texts_hang_together_over_several_parts():
     seconds = {Part("all", number): 1.0 for number in range(6)} | {Part("long", 0): 6.0}
     texts = {Part("all", n): [str(n), str(n + 1)] for n in range(6)} | {Part("long", 0): ["else"]}
-    dealt = deal(seconds, texts, 2)
-    assert {frozenset(parts) for parts in dealt} == {
+    assigned = assign_parts(seconds, texts, 2)
+    assert {frozenset(parts) for parts in assigned} == {
         frozenset([Part("long", 0)]),
         frozenset(seconds) - {Part("long", 0)},
     }
@@ -71,26 +71,26 @@ def test_parts_stay_with_their_rank_while_that_is_hardly_slower():
     seconds = {Part("fits", number): 1.0 for number in range(4)}
     texts = {part: [part] for part in seconds}
     before = [{Part("fits", 0), Part("fits", 3)}, {Part("fits", 1), Part("fits", 2)}]
-    fresh = deal(seconds, texts, 2)
+    fresh = assign_parts(seconds, texts, 2)
     assert fresh != before
-    assert deal(seconds, texts, 2, before) == before
-    assert deal(seconds | {Part("fits", 0): 1.15}, texts, 2, before) == before  # 2.15 s, and 2.15 at best
+    assert assign_parts(seconds, texts, 2, before) == before
+    assert assign_parts(seconds | {Part("fits", 0): 1.15}, texts, 2, before) == before  # 2.15 s, and 2.15 at best
     moved = seconds | {Part("fits", 0): 3.0}  # 4 s, where 3 are enough
-    assert deal(moved, texts, 2, before) == deal(moved, texts, 2) != before
+    assert assign_parts(moved, texts, 2, before) == assign_parts(moved, texts, 2) != before
 
 
 def test_the_same_parts_are_dealt_as_at_the_last_checkpoint():
     view, analysis = LayeredModel(tiny("gpt2")), Trajectory(batches=RandomText(num_batches=4))
     ranks = Ranks.__new__(Ranks)  # of a group that this process does not have
     ranks.size, ranks._owners = 2, {}
-    dealt = []
-    for order in ((0, 1, 2, 3), (0, 2, 3, 1)):  # of two that are hardly apart the longer one is dealt first
+    assigned = []
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1)):  # of two that are hardly apart the longer one is assigned first
         ranks._seconds = {Part("trajectory", number): 1 + 0.01 * place for number, place in enumerate(order)}
-        dealt.append(ranks._dealt(view, {"trajectory": analysis}, [], 0))
+        assigned.append(ranks._assigned(view, {"trajectory": analysis}, [], 0))
         ranks._seconds = {Part("trajectory", 0): 9.0}
-        ranks._dealt(view, {"trajectory": Trajectory(batches=RandomText(num_batches=1))}, [], 0)  # fewer parts between
-    assert dealt[0] == dealt[1]
-    assert [len(of_rank["trajectory"]) for of_rank in dealt[0][0]] == [2, 2]
+        ranks._assigned(view, {"trajectory": Trajectory(batches=RandomText(num_batches=1))}, [], 0)
+    assert assigned[0] == assigned[1]
+    assert [len(of_rank["trajectory"]) for of_rank in assigned[0][0]] == [2, 2]
 
 
 def fail_on_first_rank() -> int:

@@ -1,4 +1,4 @@
-"""The ranks of a run measure a checkpoint together: who measures which part of which analysis."""
+"""Which rank of a distributed run measures which part of which analysis."""
 
 import datetime
 import functools
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     stage: int = 0  # of an analysis that goes on where all parts are done
 
 
-def deal(
+def assign_parts(
     seconds: Mapping[Part, float],
     texts: Mapping[Part, Sequence[Any]],
     num_ranks: int,
@@ -54,16 +54,16 @@ def deal(
         return sum(seconds[part] for part in unit)
 
     while True:
-        dealt: list[set[Part]] = [set() for _ in range(num_ranks)]
+        assigned: list[set[Part]] = [set() for _ in range(num_ranks)]
         totals = [0.0] * num_ranks
         for unit in sorted(units, key=length, reverse=True):
             rank = totals.index(min(totals))
-            dealt[rank].update(unit)
+            assigned[rank].update(unit)
             totals[rank] += length(unit)
         several = [unit for unit in units if len(unit) > 1]
         if max(totals) <= bound or not several:
             stays = before and max(sum(seconds[part] for part in parts) for parts in before) <= _NO_WORSE * max(totals)
-            return before if before and stays else dealt
+            return before if before and stays else assigned
         longest = max(several, key=length)
         units = [unit for unit in units if unit is not longest] + [[part] for part in longest]
 
@@ -106,11 +106,11 @@ def ranks_of(world_size: int) -> "OneProcess | Ranks":
 class Ranks:
     """The processes of a run as they measure its checkpoints.
 
-    Rank 0 deals the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
+    Rank 0 assigns the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
     the first by what it has to compute, as far as somebody knows. The same parts stay with their ranks as long as that
     is hardly slower, since a warm start needs what was kept there. What the parts gave is put together in their order,
     so that the numbers depend neither on this nor on the number of ranks. Where an analysis goes on when all its parts
-    are done, every rank is sent their results, and what follows is dealt in turn.
+    are done, every rank is sent their results, and what follows is assigned in turn.
 
     No collective runs inside an analysis, so that one that fails hangs no rank; nor does a slow one: all ranks leave
     together, and none waits for another in training's own collectives, which have less patience.
@@ -119,7 +119,7 @@ class Ranks:
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         self._seconds: dict[Part, float] = {}  # on rank 0, of the last checkpoint
-        self._owners: dict[frozenset[Part], list[set[Part]]] = {}  # on rank 0: how these parts were dealt last
+        self._owners: dict[frozenset[Part], list[set[Part]]] = {}  # on rank 0: how these parts were assigned last
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives on rank 0, the only one that calls it, on all ranks.
@@ -167,7 +167,7 @@ class Ranks:
         failed: dict[str, Attempt] = {}  # what this rank could not go on with
         stage = 0
         while due:
-            numbers, staged = self.from_first(functools.partial(self._dealt, view, due, failed.keys(), stage))
+            numbers, staged = self.from_first(functools.partial(self._assigned, view, due, failed.keys(), stage))
             mine = {name: analysis for name, analysis in due.items() if name not in failed}
             results = failed | self._results(view, mine, numbers[self.rank], starting, facts)
             of_ranks: list[Any] = [None] * self.size
@@ -228,7 +228,7 @@ class Ranks:
                 of_parts = {0: share.seconds} if isinstance(share, Measurement) else share.of_parts
                 self._seconds |= {Part(name, number, stage): seconds for number, seconds in of_parts.items()}
 
-    def _dealt(
+    def _assigned(
         self, view: SharedPass, due: Mapping[str, Any], failed: Container[str], stage: int
     ) -> tuple[list[dict[str, Container[int]]], list[str]]:
         """For each rank the numbers of its parts of each analysis; and which analyses go on after this stage."""
@@ -259,7 +259,7 @@ class Ranks:
         seconds |= dict.fromkeys(unknown, mean)
         numbers: list[dict[str, Any]] = []
         due_parts = frozenset(seconds)
-        self._owners[due_parts] = deal(seconds, texts, self.size, self._owners.get(due_parts))
+        self._owners[due_parts] = assign_parts(seconds, texts, self.size, self._owners.get(due_parts))
         for rank, parts in enumerate(self._owners[due_parts]):
             of_rank: dict[str, Any] = {name: set() for name in due}
             for part in parts:
