@@ -238,13 +238,17 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
                 raise InputError(f"{place}{name}: expected {expected}, got {value}")
 
 
-def refuse_no_shard(shard: tuple[int, int]) -> None:
+def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
     """Refuses what is no share (i, n) of the work of n processes.
 
     Raises:
-        InputError: i is not from 0 to n - 1.
+        InputError: i is not from 0 to n - 1, or an engine that has one process alone.
     """
     index, count = shard
+    if engine == "ray" and count > 1:
+        raise InputError(
+            f"shard: with engine ray one process hands out all, and {index}/{count} was given: leave it out"
+        )
     if not 0 <= index < count:
         raise InputError(
             f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "

@@ -149,6 +149,7 @@ class Measuring:
         """The options of a target's `measure`."""
         names = ("allow_suspect", "keep_downloads", "kept_mb", "values_mb", "engine")
         options = {name: getattr(self, name) for name in names} | {"shard": shard_of(self.shard, os.environ)}
+        refuse_no_shard(options["shard"], self.engine)
         return options | {"dtype": "float32" if self.dtype == "bfloat16" else self.dtype}  # of weights: `BFloat16View`
 
     @property
@@ -261,9 +262,7 @@ def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None:
         raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
-    shard = int(numbers[1]), int(numbers[2])
-    refuse_no_shard(shard)
-    return shard
+    return int(numbers[1]), int(numbers[2])
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

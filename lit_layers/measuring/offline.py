@@ -122,10 +122,7 @@ def analyze_series(
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
             `root`, unless as another shard of as many.
     """
-    refuse_no_shard(shard)
-    if engine == "ray" and shard[1] > 1:
-        given = "/".join(map(str, shard))
-        raise InputError(f"shard: with engine ray one process hands out all, and {given} was given: leave it out")
+    refuse_no_shard(shard, engine)
     sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
     refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
     tell = progress or silent

@@ -24,13 +24,8 @@ from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
 from lit_layers.training.tuning import sequence_tasks
-from lit_layers.training.tuning.sequence_tasks import (
-    EncodedRows,
-    GlueRecipe,
-    GlueScores,
-    LitGlueData,
-    LitSequenceClassifier,
-)
+from lit_layers.training.tuning.glue_data import EncodedRows, LitGlueData
+from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 from tests.support.tiny_models import tiny
