@@ -1,6 +1,6 @@
 """What `measure: async` costs training, in CPU seconds of the training process.
 
-    OMP_NUM_THREADS=1 python benchmarks/async_measuring.py      # about ten minutes
+    OMP_NUM_THREADS=1 python benchmarks/async_measuring.py      # about 13 minutes
 
 A round trains the quickstart's model twice, in an order that alternates: with checkpoints saved alone, and with the
 same checkpoints measured by the second process. Only the training process is counted: saving is in both. The second

@@ -106,5 +106,5 @@ def description(device: object) -> str:
 
     number = torch.get_num_threads()
     named = "cuda" if device == "auto" and torch.cuda.is_available() else str(device).replace("auto", "cpu")
-    where = f"cuda:{torch.cuda.current_device()}" if named == "cuda" else named
+    where = f"cuda:{torch.cuda.current_device()}" if named == "cuda" and torch.cuda.is_available() else named
     return f"{number} thread{'s' if number > 1 else ''}, {where}"
