@@ -1,0 +1,41 @@
+"""The gallery shows every kind of figure, each as its line draws it."""
+
+import re
+
+import pytest
+
+from lit_layers import plots
+from lit_layers.figures.chart import Chart
+from tests.support import gallery
+
+NO_FIGURES = {"Chart", "Panels", "Scatter", "Series", "change_table", "model_table", "variants"}  # data and tables
+NO_FIGURES |= {name for name in plots.__all__ if name.startswith(("write_", "with_"))}  # these figures, as files; means
+AGAIN = "to draw the pictures again: python -m tests.support.gallery"
+
+
+def test_every_kind_of_figure_is_on_the_page_with_its_line_and_its_picture():
+    lines, page = gallery.lines(), gallery.PAGE.read_text()
+    assert sorted(lines) == sorted({*plots.__all__} - NO_FIGURES)
+    assert page.count("\n### ") == len(lines)
+    for name, line in lines.items():
+        assert line.startswith(f"plots.{name}(")
+        assert page.count(f"](images/gallery/{name}.svg)") == 1
+
+
+@pytest.mark.parametrize("name", gallery.lines())
+def test_a_line_of_the_page_draws_its_picture(name):
+    chart = gallery.drawn(gallery.lines()[name])
+    assert isinstance(chart, Chart)
+    picture = gallery.picture_of(name).read_text()
+    texts = re.findall(r"<text[^>]*>([^<]*)", picture)
+    assert chart.title in texts, AGAIN
+    titles = {axis.title for axis in (chart.x, chart.y) if not axis.hidden and axis.title}
+    assert titles - {"Layer"} <= {*texts}, AGAIN
+    assert chart.series or chart.cells is not None
+
+
+def test_the_pictures_are_small_and_all_of_the_page():
+    files = [*gallery.PICTURES.iterdir()]
+    assert {file.name for file in files} == {f"{name}.svg" for name in gallery.lines()} | {gallery.RELEASED.name}
+    assert max(file.stat().st_size for file in files) < 200_000
+    assert sum(file.stat().st_size for file in files) < 1_200_000
