@@ -119,21 +119,32 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     return model.train()
 
 
-def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
-    """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
+def refuse_endless(config: Any) -> None:
+    """Refuses sizes of a config with which building a model would take hours, even without memory for its weights.
 
     Raises:
-        ValueError: a size below 1, which may build a model without blocks; too many layers, or weights that do not fit.
+        ValueError: a size below 1, which may build a model without blocks; too many layers, also of a part.
     """
     for name in _SIZES:
         if isinstance(size := getattr(config, name, None), int) and size < 1:
             raise ValueError(f"expected {name} of at least 1, got {size}")
+    parts = [vars(config), *(part for part in vars(config).values() if isinstance(part, dict))]
+    layers = max((part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)), default=0)
+    if layers > MOST_LAYERS:
+        raise ValueError(f"expected at most {MOST_LAYERS:,} layers, got {layers:,}")
+
+
+def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
+    """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
+
+    Raises:
+        ValueError: what `refuse_endless` refuses, or weights that do not fit.
+    """
+    refuse_endless(config)
     layers, width = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
         for names in (_LAYERS, _WIDTH)
     )
-    if layers > MOST_LAYERS:
-        raise ValueError(f"expected at most {MOST_LAYERS:,} layers, got {layers:,}")
     least, free = 4 * (4 * layers * width**2 + vocabulary * width), free_memory(torch.device("cpu"))
     if free is not None and least > free:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import refuse_foreign_code, would_run_code
 from lit_layers.files.gguf_files import GgufFile, is_gguf
-from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, untrained
+from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.pixels import (
     PREPROCESSOR,
@@ -70,7 +70,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
     refuse_foreign_code(settings, name)
     refuse_beyond_memory(SimpleNamespace(**settings))
     if is_timm(settings):
-        model = _open_timm(name, revision)
+        model = _open_timm(name, settings, revision)
         setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
         keep_pixel_statistics_(model, settings)
         return model.to(dtype).eval()
@@ -141,6 +141,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
                 import timm
 
                 options = settings.get("model_args", {})
+                refuse_endless(SimpleNamespace(**options))
                 model = timm.create_model(settings["architecture"], pretrained=False, **options)
                 setattr(model, TIMM_OPTIONS, options)
                 keep_pixel_statistics_(model, settings)
@@ -148,12 +149,16 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
             from transformers import AutoConfig
 
             refuse_foreign_code(settings, name)
+            refuse_endless(SimpleNamespace(**settings))
             kind = class_of(settings, name)
             config = AutoConfig.for_model(**json.loads(json.dumps(settings), object_hook=_with_infinity))
             build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
             return build(config) if dtype is None else build(config, dtype=dtype)
-        except (ValueError, RuntimeError, TypeError, StrictDataclassError) as error:
-            raise InputError(f"the config.json of {name} describes no model: {one_line(error)}") from error
+        except InputError:
+            raise
+        except _CANNOT_LOAD as error:
+            kind = f"{type(error).__name__}: " if isinstance(error, KeyError | AttributeError) else ""
+            raise InputError(f"the config.json of {name} describes no model: {kind}{one_line(error)}") from error
 
 
 def _with_infinity(part: dict[str, Any]) -> Any:
@@ -220,7 +225,7 @@ def open_plainly(
         raise InputError(f"expected weights in safetensors in {folder}, found none")
     with quiet(reports=False):
         if is_timm(settings := read_config(folder)):
-            return _open_timm(str(folder), head=head).eval()
+            return _open_timm(str(folder), settings, head=head).eval()
         options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
         kind = _auto_class(folder, settings, head)
         refuse_weights_elsewhere(str(folder))
@@ -283,9 +288,10 @@ def is_timm(settings: dict[str, Any]) -> bool:
     return settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings
 
 
-def _open_timm(name: str, revision: str | None = None, *, head: bool = True) -> Network:
+def _open_timm(name: str, settings: dict[str, Any], revision: str | None = None, *, head: bool = True) -> Network:
     import timm
 
+    refuse_beyond_memory(SimpleNamespace(**settings.get("model_args", {})))
     source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
     options: dict[str, Any] = {} if head else {"num_classes": 0}
     return timm.create_model(source, pretrained=True, **options)

@@ -419,6 +419,7 @@ def _timm_skeleton(files: ShardFiles, dtype: torch.dtype) -> Network:
     import timm
 
     folder = os.fspath(files.fetch("config.json").parent)
+    outline(files.config, files.model)  # which refuses what is none
     with META:
         model = timm.create_model(f"local-dir:{folder}", pretrained=False).to(dtype)
     setattr(model, TIMM_OPTIONS, files.config.get("model_args", {}))

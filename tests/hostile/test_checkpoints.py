@@ -16,7 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load, open_plainly, outline, read_config
 from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
-from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.streaming import StreamedModel, skeleton
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
 from tests.support.saved_models import saved, saved_vit
@@ -234,3 +234,30 @@ def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add
     for opened in (load, open_plainly):
         with pytest.raises(InputError, match="found an adapter beside it"):
             opened(str(tmp_path))
+
+
+def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused_before(tmp_path):
+    """Of a part of a model, of one of timm, and without memory for the weights, too."""
+    many = {"num_hidden_layers": 10**9}
+    for odd, sentence in (
+        ({"n_layer": 10**9}, "expected at most 10,000 layers, got 1,000,000,000"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": many},
+            "10,000 layers",
+        ),
+        ({"activation_function": "os.system"}, "KeyError: 'os.system'"),
+        ({"architectures": ["utils"]}, "AttributeError: module 'transformers.utils' has no attribute"),
+        ({"architectures": [7]}, "attribute name must be string"),
+        ({"model_type": {"a": 1}}, "unhashable type: 'dict'"),
+        ({"quantization_config": 7}, "AttributeError: 'int' object has no attribute"),
+    ):
+        settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2, **odd}
+        with pytest.raises(InputError, match=f"^the config.json of x describes no model: .*{sentence}"):
+            outline(settings, "x")
+    saved_vit(tmp_path)
+    settings = read_config(tmp_path)
+    settings["model_args"]["depth"] = 10**7
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for opens in (load, lambda folder: skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)):
+        with pytest.raises(InputError, match="expected at most 10,000 layers, got 10,000,000"):
+            opens(tmp_path)
