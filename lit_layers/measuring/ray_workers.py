@@ -132,7 +132,22 @@ class RayWorkers:
         self._starting: set[int] = set()
         self._number = self._lost_in_a_row = 0
 
+    def _refuse_cluster_of_another_user(self) -> None:
+        """Whoever may write to /tmp can say there which cluster this machine has, and what its workers send back is
+        unpickled, which runs what it says.
+        """
+        if os.environ.get("RAY_ADDRESS") or not hasattr(os, "getuid"):
+            return
+        file = self.ray._common.utils.get_ray_address_file(None)
+        with contextlib.suppress(FileNotFoundError):
+            if (owner := os.lstat(file).st_uid) not in (os.getuid(), 0):
+                raise InputError(
+                    f"engine: {file}, which names the Ray cluster of this machine, is of another user ({owner}), whose "
+                    "workers could run anything here: name the cluster in RAY_ADDRESS, or say RAY_ADDRESS=local"
+                )
+
     def _join(self) -> None:
+        self._refuse_cluster_of_another_user()
         environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         secret = {name for name in environment if "TOKEN" in name and not name.startswith("TOKENIZERS_")}
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

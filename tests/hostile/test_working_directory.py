@@ -13,6 +13,7 @@ import vl_convert
 from pyarrow import parquet
 
 from lit_layers.cli.main import main
+from lit_layers.errors import InputError
 from lit_layers.files.foreign_parquet import read_lists
 from lit_layers.files.own_python import own_python
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
@@ -118,3 +119,26 @@ def test_workers_import_nothing_of_the_folder_and_the_code_of_the_user_after_all
         ((_, found),) = hand_out([Job("one", "task")], workers)
     assert Path(found).name == "__init__.py"
     assert not canary.exists()
+
+
+def test_no_cluster_of_ray_that_another_user_has_put_into_the_folder_of_all_is_joined(tmp_path, monkeypatch):
+    """What comes back from its workers is unpickled."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it joins"))
+    file = Path(ray._common.utils.get_ray_address_file(None))
+    assert file.is_relative_to(tmp_path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("203.0.113.7:6379")
+    mine = os.lstat(file)
+    monkeypatch.setattr(os, "getuid", lambda: mine.st_uid + 1)
+    monkeypatch.setattr(os, "lstat", lambda path: os.stat_result([*mine[:4], mine.st_uid + 2, *mine[5:]]))
+    with pytest.raises(
+        InputError, match=f"{file}, which names .* is of another user .*: name the cluster in RAY_ADDRESS"
+    ):
+        RayWorkers(print, threads=1, gpu="cpu")
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.7:6379")
+    with pytest.raises(pytest.fail.Exception, match="it joins"):
+        RayWorkers(print, threads=1, gpu="cpu")
