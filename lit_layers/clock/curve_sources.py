@@ -23,6 +23,7 @@ from lit_layers.clock.step_curves import (
 )
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
+from lit_layers.files.foreign_parquet import refuse_vast
 from lit_layers.identity import Settings
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ def _table(place: Path) -> Any:
     if place.suffix not in _TABLES:
         raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
+        if place.suffix == ".parquet":
+            refuse_vast(place)
         return _TABLES[place.suffix](place)
     except (ValueError, OSError) as error:  # pandas' and pyarrow's are both
         raise InputError(f"{place} cannot be read as a table: {str(error).splitlines()[0]}") from error

@@ -14,6 +14,7 @@ from lit_layers.files import parquet_process
 from lit_layers.files.own_python import own_python
 
 PATIENCE = 300.0  # seconds for all files
+MOST_VALUES = 2**28  # of a table that is read whole into this process
 _MOST_ENDED = 3  # processes that files have ended, before the rest is left unread
 
 
@@ -85,3 +86,20 @@ def _answers(content: bytes) -> Iterator[Lists | dict[str, Any] | str]:
         content = content[size:]
         ends = np.cumsum(said["lengths"], dtype=np.intp)
         yield Lists([tuple(key) for key in said["keys"]], np.split(flat, ends)[:-1])  # behind the last end is nothing
+
+
+def refuse_vast(path: Path, num_columns: int | None = None) -> None:
+    """Refuses a table that would not fit into memory: some megabytes can claim any number of rows.
+
+    Raises:
+        pyarrow.ArrowInvalid: so many values, in so many columns or in all; a file that is no table, as on reading it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        rows, columns = file.metadata.num_rows, num_columns or file.metadata.num_columns
+    if rows * columns > MOST_VALUES:
+        raise pa.ArrowInvalid(
+            f"{rows:,} rows of {columns} columns are more than the {MOST_VALUES:,} values that are read"
+        )

@@ -16,6 +16,7 @@ import yaml
 
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import HUB_ERRORS, reason
+from lit_layers.files.foreign_parquet import refuse_vast
 from lit_layers.schema import beginning
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
@@ -100,6 +101,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]
     try:
         with pq.ParquetFile(path) as file:
             _check_columns(str(path), columns, file.schema_arrow.names)
+            refuse_vast(path, len(columns))
             table = file.read(columns=list(columns))
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path} is no parquet file, or only a part of one ({error}): copy it again") from error
