@@ -168,10 +168,10 @@ def _defined(rows: Tensor) -> Tensor:
 
 
 def _complete(measured: Mapping[int, Score], num_layers: int, metric: str) -> dict[int, Score]:
-    missing = [each for each in range(1, num_layers + 1) if each not in measured or math.isnan(measured[each].value)]
-    if missing:
+    defined = {layer: score for layer, score in sorted(measured.items()) if math.isfinite(score.value)}
+    if missing := [layer for layer in range(1, num_layers + 1) if layer not in defined]:
         raise InputError(f"by: {metric} was not measured of layer {missing[0]} of {num_layers}: measure all layers")
-    return {layer: score for layer, score in sorted(measured.items()) if layer <= num_layers}
+    return defined
 
 
 def _check(

@@ -294,6 +294,10 @@ def test_what_was_measured_of_the_layers_chooses_and_the_tasks_probe_is_tested()
     assert (found.layer, found.metric, found.test_metric, found.baseline) == (3, "logit_lens_loss", "accuracy", None)
     assert found.test[3].value == by_scikit_learn(data, "test", 3, 2).mean()
     assert {each[1] for each in data.asked if each[0] == "train"} >= {3, 5}
+    undefined = measured | {0: Score(math.nan, math.nan, math.nan)}
+    assert [*choose(data, data.targets, num_classes=2, by="logit_lens_loss", measured=undefined).validation] == [
+        *range(1, 6)
+    ]
     del measured[4]
     with pytest.raises(InputError, match="by: logit_lens_loss was not measured of layer 4 of 5: measure all layers"):
         choose(data, data.targets, num_classes=2, by="logit_lens_loss", measured=measured)
