@@ -187,7 +187,7 @@ class RayWorkers:
     def description(self) -> str:
         """How many workers are there."""
         number = len(self._actors) - len(self._starting)
-        return f"{number} worker{'' if number == 1 else 's'}"
+        return f"{number} worker{'' if number == 1 else 's'}" if number else "waiting for workers"
 
     def start(self, number: int) -> None:
         """Asks for so many workers more: each says that it is ready, sooner or later."""
