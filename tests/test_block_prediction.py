@@ -95,6 +95,18 @@ def row(table, **of):
     return found
 
 
+def test_seeds_that_were_measured_with_other_settings_are_not_pooled(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / f"s{seed}", seed)
+    path = tmp_path / "s1" / "measurements.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(x.replace("c" * 16, "d" * 16) if '"coupling_pair"' in x else x for x in lines) + "\n")
+    tables = [table for seed in range(2) for table in block_tables(tmp_path / f"s{seed}")]
+    assert {*prediction_table(tables)["run"]} == {"s0", "s1"}  # each by itself
+    with pytest.raises(InputError, match="blocks: s0 and s1 measured coupling with other settings, cccccccc and dddd"):
+        prediction_table(tables, pooled=True)
+
+
 def test_harms_and_predictors_are_those_of_the_records(run):
     root, written = run
     skip, switch = block_tables(root)

@@ -286,6 +286,23 @@ def scores(**columns) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(**columns)
 
 
+def test_a_curve_of_which_some_values_have_no_standard_error_is_told(tmp_path, caplog):
+    table = scores()
+    some = (table["model"] == "x1") & (table["step"] == STEPS[3])
+    table.assign(stderr=table["stderr"].where(~some)).to_csv(tmp_path / "scores.csv", index=False)
+    curves = {(curve.run, curve.analysis, curve.tags["shots"]): curve for curve in curves_of(tmp_path / "scores.csv")}
+    assert [curve.over for curve in curves.values()] == [""] * 4 + ["prompts"] * 4
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(
+        f"of x1 has no standard error at 1 of {len(STEPS)} checkpoints, and 3 other curves have gaps, too: errors are "
+        "guessed from the curve"
+    )
+    caplog.clear()
+    table.drop(columns="stderr").to_csv(tmp_path / "none.csv", index=False)
+    assert {curve.over for curve in curves_of(tmp_path / "none.csv")} == {""}
+    assert not caplog.records  # which the column `over` says of all
+
+
 def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns(tmp_path):
     table = scores().sample(frac=1, random_state=0)
     table.to_parquet(tmp_path / "scores.parquet")

@@ -1,7 +1,7 @@
 """Which blocks can be spared: the harm of changing one block against what is measured of it, over training."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lit_layers.figures.labels import value as number_text
 from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.block_schedules import OF_BLOCKS
 from lit_layers.functional.correlation import BlockCorrelation, UndefinedError, block_correlation
-from lit_layers.identity import Settings
+from lit_layers.identity import UNKNOWN, Settings, settings_of, short
 from lit_layers.records import PLACES, Record
 
 Array = NDArray[np.float64]
@@ -32,13 +32,15 @@ HARMS = {
 }
 DEPTH = "depth"
 INFLUENCE, NORM_STEP = "influence", "norm step"
+_OF_BLOCKS = {"variant_loss", "kl_to_full", "coupling_pair", "layer_cosine", "step_norm", "state_norm"}
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
     """Of one run and kind of change: the harm to each block and what may predict it, (checkpoints, blocks), NaN where
-    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`."""
+    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`; `settings` are
+    those of each analysis that they or the harms are of."""
 
     run: str
     analysis: str
@@ -47,6 +49,7 @@ class BlockTable:
     tokens: Mapping[int, int | None]
     harms: Array
     predictors: Mapping[str, Array]
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTable]:
@@ -67,9 +70,12 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
     """
     run = run_data.read_run(root, settings=settings)
     by_step: dict[int, _Checkpoint] = {}
+    settings_by_analysis: dict[str, str] = {}
     for m in run.measurements:
         if m.step is not None and m.error is None:
             by_step.setdefault(m.step, _Checkpoint()).add(m.analysis, m.records, m.tokens)
+            if _OF_BLOCKS & {r.metric for r in m.records}:
+                settings_by_analysis[m.analysis] = settings_of(m)
     if run.compares_models or not by_step:
         return []
     kinds = sorted(
@@ -96,6 +102,7 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
                     tokens={step: by_step[step].tokens for step in steps},
                     harms=np.stack([_by_block(by_step[step].harms[kind], blocks) for step in steps]),
                     predictors={name: np.stack([each.get(name, nothing) for each in predicted]) for name in names},
+                    settings=settings_by_analysis,
                 )
             )
     return tables
@@ -181,7 +188,12 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> p
     Args:
         tables: of one run or more.
         pooled: also over those of these runs that have a change, as seeds of one, called `3 seeds`.
+
+    Raises:
+        InputError: seeds that are pooled, of which an analysis had other settings.
     """
+    if pooled:
+        _refuse_other_settings(tables)
     rows = []
     kinds = list(dict.fromkeys((table.analysis, table.harm) for table in tables))
     for analysis, harm in kinds:
@@ -201,6 +213,18 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> p
                             rows.append({**head, **what, **_numbers(result, group)})
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64"})
     return table
+
+
+def _refuse_other_settings(tables: Sequence[BlockTable]) -> None:
+    seen: dict[str, tuple[str, str]] = {}
+    for table in tables:
+        for analysis, settings in table.settings.items():
+            run, first = seen.setdefault(analysis, (table.run, settings))
+            if first != settings and not any(each.startswith(UNKNOWN) for each in (first, settings)):
+                raise InputError(
+                    f"blocks: {run} and {table.run} measured {analysis} with other settings, {short(first)} and "
+                    f"{short(settings)}: expected the same; choose with --settings, or measure one again"
+                )
 
 
 def _common_predictors(group: Sequence[BlockTable]) -> list[str]:

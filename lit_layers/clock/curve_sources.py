@@ -88,7 +88,19 @@ def curves_of(
             if curves
             else f"{place}: no curve over {axis}s"
         )
-    return chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
+    curves = chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
+    if lacking := [curve for curve in curves if curve.num_without_stderr and curve.prompts is None]:
+        first, number = lacking[0], len(lacking)
+        logger.warning(
+            "%s: %s of %s has no standard error at %d of %d checkpoints%s: errors are guessed from the curve",
+            place,
+            first.title,
+            first.run,
+            first.num_without_stderr,
+            len(first.at),
+            f", and {number - 1} other curves have gaps, too" if number > 1 else "",
+        )
+    return curves
 
 
 def _has(tags: Tags, asked: Mapping[str, str]) -> bool:

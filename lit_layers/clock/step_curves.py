@@ -47,6 +47,7 @@ class StepCurve:
     prompts: Array | None = None
     prompts_of: str = ""
     settings: str = UNKNOWN
+    num_without_stderr: int = 0
 
     @property
     def over(self) -> str:
@@ -244,9 +245,9 @@ def _stderr(record: records.Record) -> float:
 def curve_of_points(
     run: str, analysis: str, metric: str, layer: int | None, tags: Tags, points: Sequence[tuple[float, float, float]]
 ) -> StepCurve:
-    """Of points (step, value, standard error); errors count where every value has one."""
+    """Of points (step, value, standard error); errors count where every value has one; else they are counted."""
     at, values, stderr = np.array(points, dtype=np.float64).T
-    is_known = bool(np.isfinite(stderr[np.isfinite(values)]).all())
+    known = np.isfinite(stderr[np.isfinite(values)])
     return StepCurve(
         run=run,
         analysis=analysis,
@@ -255,5 +256,6 @@ def curve_of_points(
         tags=tags,
         at=at,
         values=values,
-        stderr=stderr if is_known else None,
+        stderr=stderr if known.all() else None,
+        num_without_stderr=int((~known).sum()) if known.any() else 0,
     )
