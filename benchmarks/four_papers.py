@@ -3,7 +3,7 @@
     python benchmarks/four_papers.py                     writes them from four_papers.parquet: three CPU minutes
     python benchmarks/four_papers.py --check             exits with 1 where they differ
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
-    python benchmarks/four_papers.py --run ROOT          only writes the numbers of one run as its folder
+    python benchmarks/four_papers.py --pack-mechanism ROOT   and those of the sweep of mechanism
 
 What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
 (`--where`, `--metrics`); of pairs of layers it holds what the prediction of single blocks needs.
@@ -23,6 +23,8 @@ import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import four_papers_mechanism
 
 from lit_layers import records
 from lit_layers.clock import (
@@ -48,7 +50,6 @@ from lit_layers.report.side_by_side import Line, difference
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"
 DATA = PAGE.with_suffix(".parquet")
-SAMPLE = "GPT-2, seed 0"
 TIMELINE = PAGE.parents[1] / "images" / "four_papers_timeline.png"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
@@ -132,7 +133,7 @@ def pack(roots: Iterable[Path], out: Path) -> None:
 
 
 def _is_kept(record: Record) -> bool:
-    if set(records.PLACES) & record.tags.keys() or record.metric == records.FAILED or "reference" in record.tags:
+    if {*records.PLACES, "reference", "head"} & record.tags.keys() or record.metric == records.FAILED:
         return False
     if record.other_layer is not None:
         neighbours = record.layer is not None and record.other_layer == record.layer + 1
@@ -142,9 +143,9 @@ def _is_kept(record: Record) -> bool:
     return record.metric in OF_BLOCKS or not (look_up(record.metric).secondary or look_up(record.metric).unlisted)
 
 
-def unpack(path: Path, run: str | None = None) -> dict[str, list[Measurement]]:
-    """Returns the measurements of each run of a packed table, or of one of them alone."""
-    table: Any = pd.read_parquet(path, filters=None if run is None else [("run", "==", run)])
+def unpack(path: Path) -> dict[str, list[Measurement]]:
+    """Returns the measurements of each run of a packed table."""
+    table: Any = pd.read_parquet(path)
     names = [name for name in table if name not in ("run", "step", "tokens", "analysis", *COLUMNS)]
     runs: dict[str, list[Measurement]] = {}
     for (run, step, analysis), part in table.groupby(["run", "step", "analysis"], sort=False):
@@ -332,6 +333,11 @@ def tables_of(study: Study) -> dict[str, list[list[str]]]:
     }
 
 
+def mechanism_of(path: Path) -> four_papers_mechanism.Mechanism:
+    """Returns the study of mechanism, of the runs of a packed table."""
+    return four_papers_mechanism.Mechanism.of({run: curves_in(run, each) for run, each in unpack(path).items()})
+
+
 def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
     """Returns the page with its tables."""
 
@@ -352,25 +358,22 @@ def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
+    parser.add_argument("--pack-mechanism", type=Path, metavar="ROOT", help="folder of the sweep of mechanism")
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where a table differs")
-    parser.add_argument("--run", type=Path, metavar="ROOT", help=f"only write {SAMPLE!r} as a run to this new folder")
     options = parser.parse_args()
-    if options.run:
-        if options.run.exists():
-            raise SystemExit(f"--run: {options.run} is there already: name a new folder")
-        for measurement in unpack(DATA, SAMPLE)[SAMPLE]:
-            records.append(options.run / "measurements.jsonl", measurement)
-        return 0
     if options.pack:
         pack(options.pack, DATA)
+    if options.pack_mechanism:
+        pack([options.pack_mechanism], four_papers_mechanism.DATA)
     page = PAGE.read_text(encoding="utf-8")
-    study = Study.of(unpack(DATA))
-    drawn = with_tables(page, tables_of(study))
+    study, mechanism = Study.of(unpack(DATA)), mechanism_of(four_papers_mechanism.DATA)
+    drawn = with_tables(page, tables_of(study) | four_papers_mechanism.mechanism_tables(mechanism))
     if options.check:
         return int(drawn != page)
     PAGE.write_text(drawn, encoding="utf-8")
     write_timeline([curve for asked in ASKED for curve in study.seeds_of(GROUPS[0], asked)], TIMELINE)
-    print(PAGE, TIMELINE, sep="\n")
+    four_papers_mechanism.write_mechanism(mechanism)
+    print(PAGE, TIMELINE, four_papers_mechanism.TIMELINE, sep="\n")
     return 0
 
 

@@ -73,10 +73,42 @@ def test_the_harm_of_skipping_goes_with_coupling_as_said(measured):
 
 
 def test_the_measurements_are_small_and_whole(measured):
-    assert PAGE.with_suffix(".parquet").stat().st_size < 20e6
+    assert sum(path.stat().st_size for path in PAGE.parent.glob("*.parquet")) < 20e6
     steps = measured.groupby("run")["step"].nunique()
     assert (steps[steps.index.str.startswith("GPT-2")] == 20).all()
     assert (steps[steps.index.str.startswith("ViT")] == 18).all()
+
+
+@pytest.mark.parametrize(
+    ("title", "metric", "tags"),
+    [
+        ("prefix matching, best head", "best_prefix_matching_score", {}),
+        ("coupling, k = 12", "coupling", {"k": 12}),
+        ("line-shape score", "line_shape_score", {}),
+    ],
+)
+def test_numbers_of_mechanism_are_means_over_seeds_and_half_way_where_their_mean_is(title, metric, tags):
+    line = table("mechanism").set_index("over 3 seeds").loc[title]
+    chosen = pd.read_parquet(PAGE.with_name("four_papers_mechanism.parquet")).query(
+        "metric == @metric and layer.isna()"
+    )
+    for name, tag in tags.items():
+        chosen = chosen[chosen[name] == tag]
+    chosen = chosen[chosen["statistic"].isna()] if "statistic" in chosen else chosen
+    curves = chosen.pivot(index="step", columns="run", values="value").astype(np.float64)
+    assert curves.shape[1] == 3
+    for at, column in ((0, "step 0"), (-1, f"step {curves.index[-1]:,}")):
+        seeds = curves.iloc[at].to_numpy()
+        ends = stats.t.interval(0.95, 2, seeds.mean(), stats.sem(seeds))
+        assert numbers(line[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3, abs=6e-4)
+    if "emerge" in line["half-way at step"]:
+        return
+    moved = (curves.mean(axis=1) - curves.mean(axis=1).iloc[0]).abs()
+    half, place = moved.max() / 2, int((moved > moved.max() / 2).to_numpy().argmax())
+    share = (half - moved.iloc[place - 1]) / (moved.iloc[place] - moved.iloc[place - 1])
+    octaves = np.log2(1 + curves.index.to_numpy()[place - 1 : place + 1])
+    _, low, high = numbers(line["half-way at step"])
+    assert low <= 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1 <= high
 
 
 @pytest.mark.soak
@@ -86,7 +118,9 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     import four_papers as study
 
     page = PAGE.read_text(encoding="utf-8")
-    again = study.with_tables(page, study.tables_of(study.Study.of(study.unpack(study.DATA))))
+    tables = study.tables_of(study.Study.of(study.unpack(study.DATA)))
+    mechanism = study.mechanism_of(study.four_papers_mechanism.DATA)
+    again = study.with_tables(page, tables | study.four_papers_mechanism.mechanism_tables(mechanism))
     words = [NUMBER.sub("#", text).replace("p < #", "p #") for text in (again, page)]  # around p = 0.001
     assert words[0] == words[1]
     assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)

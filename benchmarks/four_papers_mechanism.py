@@ -1,0 +1,175 @@
+"""Mechanism beside geometry in docs/studies/four_papers.md: tables and a timeline, from four_papers_mechanism.parquet.
+
+`python benchmarks/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the sweep's runs first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lit_layers.clock import Clock, StepCurve, agreement_table, measure_times, over_seeds
+from lit_layers.clock.times_and_order import order_table
+from lit_layers.functional.emergence import EmergenceTimes
+from lit_layers.report.emergence_charts import time_text, timeline
+from lit_layers.report.side_by_side import Line
+
+DATA = Path(__file__).parents[1] / "docs" / "studies" / "four_papers_mechanism.parquet"
+TIMELINE = DATA.parents[1] / "images" / "four_papers_mechanism.png"
+TOGETHER = "all seeds"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Numbers of one kind: of each its name, metric, tags that tell it apart, and whether it is the last layer's."""
+
+    kind: str
+    numbers: Sequence[tuple[str, str, Mapping[str, object], bool]]
+
+
+PARTS = (
+    Part(
+        "geometry",
+        (
+            ("line-shape score", "line_shape_score", {}, False),
+            ("prompt entropy", "prompt_entropy", {"normalization": "raw", "drop_first": 0}, False),
+            ("anisotropy", "anisotropy", {}, False),
+            ("intrinsic dimension (TwoNN)", "two_nn_dimension", {}, False),
+            ("decay of the spectrum (alpha-ReQ)", "alpha_req", {}, False),
+            ("block influence", "block_influence", {}, False),
+            ("massive activations", "massive_activation", {}, False),
+            ("coupling, k = 12", "coupling", {"k": 12}, False),
+        ),
+    ),
+    Part(
+        "prediction",
+        (
+            ("loss of the readout, last layer", "logit_lens_loss", {}, True),
+            ("divergence from unigrams, last layer", "ngram_divergence", {"order": 1}, True),
+            ("divergence from bigrams, last layer", "ngram_divergence", {"order": 2}, True),
+            ("probe accuracy, last layer", "accuracy", {}, True),
+        ),
+    ),
+    Part(
+        "mechanism",
+        (
+            ("entropy of attention", "attention_entropy", {}, False),
+            ("attention to the first token", "sink_mass", {}, False),
+            ("attention to the previous token, best head", "best_previous_token_score", {}, False),
+            ("prefix matching, best head", "best_prefix_matching_score", {}, False),
+            ("copying, best head", "best_copying_score", {}, False),
+            ("in-context score", "in_context_score", {}, False),
+        ),
+    ),
+)
+BEFORE = (
+    "prompt entropy",
+    "line-shape score",
+    "coupling, k = 12",
+    "loss of the readout, last layer",
+    "intrinsic dimension (TwoNN)",
+)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Of each run the curve of each number of `PARTS`, and what the clock says of the seeds together."""
+
+    curves: Mapping[str, Mapping[str, StepCurve]]
+    together: Mapping[str, tuple[StepCurve, EmergenceTimes]]
+    each: Clock  # of every seed by itself, over prompts
+
+    @classmethod
+    def of(cls, runs: Mapping[str, Sequence[StepCurve]]) -> "Mechanism":
+        numbers = [number for part in PARTS for number in part.numbers]
+        curves = {run: {name: _find(each, *what) for name, *what in numbers} for run, each in runs.items()}
+        merged = over_seeds([curve for found in curves.values() for curve in found.values()], TOGETHER)
+        clock = measure_times(merged)
+        by_key = {curve.key: (curve, times) for curve, times in zip(clock.curves, clock.times, strict=True)}
+        first = next(iter(curves.values()))
+        each = measure_times([curve for found in curves.values() for curve in found.values()])
+        return cls(curves, {name: by_key[first[name].key] for name, *_ in numbers}, each)
+
+    def clock(self, names: Sequence[str]) -> Clock:
+        pairs = [self.together[name] for name in names]
+        return Clock(curves=[curve for curve, _ in pairs], times=[times for _, times in pairs])
+
+    def in_each(self, name: str) -> str:
+        """In how many seeds a number emerges by itself, and the first and the last of their half-way points."""
+        keys = {found[name].key for found in self.curves.values()}
+        times = [times for curve, times in zip(self.each.curves, self.each.times, strict=True) if curve.key in keys]
+        halfway = sorted(each.halfway.value for each in times if each.halfway is not None)
+        share = f"{len(halfway)} of {len(self.curves)}"
+        return f"{share}: {halfway[0]:.3g} to {halfway[-1]:.3g}" if halfway else share
+
+
+def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], last: bool) -> StepCurve:
+    asked = {name: str(tag) for name, tag in tags.items()}
+    found = [
+        curve
+        for curve in curves
+        if curve.metric == metric
+        and asked.items() <= {name: str(tag) for name, tag in curve.tags.items()}.items()
+        and curve.tags.get("statistic") is None
+        and (curve.layer is not None) == last
+    ]
+    return max(found, key=lambda curve: curve.layer or 0)
+
+
+def times_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
+    """When each number starts to change and is half-way, over seeds, and its values before and behind training."""
+    number = len(study.curves)
+    last = max(next(iter(study.together.values()))[0].at)
+    seeds = "in each seed, over prompts"
+    yield ["", f"over {number} seeds", "starts at step", "half-way at step", seeds, "step 0", f"step {last:,.0f}"]
+    for part in PARTS:
+        for name, *_ in part.numbers:
+            _, times = study.together[name]
+            line = Line.of(TOGETHER, [found[name] for found in study.curves.values()])
+            ends = [f"{line.values[at]:.3g} [{line.low[at]:.3g}, {line.high[at]:.3g}]" for at in (0, -1)]
+            at = [time_text(times.onset) or "does not emerge", time_text(times.halfway) or "does not emerge"]
+            yield [part.kind, name, *at, study.in_each(name), *ends]
+
+
+def order_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
+    """P(a number of prediction or mechanism is half-way behind another); of what emerges over the seeds."""
+    yield ["P(is half-way behind)", *BEFORE]
+    names = [name for part in PARTS for name, *_ in part.numbers]
+    table = order_table(study.clock(names))
+    titles = {study.together[name][0].metric + study.together[name][0].tag_text: name for name in names}
+    before = {
+        (titles[row["a_metric"] + row["a_tags"]], titles[row["b_metric"] + row["b_tags"]]): row["p_a_before_b"]
+        for row in table.to_dict("records")
+    }
+    for name, *_ in (number for part in PARTS[1:] for number in part.numbers):
+        cells = []
+        for other in BEFORE:
+            behind = before.get((other, name), 1 - before.get((name, other), np.nan))
+            cells.append("" if name == other or np.isnan(behind) else f"{behind:.2f}")
+        if any(cells):
+            yield [name, *cells]
+
+
+def agreement_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
+    """Spearman's correlation of half-way points between seeds."""
+    yield ["seeds", "Spearman", "numbers in common"]
+    for row in agreement_table(study.each).to_dict("records"):
+        pair = " and ".join(row[side].rpartition(", ")[2] for side in ("run_a", "run_b"))
+        yield [pair, f"{row['spearman']:.2f}", f"{row['n']}"]
+
+
+def mechanism_tables(study: Mechanism) -> dict[str, list[list[str]]]:
+    """The tables of the page, by their names there."""
+    return {
+        "mechanism": [*times_of_mechanism(study)],
+        "mechanism order": [*order_of_mechanism(study)],
+        "mechanism agreement": [*agreement_of_mechanism(study)],
+    }
+
+
+def write_mechanism(study: Mechanism, path: Path = TIMELINE) -> None:
+    """Draws when each number is half-way and at its peak, over the seeds and in each."""
+    each = study.each
+    whole = study.clock([*study.together])
+    timeline(Clock(curves=[*whole.curves, *each.curves], times=[*whole.times, *each.times])).write(path)
