@@ -78,7 +78,10 @@ class StreamedModel(LayeredModel):
             with untouched(self.model), _Lookups(self), self._filled_on_the_way(blocks_too=True):
                 self.family = taken_apart(self.model, self._device, outlined=outlined)
         except NotShown as reason:
-            raise InputError(f"no layered view of {kind} block by block: {reason}; open it whole") from reason
+            advice = (
+                "; open it whole" if reason.__cause__ is not None else ""
+            )  # it cannot be called where no weights lie
+            raise InputError(f"no layered view of {kind} block by block: {reason}{advice}") from reason
         if self.family.blocks != outlined.blocks:
             raise InputError(
                 f"no layered view of {kind} block by block: without weights its blocks seem to be {outlined.blocks}, "

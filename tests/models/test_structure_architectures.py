@@ -134,6 +134,17 @@ def test_blocks_read_one_by_one_give_the_states_of_the_whole(model_type, tmp_pat
     torch.testing.assert_close(hidden, whole[-1], **CLOSE)
 
 
+def test_blocks_that_attend_to_keys_of_earlier_ones_are_refused_block_by_block(tmp_path):
+    kind, options = "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    with quiet():
+        tiny_model(kind, "gemma4_text", **options).save_pretrained(tmp_path / "alone")
+        shared = tiny_model(kind, "gemma4_text", **options, num_kv_shared_layers=1)
+        shared.save_pretrained(tmp_path / "shared")
+        assert StreamedModel(ShardFiles(tmp_path / "alone"), device=torch.device("cpu")).num_layers == 3
+        with pytest.raises(InputError, match=r"block 3 is called with something \(shared_kv_states\) that .* made$"):
+            StreamedModel(ShardFiles(tmp_path / "shared"), device=torch.device("cpu"))
+
+
 def by_differences(view: LayeredModel, layer: int) -> tuple[Tensor, Tensor]:
     """A direction, and how the branch of a block moves along it at the last token, by central differences."""
     trajectory = view.trajectory({"input_ids": IDS})
