@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 from lit_layers.analyses.states import at_least_float32, first_rows
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
-from lit_layers.data.given_batches import as_batches
+from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models.bfloat16 import BFloat16View
@@ -104,9 +104,23 @@ class Analysis(ABC):
                     f"{self.name}: num_tokens: {type(model.model).__name__} takes at most {longest} tokens, got "
                     f"{value.num_tokens}: ask for {longest} or fewer"
                 )
+            if isinstance(value, GivenBatches):
+                self._check_given(value, model)
             if isinstance(value, EvalImages):
                 refuse_unlike_training(self.name, value, model)
         self.check_data()
+
+    def _check_given(self, batches: GivenBatches, model: LayeredModel) -> None:
+        needed = "pixel_values" if model.family.sees_images else "input_ids"
+        for number, batch in enumerate(batches):
+            if needed not in batch:
+                name = type(model.model).__name__
+                raise InputError(f"{self.name}: batches: {name} needs {needed}, batch {number} has {', '.join(batch)}")
+            if needed == "input_ids":
+                try:
+                    model.check_tokens(batch[needed])
+                except InputError as error:
+                    raise InputError(f"{self.name}: batches: {error}") from error
 
     def check_options(self, model: LayeredModel) -> None:
         """Refuses options that do not fit, whatever the data; a subclass adds what depends on the model.

@@ -151,6 +151,8 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
             f"batches: expected {inputs} of shape {shapes[inputs]}, got {tuple(values[inputs].shape)} in batch {number}"
         )
     if inputs == "input_ids":
+        if (kind := values["input_ids"].dtype) in (torch.bool, torch.float16, torch.float32, torch.float64):
+            raise InputError(f"batches: expected input_ids to be whole numbers, got {kind} in batch {number}")
         values["input_ids"] = values["input_ids"].long()
         values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
     labels = given.get("labels") if labels is None else labels

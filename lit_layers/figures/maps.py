@@ -195,8 +195,9 @@ def _by_step(
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
-    """Returns an axis of cells, with a label at some of them."""
-    return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in spread(keys, most)}, grid=False)
+    """Returns an axis of cells, with a label at each, or at every second, third, ... where they are many."""
+    labeled = keys[:: -(-len(keys) // most) or 1]
+    return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
 
 def _full(points: Iterable[Point], share: float = 1.0) -> float:

@@ -302,7 +302,7 @@ class LayeredModel:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
         if self.family.sees_images:
             return {needed: batch[needed].to(self.device, self.dtype)}, None
-        self._check_tokens(batch[needed])
+        self.check_tokens(batch[needed])
         inputs = {name: batch[name].to(self.device) for name in self.family.inputs if name in batch}
         mask, alignment = inputs.get("attention_mask"), None
         if mask is None or mask.bool().all():
@@ -328,16 +328,20 @@ class LayeredModel:
             inputs.setdefault("position_ids", (real.cumsum(-1) - 1).clamp(min=0) + first)
         return inputs, alignment
 
-    def _check_tokens(self, ids: Tensor) -> None:
+    def check_tokens(self, ids: Tensor) -> None:
+        """Refuses token ids that the model does not take.
+
+        Raises:
+            InputError: too many tokens, or ids that it has no embedding of.
+        """
         kind, limit, vocabulary = type(self.model).__name__, self.max_tokens, true_vocab_size(self.model)
         if ids.ndim != 2 or not ids.numel():
             raise ValueError(f"input_ids are (batch, tokens), got shape {tuple(ids.shape)}")
         if limit is not None and ids.shape[1] > limit:
             raise InputError(f"{kind} takes at most {limit} tokens, got {ids.shape[1]}: shorten the texts")
-        if ids.max() >= vocabulary:  # on a GPU the embedding's own check would end the whole process
-            raise InputError(
-                f"{kind} knows {vocabulary} tokens, got token {int(ids.max())}: use the tokenizer it was made for"
-            )
+        worst = int(ids.max()) if ids.min() >= 0 else int(ids.min())
+        if not 0 <= worst < vocabulary:  # on a GPU the embedding's own check would end the whole process
+            raise InputError(f"{kind} knows {vocabulary} tokens, got token {worst}: use the tokenizer it was made for")
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,7 +146,10 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
             yield "Over training, the largest", curves
         elif any(map(is_on_axes, alone)):
             yield "Over training", curves
-            yield f"Over {over}", partial(plots.layer_profile, part, metric, baselines=baselines, **options)
+            yield (
+                f"Over {over}",
+                partial(plots.layer_profile, part, metric, baselines=baselines, intervals=True, **options),
+            )
         else:
             yield "", curves
         yield from _lists(part, metric, points, options)

@@ -25,7 +25,7 @@ from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import plotted_values, values_of
 from lit_layers.report.trackers import TrackedRun, tracker_of
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import is_sharded
@@ -78,6 +78,15 @@ class StepMeasurer:
         self._tracked: dict[int, TrackedRun | None] = {}
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
+        if isinstance(analyses, str) or not isinstance(analyses, Sequence):
+            raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got {_named(analyses)}")
+        if strange := [each for each in analyses if not isinstance(each, Analysis)]:
+            raise InputError(f"analyses: expected each to be one, such as Lens(batches=data), got {_named(strange[0])}")
+        if run is not None and not isinstance(run, str):
+            raise InputError(f"run: expected a name, got {run!r}")
+        for watcher in watchers:
+            if not (hasattr(watcher, "measuring") and hasattr(watcher, "measured")):
+                raise InputError(f"watchers: expected methods measuring and measured, got {_named(watcher)}")
         names = [analysis.name for analysis in analyses]
         if double := {name for name in names if names.count(name) > 1}:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
@@ -214,6 +223,10 @@ class StepMeasurer:
         return self._tracked[id(destination)]
 
 
+def _named(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
 def submodule(model: nn.Module, name: str) -> nn.Module:
     """The network in a module.
 
@@ -314,6 +327,18 @@ class Watch:
         scalars: Scalars = "plotted",
     ) -> None:
         sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
+        counts = {"tokens_per_step": tokens_per_step, "first_step": first_step, "max_steps": max_steps}
+        refuse_outside("", {"tokens_per_step": COUNT, "first_step": COUNT_OR_NONE, "max_steps": COUNT_OR_NONE}, counts)
+        if isinstance(loggers, str) or not isinstance(loggers, Sequence):
+            raise InputError(f"loggers: expected a list of them, got {_named(loggers)}")
+        for each in loggers:
+            if not hasattr(each, "log_metrics") and tracker_of(each) is None:
+                raise InputError(
+                    "loggers: expected loggers of Lightning, runs of W&B, MLflow or trackio, or a SummaryWriter, got "
+                    f"{_named(each)}"
+                )
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step

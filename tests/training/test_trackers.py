@@ -359,7 +359,7 @@ def test_a_logger_that_raises_or_whose_server_does_not_answer_ends_no_training(t
         def log_metrics(self, metrics, step=None):
             raise OSError("disk full")
 
-    class WandbLogger:
+    class WandbLogger(Note):
         @property
         def experiment(self):
             asked.append(1)

@@ -1,6 +1,7 @@
 """One tiny run in four trainers: the same measurements, and weights that do not know that they were watched."""
 
 import contextlib
+import re
 from types import SimpleNamespace
 
 import lightning as L
@@ -192,6 +193,49 @@ def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path):
         with pytest.raises(InputError, match=said):
             lit_layers.watch(model, [Lens(batches=batches)], steps=[0], root=tmp_path / "run")
     assert not (tmp_path / "run" / "measurements.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([TOKENS[:2] + VOCABULARY], f"trajectory: batches: GPT2LMHeadModel knows {VOCABULARY} tokens, got token"),
+        ([TOKENS[:2] - VOCABULARY], f"knows {VOCABULARY} tokens, got token -"),
+        ([TOKENS[:2].repeat(1, 2)], f"batches: GPT2LMHeadModel takes at most {CONTEXT} tokens, got {2 * CONTEXT}"),
+        ([TOKENS[:2] > 3], "batches: expected input_ids to be whole numbers, got torch.bool in batch 0"),
+        ([torch.zeros(2, 3, 8, 8)], "batches: GPT2LMHeadModel needs input_ids, batch 0 has pixel_values"),
+    ],
+)
+def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(given, said, tmp_path):
+    with pytest.raises(InputError, match=re.escape(said)):
+        lit_layers.watch(network(0.0), [Trajectory(batches=given)], steps=[0], root=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("tokens_per_step", 0, "tokens_per_step: expected at least 1, got 0"),
+        ("first_step", -1, "first_step: expected at least 0, got -1"),
+        ("max_steps", -2, "max_steps: expected at least 0, got -2"),
+        ("run", 3, "run: expected a name, got 3"),
+        ("loggers", "wandb", "loggers: expected a list of them, got 'wandb'"),
+        ("loggers", [3], "or a SummaryWriter, got a int"),
+        ("watchers", [3], "watchers: expected methods measuring and measured, got a int"),
+        ("tokenizer", "/nope", "tokenizer: expected a folder with a tokenizer's files, got '/nope'"),
+        ("analyses", "lens", "analyses: expected a list of them, such as [Lens(batches=data)], got 'lens'"),
+        ("analyses", ["lens"], "analyses: expected each to be one, such as Lens(batches=data), got 'lens'"),
+        (
+            "analyses",
+            Lens(batches=TOKENS),
+            "analyses: expected a list of them, such as [Lens(batches=data)], got a Lens",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(option, value, said, tmp_path):
+    options = {"analyses": [Trajectory(batches=TOKENS)], "steps": [0], "root": tmp_path / "run", option: value}
+    with pytest.raises(InputError, match=re.escape(said)):
+        lit_layers.watch(network(0.0), options.pop("analyses"), **options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_numbers_reach_loggers_of_any_kind(tmp_path):
