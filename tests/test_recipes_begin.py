@@ -28,16 +28,23 @@ LISTS = "recipes/analyses/"
 IMAGENET = {"train": 1_281_167, "validation": 50_000}
 
 
-def documented() -> Iterator[tuple[str, ...]]:
-    """The recipes of each command that names a list of analyses, however it is set: comments, lines broken, prose."""
+def commands() -> Iterator[str]:
+    """Each command of the pages and recipes, however it is set: comments, lines broken, prose."""
     for page in sorted(PAGES):
         text = re.sub(r"\\\n#?", " ", page.read_text())
-        commands = re.findall(r"lit-layers (?:fit|analyze)[^\n`]*(?:\n[^\n`]*)??(?=`|\n|$)", text)
-        commands += [" ".join(span.split()) for span in re.findall(r"`(lit-layers (?:fit|analyze)[^`]*)`", text)]
-        for command in commands:
-            found = tuple(re.findall(r"--config (recipes/\S+?\.yaml)", command))
-            if any(path.startswith(LISTS) for path in found):
-                yield found
+        yield from re.findall(r"lit-layers (?:fit|analyze)[^\n`]*(?:\n[^\n`]*)??(?=`|\n|$)", text)
+        yield from (" ".join(span.split()) for span in re.findall(r"`(lit-layers (?:fit|analyze)[^`]*)`", text))
+
+
+def recipes_of(command: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"--config (recipes/\S+?\.yaml)", command))
+
+
+def documented() -> Iterator[tuple[str, ...]]:
+    """The recipes of each command that names a list of analyses."""
+    for found in map(recipes_of, commands()):
+        if any(path.startswith(LISTS) for path in found):
+            yield found
 
 
 TOGETHER = sorted(set(documented()))
@@ -56,6 +63,17 @@ def test_the_commands_are_found():
         ("recipes/analyses/representation.yaml",),  # prose
     ):
         assert paths in TOGETHER
+
+
+def test_no_list_asks_the_quickstart_for_longer_texts_than_it_reads():
+    reads = yaml.safe_load((ROOT / "recipes/quickstart/gpt2.yaml").read_text())["model"]["init_args"]["config"]
+    names = "recipes/quickstart/gpt2.yaml", "checkpoints/quickstart ", "checkpoints/first "
+    behind = {path for one in commands() if any(name in one for name in names) for path in recipes_of(one)}
+    lists = {path for path in behind if path.startswith(LISTS)}
+    assert len(lists) >= 4
+    for path in lists:
+        asked = map(int, re.findall(r"num_tokens: (\d+)", (ROOT / path).read_text()))
+        assert max(asked) <= reads["n_positions"], path
 
 
 @pytest.fixture(scope="session")
