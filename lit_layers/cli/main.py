@@ -28,7 +28,7 @@ COMMANDS = {  # each a file of `verbs`
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED, DIVERGED, INTERRUPTED = 1, 2, 3, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 
 

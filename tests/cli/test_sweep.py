@@ -105,6 +105,26 @@ def test_a_failing_cell_is_a_row_with_its_error_and_is_tried_again(tmp_path, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["process", "ray"])
+def test_where_all_that_failed_diverged_the_code_is_that_of_a_run_that_does(engine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ray_workers, "RayWorkers", InThisProcess)
+    sentence = "diverged: the loss of step 7 is nan; begin anew with a lower model.lr"
+    diverges = f"print('lit-layers fit: error: {sentence}', file=sys.stderr); sys.exit(3)"
+    for is_both, code, said in (
+        (True, 3, "2 of 2 cells failed, 2 of them diverged;"),
+        (False, 1, "1 of them diverged;"),
+    ):
+        script = f"import sys\nif {is_both} or '--x=1' in sys.argv: {diverges}\nsys.exit('lost')"
+        (tmp_path / str(code)).mkdir()
+        sweep = Sweep(
+            tmp_path / str(code), {"x": {"values": [1, 2]}}, command=["${interpreter}", "-c", script, "${args}"]
+        )
+        assert sweep.run("--engine", engine) == code
+        assert said in capsys.readouterr().err
+        assert sweep.table["error"].tolist() == [sentence, sentence if is_both else "exit code 1: lost"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "error"),
     [

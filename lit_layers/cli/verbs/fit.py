@@ -19,7 +19,7 @@ from rich.console import Console
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.console import show_table, verbosity
-from lit_layers.cli.main import INTERRUPTED
+from lit_layers.cli.main import DIVERGED, INTERRUPTED
 from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.stopping import TERMINATED, finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
@@ -55,9 +55,6 @@ from lit_layers.training.trainer import (
     quieten,
     refuse_another_number_of_ranks,
 )
-
-DIVERGED = 3
-
 
 TRAINER = {
     "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.main import FAILED, run_verb
+from lit_layers.cli.main import DIVERGED, FAILED, run_verb
 from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError, refused
 from lit_layers.schema import COUNT, Engine, refuse_no_shard
@@ -73,10 +73,15 @@ def sweep(
     if stopped_by is not None:
         print("stopped: run the same command again to go on", file=sys.stderr)
         return 128 + stopped_by
-    without = sum(isinstance(error, str) for error in list(frame["error"])[index::count])
-    if without:
-        print(f"{without} of {len(cells)} cells failed; the same command tries failed runs again", file=sys.stderr)
-    return FAILED if without else 0
+    errors = [error for error in list(frame["error"])[index::count] if isinstance(error, str)]
+    diverged = sum(error.startswith("diverged: ") for error in errors)
+    if errors:
+        which = f", {diverged} of them diverged" if diverged else ""
+        print(
+            f"{len(errors)} of {len(cells)} cells failed{which}; the same command tries failed runs again",
+            file=sys.stderr,
+        )
+    return DIVERGED if errors and diverged == len(errors) else FAILED if errors else 0
 
 
 def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
