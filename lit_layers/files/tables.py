@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns rows as the text of such a CSV; whole numbers stay whole beside gaps."""
+    cells = [[_no_formula(cell) for cell in row] for row in rows]
+    return pd.DataFrame(cells, columns=[*map(_no_formula, columns)], dtype=object).to_csv(index=False)
 
 
 def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:

@@ -4,7 +4,6 @@ What is shown is one thing for all of them (`TrackedRun`); what differs is how a
 over (`Tracker`). None of the four is imported here: who logs to one has done so.
 """
 
-import csv
 import io
 import json
 import logging
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers import records
+from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, layer_maps, tables_of
@@ -140,9 +140,7 @@ class MLflowRun(Tracker):
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
         for name, (columns, rows) in tables.items():
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-            self._client.log_text(self._id, text.getvalue(), f"{_PLACE}/{name}.csv")
+            self._client.log_text(self._id, csv_text(columns, rows), f"{_PLACE}/{name}.csv")
         self.row(step, {}, pictures)
 
 

@@ -1,6 +1,7 @@
 """Cells of somebody else's choosing: a spreadsheet that opens our tables runs none of them."""
 
 import csv
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.word_pairs import _table as word_table
 from lit_layers.errors import InputError
+from lit_layers.files.tables import csv_text
 from lit_layers.tasks.task_files import read_columns
 from tests.hostile.pages import hostile_run
 from tests.hostile.test_recipes import refused
@@ -71,7 +73,10 @@ def test_every_table_that_a_command_writes_goes_that_way(tmp_path, capsys):
 def test_one_place_writes_csv():
     writes = re.compile(r"to_csv\(|csv\.writer|csv\.DictWriter|write_csv")
     package = Path(records.__file__).parent
-    assert [path.name for path in package.rglob("*.py") if writes.search(path.read_text())] == ["records.py"]
+    assert [path.name for path in package.rglob("*.py") if writes.search(path.read_text())] == ["tables.py"]
+    header, *rows = csv.reader(io.StringIO(csv_text(["a", "=b"], [[cell, 3] for cell in FORMULAS] + [[None, None]])))
+    assert header == ["a", "'=b"]
+    assert rows == [*([f"'{cell}".replace("\r", "\n"), "3"] for cell in FORMULAS), ["", ""]]
 
 
 def test_no_table_is_read_that_claims_more_values_than_memory_holds(tmp_path, capsys, monkeypatch):
