@@ -1,4 +1,4 @@
-"""The tables and the timeline of docs/studies/four_papers.md, from the study's measurements.
+"""The tables and the figures of docs/studies/four_papers.md, from the study's measurements.
 
     python benchmarks/four_papers.py                     writes them from four_papers.parquet: three CPU minutes
     python benchmarks/four_papers.py --check             exits with 1 where they differ
@@ -41,16 +41,21 @@ from lit_layers.clock import (
     over_seeds,
     prediction_table,
 )
+from lit_layers.clock.block_prediction import prediction_charts
 from lit_layers.clock.layer_statistics import MONOTONICITY
 from lit_layers.clock.model_forecasts import error_rows
+from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.emergence_charts import time_text, timeline
 from lit_layers.report.side_by_side import Line, difference
+from lit_layers.report.side_by_side import over_training as chart_over_training
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"
 DATA = PAGE.with_suffix(".parquet")
-TIMELINE = PAGE.parents[1] / "images" / "four_papers_timeline.png"
+IMAGES = PAGE.parents[1] / "images"
+TIMELINE = IMAGES / "four_papers_timeline.png"
+COUPLING, BLOCKS = IMAGES / "four_papers_coupling.png", IMAGES / "four_papers_blocks.png"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
 OF_PAIRS = {"coupling_pair", "layer_cosine"}
@@ -355,6 +360,19 @@ def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
     timeline(measure_times([*over_seeds(seeds, together), *seeds])).write(path)
 
 
+def write_coupling(study: Study, path: Path = COUPLING) -> None:
+    """Draws the excess coupling of the text models on data and on shuffled tokens, with bands over seeds."""
+    groups, asked = GROUPS[:2], Asked("excess coupling", "excess_coupling", {"k": 12})
+    chart_over_training({group: Line.of(group, study.seeds_of(group, asked)) for group in groups}, groups).write(path)
+
+
+def write_blocks(study: Study, path: Path = BLOCKS) -> None:
+    """Draws how the harm of changing a block of the text models goes with what is measured of it, over seeds."""
+    table = study.blocks[GROUPS[0]]
+    charts = prediction_charts(table, [], table["run"].iloc[0])
+    Panels(title="", charts=charts, columns=1, width=640).write(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
@@ -372,8 +390,10 @@ def main() -> int:
         return int(drawn != page)
     PAGE.write_text(drawn, encoding="utf-8")
     write_timeline([curve for asked in ASKED for curve in study.seeds_of(GROUPS[0], asked)], TIMELINE)
+    write_coupling(study)
+    write_blocks(study)
     four_papers_mechanism.write_mechanism(mechanism)
-    print(PAGE, TIMELINE, four_papers_mechanism.TIMELINE, sep="\n")
+    print(PAGE, *sorted(IMAGES.glob("four_papers_*.png")), sep="\n")
     return 0
 
 
