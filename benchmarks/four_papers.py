@@ -4,6 +4,7 @@
     python benchmarks/four_papers.py --check             exits with 1 where they differ
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
     python benchmarks/four_papers.py --pack-mechanism ROOT   and those of the sweep of mechanism
+    python benchmarks/four_papers.py --run ROOT          only writes the numbers of one run as its folder
 
 What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
 (`--where`, `--metrics`); of pairs of layers it holds what the prediction of single blocks needs.
@@ -53,6 +54,7 @@ from lit_layers.report.side_by_side import over_training as chart_over_training
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "four_papers.md"
 DATA = PAGE.with_suffix(".parquet")
+SAMPLE = "GPT-2, seed 0"
 IMAGES = PAGE.parents[1] / "images"
 TIMELINE = IMAGES / "four_papers_timeline.png"
 COUPLING, BLOCKS = IMAGES / "four_papers_coupling.png", IMAGES / "four_papers_blocks.png"
@@ -148,9 +150,9 @@ def _is_kept(record: Record) -> bool:
     return record.metric in OF_BLOCKS or not (look_up(record.metric).secondary or look_up(record.metric).unlisted)
 
 
-def unpack(path: Path) -> dict[str, list[Measurement]]:
-    """Returns the measurements of each run of a packed table."""
-    table: Any = pd.read_parquet(path)
+def unpack(path: Path, run: str | None = None) -> dict[str, list[Measurement]]:
+    """Returns the measurements of each run of a packed table, or of one of them alone."""
+    table: Any = pd.read_parquet(path, filters=None if run is None else [("run", "==", run)])
     names = [name for name in table if name not in ("run", "step", "tokens", "analysis", *COLUMNS)]
     runs: dict[str, list[Measurement]] = {}
     for (run, step, analysis), part in table.groupby(["run", "step", "analysis"], sort=False):
@@ -378,7 +380,14 @@ def main() -> int:
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
     parser.add_argument("--pack-mechanism", type=Path, metavar="ROOT", help="folder of the sweep of mechanism")
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where a table differs")
+    parser.add_argument("--run", type=Path, metavar="ROOT", help=f"only write {SAMPLE!r} as a run to this new folder")
     options = parser.parse_args()
+    if options.run:
+        if options.run.exists():
+            raise SystemExit(f"--run: {options.run} is there already: name a new folder")
+        for measurement in unpack(DATA, SAMPLE)[SAMPLE]:
+            records.append(options.run / "measurements.jsonl", measurement)
+        return 0
     if options.pack:
         pack(options.pack, DATA)
     if options.pack_mechanism:
