@@ -26,6 +26,7 @@ from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.rounding import assert_same_numbers
 from tests.support.series_hub import make_series, template
 from tests.support.tiny_training import fit
 
@@ -196,8 +197,9 @@ def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(tmp_path)
     assert len(heard.measurements) == 9
     assert with_them[1].under_way is None
     sync, found = sorted_lines(roots["sync"]), sorted_lines(roots["async"])
-    facts = [[(m.run, m.step, m.tokens, m.analysis, m.records) for m in each] for each in (sync, found)]
+    facts = [[(m.run, m.step, m.tokens, m.analysis) for m in each] for each in (sync, found)]
     assert facts[0] == facts[1]
+    assert_same_numbers(found, sync)  # of weights in memory, and of the same out of a file
     assert (roots["async"] / "measuring.log").read_text() == ""
 
 
