@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
 import pytest
 import yaml
 
@@ -65,6 +66,12 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
     (root / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
     manifest = {"repositories": [{"names": "org/a-{b,c}", "grammar": "step", "steps": "pythia", "last_step": 4}]}
     (root / "manifest.yaml").write_text(yaml.safe_dump(manifest))
+    scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
+    (root / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    pandas.DataFrame(scores).to_csv(root / "scores.csv", index=False)
+    pandas.DataFrame(scores).to_parquet(root / "scores.parquet")
+    shutil.copytree(root / "run", root / "compacted")
+    records.compact(root / "compacted")
     (root / "text.txt").write_text("One line.\nAnother one, of more words.\n" * 60)
     (root / "text.jsonl").write_text("".join(json.dumps({"text": f"Text number {n}."}) + "\n" for n in range(60)))
     return Home(root, corpus)
@@ -129,6 +136,13 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("model/model.safetensors", ["analyze", "model", "--root", "out", "--corpus", str(home.corpus)]),
             ("series/run.json", ["audit", "series"]),
             ("shards/meta.json", ["analyze", str(home.root / "model"), "--corpus", "shards", "--root", "out"]),
+            ("scores.csv", ["emerge", "scores.csv", "--out", "out"]),
+            ("scores.jsonl", ["emerge", "scores.jsonl", "--out", "out"]),
+            ("scores.parquet", ["emerge", "scores.parquet", "--out", "out"]),
+            ("compacted/measurements.parquet", ["publish", "compacted", "--out", "out"]),
+            ("compacted/measurements.parquet", ["compact", "compacted"]),
+            ("compacted/measurements.jsonl", ["publish", "compacted", "--out", "out"]),
+            ("series/step-000000001/config.json", ["watch", "series", "--patience=0", "--settled=0", "--root=out"]),
             ("tasks", ["select", str(home.root / "model"), "--task", "banking77", "--folder", "tasks", "--out", "out"]),
         ]
     )
@@ -206,7 +220,18 @@ def losses_at_a_tenth(folder: Path, argv: list[str]) -> list[float]:
 def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
     """What an accepted case did that nobody can have wanted."""
     named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # asked for by name
-    expected = named | {"out", "run", "page.html", "all.csv", "model", "series", "shards", "swept", "tasks"}
+    expected = named | {
+        "out",
+        "run",
+        "compacted",
+        "page.html",
+        "all.csv",
+        "model",
+        "series",
+        "shards",
+        "swept",
+        "tasks",
+    }
     if strange := {path.name for path in folder.iterdir()} - before - expected:
         return f"it wrote {sorted(strange)} beside its folder"
     if argv[0] == "fit":
@@ -234,6 +259,7 @@ def troubles(home: Home, scratch: Path, numbers: range) -> list[str]:
         folder.mkdir()
         argv, outcome = kind(home, folder, chance)
         given = {"recipe.yaml", "text.txt", "text.jsonl", "songs.csv", "models.csv", "grid.yaml", "manifest.yaml"}
+        given |= {"scores.csv", "scores.jsonl", "scores.parquet"}
         trouble = outcome.trouble or (harm(folder, given, argv) if outcome.code == 0 else None)
         if trouble is None:
             shutil.rmtree(folder)
