@@ -181,6 +181,20 @@ def test_variants_are_options_with_the_plainest_first(page: Path) -> None:
     assert 'value="1">median' in text
 
 
+def test_a_variant_without_the_level_to_compare_with_is_drawn_as_the_others_are(tmp_path: Path) -> None:
+    """As `ngram_divergence` of unigrams, which look at no token that another one could stand for."""
+    for step in (0, 1):
+        found = [
+            Record(metric=f"{of}ngram_divergence", value=1.0 + n + layer, layer=layer, tags={"order": n})
+            for of, n in (("", 1), ("", 2), ("random_", 2))
+            for layer in (0, 1)
+        ]
+        records.append(tmp_path / "measurements.jsonl", replace(measurement("run", step, "trajectory"), records=found))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Divergence from n-grams" in page
+    assert 'class="plot failed"' not in page
+
+
 def test_a_median_of_the_whole_model_alone_is_no_choice_beside_curves_per_layer(page: Path) -> None:
     text = page.read_text()
     block = text[text.index("<h3>Line shape score") :]

@@ -134,10 +134,14 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     part = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
     points = select(part, metric, analysis=analysis)
     alone = [point for point in points if point.other_layer is None and not is_placed(point)]
-    baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
+    compared = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
+    levels = {name: select(part, name, analysis=analysis) for name in compared}
 
     def figures(options: dict[str, Any]) -> Iterator[Captioned]:
         yield from _maps(part, metric, points, options)
+        baselines = [
+            name for name in compared if matching(levels[name], options.get("tags") or {})
+        ]  # not every variant
         curves = partial(plots.emergence_curves, part, metric, baselines=baselines, **options)
         over = "distance" if all(point.layer is None for point in alone) else "layers"
         if not alone or "layer" in options:
