@@ -160,7 +160,12 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
             f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
         ) from error
     named = _read_json(companions[CONFIG]).get("eos_token") if CONFIG in companions else None
-    return _ending(tokenizer, named["content"] if isinstance(named, dict) else named, main, companions)
+    named = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(named, str | None):
+        raise InputError(
+            f"{companions[CONFIG]}: eos_token: expected text, got {str(named)[:80]}: mend it or copy it again"
+        )
+    return _ending(tokenizer, named, main, companions)
 
 
 def _ending(tokenizer: Tokenizer, named: str | None, main: Path, companions: dict[str, Path]) -> TextTokenizer:
@@ -186,9 +191,12 @@ def _download(spec: str) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON ({error}): mend it or copy it again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected keys and values, got {str(content)[:80]}: mend it or copy it again")
+    return content
 
 
 def _without_offsets(part: Any) -> Any:

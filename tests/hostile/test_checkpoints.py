@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_layers.cli.main import main
+from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load, open_plainly, outline, read_config
@@ -19,6 +20,7 @@ from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
 from lit_layers.models.streaming import StreamedModel, skeleton
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
+from tests.support.exports import saved_tokenizer
 from tests.support.saved_models import saved, saved_vit
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 300}
@@ -261,3 +263,17 @@ def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused
     for opens in (load, lambda folder: skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)):
         with pytest.raises(InputError, match="expected at most 10,000 layers, got 10,000,000"):
             opens(tmp_path)
+
+
+def test_a_tokenizer_whose_end_of_text_is_none_is_refused(tmp_path):
+    saved_tokenizer(tmp_path)
+    for content, sentence in (
+        ({"eos_token": 7}, "eos_token: expected text, got 7"),
+        ({"eos_token": {"content": [1]}}, r"eos_token: expected text, got \[1\]"),
+        ([1], r"expected keys and values, got \[1\]"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        with pytest.raises(InputError, match=sentence):
+            load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"x": 1}}))
+    assert load_tokenizer(str(tmp_path)).end_of_text == "<|endoftext|>"
