@@ -6,9 +6,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,3 +137,33 @@ def is_whole(url: str, folder: Path, steps: int) -> bool:
         and saved_steps(root) == every_fourth
         and saved_steps(root / "resume") == [steps - 10, steps]
     )
+
+
+def test_a_log_is_cut_once_though_its_writer_is_killed_before_all_is_sent(bucket, tmp_path):
+    """Cut again to where it began anew, it would lack what a checkpoint sent since refers to."""
+    url = f"{bucket}/cut/run"
+
+    def train_until(method: str, starts: str) -> int:
+        real, send = getattr(remote_copy.LocalCopy, method), remote_copy.LocalCopy.send
+
+        def and_die(self: remote_copy.LocalCopy, name: str, *others: object) -> None:
+            real(self, name, *others)
+            if name.startswith(starts):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def send_all(self: remote_copy.LocalCopy, *others: Any, **more: Any) -> bool:
+            return bool(saved_steps(self.folder / "resume")) and send(self, *others, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote_copy.LocalCopy, method, and_die)
+            patch.setattr(remote_copy.LocalCopy, "send", send_all)  # what is cut and what is saved at once
+            return train(url, 12)
+
+    with machine(tmp_path / "here"):
+        assert run_forked(functools.partial(train, url, 7)) == 0  # nothing to go on from: the next one begins anew
+        assert run_forked(functools.partial(train_until, "_send_folder", "resume/")) == -9
+        assert run_forked(functools.partial(train_until, "_cut", "metrics")) == -9
+    with machine(tmp_path / "onlooker"):
+        root = remote_runs.read(url, remote_copy.everything)
+        assert saved_steps(root / "resume") == [10]
+        refuse_torn(root)

@@ -322,6 +322,7 @@ class LocalCopy:
             ends[log] = min(size, ends.get(log, size))
             if self.cuts.get(log) == size:
                 del self.cuts[log]
+                self._save_state()  # who goes on after a kill would cut again, below what folders sent by then refer to
 
     def _in_order(self) -> dict[str, list[int]]:
         """The files, looked at in such an order that what one refers to is among them."""
