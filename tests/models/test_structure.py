@@ -484,6 +484,7 @@ def test_a_model_that_accelerate_calls_under_autocast_is_looked_at_in_the_precis
     model: Any = tiny(kind) if kind == "llama" else tiny_model("OPTForCausalLM", "opt")
     batch = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
     expected = LayeredModel(model).trajectory(batch)
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of a Trainer of another file's test
     try:
         prepared: Any = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(copy.deepcopy(model))
     finally:
