@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from lit_layers import functional, metrics
 from lit_layers.analyses.attention import AttentionPatterns
@@ -87,7 +88,7 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
         InputError: as `named`.
     """
     return [
-        NAMES[name](batches=few if issubclass(NAMES[name], COSTLY) else batches)
+        cast(Any, NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
         if name in NAMES
         else StateMetric(metric=getattr(functional, name), batches=batches)
         for name in named(names)

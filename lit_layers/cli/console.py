@@ -46,7 +46,7 @@ def verbosity() -> int:
     return _verbosity
 
 
-def show_table(rows: Iterable[Mapping[str, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
+def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
     """Prints a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
     from rich.console import Console
     from rich.table import Table

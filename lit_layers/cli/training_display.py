@@ -133,7 +133,7 @@ def show_results(root: Path, seconds: float) -> None:
             print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
 
 
-def _change(row: Mapping[str, Any]) -> dict[str, str]:
+def _change(row: Mapping[Any, Any]) -> dict[str, str]:
     layer = "" if pd.isna(row["layer"]) else f"layer {int(row['layer'])}"
     name = " ".join(filter(None, [f"{row['analysis']}/{row['metric']}", row["variant"], layer]))
     values = {f"step {row['first_step']}": row["first"], f"step {row['last_step']}": row["last"]}

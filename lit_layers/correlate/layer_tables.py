@@ -215,7 +215,8 @@ def _metric_table(
         return pd.DataFrame(), dict.fromkeys(scores.index, f"no {text}")
     of_task = {task: curves.by_task.get(task, curves.by_task.get("", {})) for task in scores.index}
     table = pd.DataFrame(of_task, index=scores.columns, dtype="float64").T
-    depth, missing = scores.columns[-1], dict(gaps)
+    depth: Any = scores.columns[-1]
+    missing = dict(gaps)
     for task in scores.index.drop([*gaps]):
         if not of_task[task]:
             missing[task] = f"no {text}"

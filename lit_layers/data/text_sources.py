@@ -269,10 +269,10 @@ class HubText(Source):
     def _open(self, split: str | None) -> Any:
         import datasets  # seconds, which a corpus on this machine need not wait for
 
-        config, place = self.config or None, {}
+        config, options = self.config or None, dict[str, Any](split=split, revision=self.revision, streaming=True)
         if self._folder is not None:
-            config, place = None, {"data_dir": self._folder}
-        return datasets.load_dataset(self.name, config, split=split, revision=self.revision, streaming=True, **place)
+            config, options["data_dir"] = None, self._folder
+        return datasets.load_dataset(self.name, config, **options)
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")

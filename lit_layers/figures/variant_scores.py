@@ -202,7 +202,7 @@ def pareto(costs: Sequence[float], qualities: Sequence[float], *, higher: bool =
     """
     table = pd.DataFrame({"cost": costs, "quality": qualities}, dtype=float)
     table["quality"] *= 1 if higher else -1
-    finite = np.isfinite(table).all(axis=1)
+    finite: Any = np.isfinite(table).all(axis=1)
     best: Any = table[finite].groupby("cost")["quality"].max()
     front = best[best > best.cummax().shift(fill_value=-math.inf)]
     return (finite & (table["quality"] == table["cost"].map(front))).tolist()

@@ -126,7 +126,7 @@ class RayWorkers:
         if self._is_ours:
             self._join()
         self._options = self._resources(threads, gpu, memory)
-        self._carried = ray.put(ray.cloudpickle.dumps(carried))
+        self._carried = ray.put(self.ray.cloudpickle.dumps(carried))
         self._actors: dict[int, Any] = {}
         self._expected: dict[Any, int] = {}  # references to results: which worker's
         self._starting: set[int] = set()

@@ -206,7 +206,7 @@ def tables_of(root: Path, measured: Sequence[Measurement], *, allow_suspect: boo
         shown = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
         if not run.compares_models and (clock := times_of_run(run.name, shown, root)) is not None:
             times = times_table(clock).drop(columns="run").astype(object)
-            tables[TIMES] = [*times], times.where(times.notna(), None).values.tolist()
+            tables[TIMES] = [*map(str, times)], times.where(times.notna(), None).values.tolist()
     except Exception as error:  # no table is worth the run's end
         logger.warning("no table of emergence times: %s", (str(error) or type(error).__name__).partition("\n")[0])
     return tables

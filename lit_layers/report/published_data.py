@@ -88,7 +88,7 @@ def _read(root: Path) -> list[Measurement]:
 
 def _numbers(measured: Sequence[Measurement]) -> pd.DataFrame:
     pairs = [(m, record) for m in measured for record in m.records]
-    kinds = {"layer": "Int64", "other_layer": "Int64", "n": "Int64"}
+    kinds: dict[str, Any] = {"layer": "Int64", "other_layer": "Int64", "n": "Int64"}
     kinds |= dict.fromkeys(("value", "stderr", "low", "high"), "float64")
     columns: dict[str, Any] = {
         **_columns([m for m, _ in pairs]),

@@ -345,7 +345,7 @@ def last_values(content: SideBySide) -> pd.DataFrame:
     Of numbers of layers the last layer's that all groups have; of two groups also the difference. The step is the last
     that all groups have.
     """
-    groups, rows = list(content.groups), []
+    groups, rows = list(content.groups), list[dict[str, Any]]()
     shared = {key: lines for key, lines in content.lines.items() if len(lines) == len(groups)}
     last: dict[tuple[str, str, str], int | None] = {}
     for analysis, metric, layer, tags in shared:
@@ -356,11 +356,12 @@ def last_values(content: SideBySide) -> pd.DataFrame:
         if layer != last[analysis, metric, tags] or not common:
             continue
         step = max(common)
-        row = {"analysis": analysis, "metric": metric, "layer": layer, "tags": tags, "step": int(step)}
+        row: dict[str, Any] = {"analysis": analysis, "metric": metric, "layer": layer, "tags": tags, "step": int(step)}
         row["title"] = next(iter(lines.values())).curve.title
         gap = {"difference": difference(*(lines[name] for name in groups))} if len(groups) == 2 else {}
         for name, line in {**lines, **gap}.items():
             at = int(np.searchsorted(line.at, step))
             row |= {name: line.values[at], f"{name} low": line.low[at], f"{name} high": line.high[at]}
         rows.append(row)
-    return pd.DataFrame(sorted(rows, key=lambda row: (row["analysis"], rank(row["metric"]))))
+    rows.sort(key=lambda row: (row["analysis"], rank(row["metric"])))
+    return pd.DataFrame(rows)

@@ -150,7 +150,7 @@ def lead_lags(
     size = np.abs(z.mean(-1))
     place, greatest, middle = size.argmax(1), size.max(1), (z.shape[1] - 1) // 2
     moves: Array = np.fmin(np.array([num_moves(each) for each in a]), num_moves(b))
-    defined = a.any((1, 2)) & b.any()
+    defined = np.asarray(a.any((1, 2)) & b.any())
     p, rng = np.full(len(a), np.nan), np.random.default_rng(seed)
     if len(b) >= FEWEST_PAIRED:
         p[defined] = _p_of_pairings(a[defined], b, greatest[defined], rng)
