@@ -315,7 +315,7 @@ def _config(text: str) -> str | None:
 
     try:
         settings = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested without end
         return None
     if not isinstance(settings, dict):
         return None
