@@ -12,19 +12,19 @@ from types import ModuleType
 
 COMMANDS = {  # each a file of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
-    "audit": "tell whether a checkpoint series is what it says",
-    "compact": "write the numbers of runs as tables, from which single curves are read at once",
-    "correlate": "metrics against scores, over models or over layers",
-    "emerge": "tell when each number of a run changes, in which order, and how sure that is",
+    "audit": "check whether a checkpoint series is what it says",
+    "compact": "write the numbers of runs as tables, from which curves are read much faster",
+    "correlate": "compare metrics with scores, over models or over layers",
+    "emerge": "find when each number of a run changes, in which order, and how sure that is",
     "fit": "train from a recipe and measure every layer on the way",
     "intervene": "run the blocks in other orders, and see what breaks",
     "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
     "prepare": "turn a text source into token shards",
     "publish": "write the numbers of runs as a data set with a card",
-    "report": "write a run's curves into one HTML page",
-    "reproduce": "measure a published figure again, and set its numbers beside the printed ones",
+    "report": "draw a run, or several side by side, on one HTML page",
+    "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
-    "sweep": "run every cell of a grid, each to its end once",
+    "sweep": "train every run of a grid of options",
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
@@ -171,8 +171,9 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "lit-layers COMMAND --help tells a command's options; all have -q (quiet) and -v (verbose).",
-            "fit, analyze and sweep: --code PACKAGE lets a recipe name the classes of your own package or folder.",
+            "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
+            "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
+            "fit, analyze and sweep: --code PACKAGE lets recipes name the classes of your own package or folder.",
         ]
     )
 

@@ -111,17 +111,20 @@ class Measuring:
     """How checkpoints are measured, and where the results go.
 
     Args:
-        allow_suspect: measure checkpoints, too, that the audit of the series found suspect
-        stream_blocks: read a model block by block: it is never in memory as a whole
+        allow_suspect: also measure checkpoints that the audit of the series found suspect
+        stream_blocks: read a model block by block, so that it is never in memory as a whole
         keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: every n-th checkpoint from the i-th, from 0. auto: a share for each process of torchrun
-        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder); but for watch a place
-            on a store, too: s3://bucket/run, gs://bucket/run
-        device: auto: a GPU if there is one
-        dtype: what weights are converted to; bfloat16: for products within blocks alone, checked in float32 on a sample
-        kept_mb: of states that several analyses look at, in memory between them; what is more lies on the disk
-        values_mb: at most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none
-        engine: process: this one; ray: workers on the machines of a Ray cluster, or on this one (docs/clusters.md)
+        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
+            of torchrun
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder). It may be on a store,
+            except for watch: s3://bucket/run, gs://bucket/run
+        device: where the model runs. auto: on a GPU if there is one
+        dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
+        kept_mb: most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk
+        values_mb: most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
+            curves by; 0: none
+        engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
+            (docs/clusters.md)
     """
 
     allow_suspect: bool = False
@@ -163,10 +166,10 @@ class Checkpoints(Measuring):
     """Which checkpoints are measured, how, and where the results go.
 
     Args:
-        steps: of a model's series: all, a list, {log_spaced: N}, pythia, {every: N}
+        steps: which checkpoints of a series: all, a list such as 0,1,1000, {log_spaced: N}, pythia, {every: N}
         revision: a branch, tag or commit of the Hub
-        submodule: of a folder of *.ckpt files: the submodule that is the network (default: found by its tensors)
-        plan: says what it would cost, and measures nothing
+        submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
+        plan: say what it would cost, and measure nothing
     """
 
     steps: Steps | None = None

@@ -200,11 +200,14 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
     )
     _add_options(parser, verb)
     parser.add_argument(
-        "-c", "--config", action="config", help="a YAML recipe with values for these options; repeatable"
+        "-c",
+        "--config",
+        action="config",
+        help="a YAML recipe with values for these options; of several, later ones win",
     )
     heeded: Any = {"action": _Heeded, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS}
-    parser.add_argument(*QUIET, help="results, warnings and refusals alone", **heeded)
-    parser.add_argument(*VERBOSE, help="a line for all that is done, and tracebacks of what failed", **heeded)
+    parser.add_argument(*QUIET, help="print only results, warnings and refusals", **heeded)
+    parser.add_argument(*VERBOSE, help="print a line for everything that is done, and tracebacks of failures", **heeded)
     return parser
 
 
@@ -398,6 +401,6 @@ class _HelpFormatter(DefaultHelpFormatter):
         if extra := getattr(action, "extra_help", str)():
             words = f"{words} ({extra.lstrip(', ')})"  # the classes that may be named
         default = action.default
-        if default in (None, [], SUPPRESS) or action.nargs == 0 or "(default" in words:
+        if default in (None, [], SUPPRESS) or action.nargs == 0 or not str(default) or "(default" in words:
             return words
         return f"{words} (default: %(default)s)"

@@ -22,7 +22,7 @@ from lit_layers.errors import InputError, refuse_pipe
 from lit_layers.files.remote_store import is_remote
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
-HELP = "command line only, repeatable: a recipe may name the classes of this package, or of all modules of this folder"
+HELP = "lets recipes name the classes of this package, or of all modules of this folder; command line only, repeatable"
 _OF_LIGHTNING = (  # its demonstrations fetch data, and its server starts a process
     *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
     *("lightning.pytorch.strategies", "lightning.fabric.plugins"),

@@ -31,19 +31,21 @@ def analyze(
     metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
-    """Measure every layer of a model, or of each checkpoint of a series. Run again it continues.
+    """Measure every layer of a model, or of each checkpoint of a series. Run it again to continue.
 
     Exit code: 0, 1 if anything failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub. Of a series: a folder of steps,
+        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
-        series: instead of a model: a series by its class, with its own options
-        corpus: stands for ${corpus} in recipes
-        tokenizer: stands for ${tokenizer} in recipes; of several models each one's own
-        untrained: a seed: new weights in place of the model's own, as its library initialises them; a row of its own
-        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
-        analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
+        series: instead of a model: the class of a series, with its own options
+        corpus: the text to measure on; in recipes ${corpus} stands for it
+        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it. Of several models each reads
+            with its own
+        untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
+        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
+        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
+            Trajectory, Representation, Coupling)
     """
     command = Command(recipe)
     named = None if command.wants_own_tokenizer else tokenizer

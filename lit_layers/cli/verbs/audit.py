@@ -28,19 +28,20 @@ def audit(
     level: Literal["auto", "listing", "files", "weights"] = "auto",
     json: Path | None = None,
 ) -> int:
-    """Tell whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
+    """Check whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
     and tokenizers, and by its weights where they are on this machine. Exit code: 0 clean, 1 findings, 2 wrong input.
 
     Args:
-        series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest (*.yaml) of such
-        steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
-        grammar: how steps are named, e.g. iter_{step}
-        stage: of a training in stages
+        series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest of published series
+            (*.yaml)
+        steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
+        grammar: how the branches of steps are named, e.g. iter_{step}
+        stage: which stage of a training in stages
         ingredient: which of the sibling runs of a stage
-        model: of *.ckpt files: the submodule that is the network (default: found by its tensors)
+        model: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         submodule: the same as --model
         level: listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their
-            values, downloaded if need be. auto: the weights of those checkpoints that are on this machine
+            values, which are downloaded where needed. auto: the weights of those checkpoints that are on this machine
         json: also write the findings to this file
     """
     from lit_layers.series import audit as audit_of

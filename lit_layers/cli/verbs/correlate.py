@@ -23,17 +23,17 @@ class OverModels:
     """Over models.
 
     Args:
-        data: instead: coupling and leaderboard scores of 28 models, as published
-        metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling; a column of the file
-        tags: which variant of it, NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
-        over: TAG=VALUE,VALUE,... e.g. k=0.05,0.1,0.2: also the correlation at each value of a tag
-        layer: a layer's number, or last (default: the whole model's value, else the last layer's)
-        score: FILE.csv:COLUMN keyed by model; a scalar of training, as validation/accuracy;
-            ANALYSIS/METRIC; a column
-        take: of a scalar of training (default: last)
-        given: hold these columns fixed, alone and together; sizes enter as logarithms
+        data: in place of models: coupling and leaderboard scores of 28 models, as published
+        metric: the metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling, or a column of the file
+        tags: which variant of the metric: NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
+        over: also correlate at each value of a tag: TAG=VALUE,VALUE,... e.g. k=0.05,0.1,0.2
+        layer: at which layer: its number, or last (default: the whole model's value, else the last layer's)
+        score: the score: FILE.csv:COLUMN with a row a model; a scalar of training, e.g. validation/accuracy; another
+            ANALYSIS/METRIC; or a column of the file
+        take: which value of a scalar of training (default: last)
+        given: also correlate with these columns held fixed, alone and together; sizes enter as logarithms
         group: also correlate within groups of equal value of this column, e.g. drop_path_rate
-        baseline: the column of what the metric is by chance (default: random_METRIC, where known)
+        baseline: the column that says what the metric is by chance (default: random_METRIC, where known)
     """
 
     data: Literal["published"] | None = None
@@ -53,10 +53,10 @@ class OverLayers:
     """Over layers.
 
     Args:
-        metrics: METRIC,... each NAME or ANALYSIS/NAME, with [tag=value,...] for a variant
-        scores: mteb; or FILE: model, task, layer, score
-        metrics_file: FILE of the metrics: model, task, layer, a column each
-        with_layer_0: the embedding, too, not only layers 1 to the last
+        metrics: the metrics: NAME or ANALYSIS/NAME, with [tag=value,...] for a variant; several with commas between
+        scores: the scores of layers: mteb, or a file with the columns model, task, layer, score
+        metrics_file: a file of the metrics, with the columns model, task, layer, and one for each metric
+        with_layer_0: also take the embedding, not only layers 1 to the last
     """
 
     metrics: list[str] | str | None = None
@@ -75,14 +75,14 @@ def correlate(
     seed: int = 0,
     out: Path | None = None,
 ) -> int:
-    """Correlate a metric with a score over models, and tell what width alone would explain; or metrics with task scores
-    over the layers of each model, and tell what choosing a layer by them is worth.
+    """Correlate a metric with a score over models, and show what width alone would explain. Or correlate metrics with
+    task scores over the layers of each model, and show what choosing a layer by them is worth.
 
     Args:
-        models: run folders, comparisons of models, folders of such; or one .csv or .parquet file, a row a model
-        step: the checkpoint of training runs (default: the last that has the metric)
-        resamples: of the models or tasks, for intervals
-        seed: of the resamples
+        models: run folders, comparisons of models, or folders of such; or one .csv or .parquet file with a row a model
+        step: which checkpoint of training runs (default: the last that has the metric)
+        resamples: how often models or tasks are resampled for intervals
+        seed: seed of the resamples
         out: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
     models_given, layers_given = given(over_models), given(over_layers)

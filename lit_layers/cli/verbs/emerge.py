@@ -32,23 +32,23 @@ def emerge(
     seed: Annotated[int, SEED] = 0,
     out: Path | None = None,
 ) -> int:
-    """Tell when each curve over training steps changes, in which order, and whether runs agree.
+    """Find when each curve over training steps changes, in which order, and whether runs agree.
 
     Args:
         runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval or MTEB (.json, or
             a folder of these)
-        metrics: METRIC,... or ANALYSIS/METRIC,... alone (default: those that tables of results show)
-        where: NAME=VALUE,... that curves must have: tags, or columns of a table (a value may have commas, and no =)
-        seeds: the runs are seeds of one: also times over them
-        axis: over optimizer steps or tokens
-        confidence: of the intervals, and of the verdict that a curve emerges
-        forecast: from this share of training, as 0.1, forecast the end of each model by the other runs, and say whether
-            that beats persistence and the loss
-        loss: METRIC or ANALYSIS/METRIC of the loss that lead-lags are given (default: the last layer's logit-lens loss)
-            and the forecast is held against
-        settings: of analyses that were measured with several settings take these, as in report
+        metrics: only these: METRIC,... or ANALYSIS/METRIC,... (default: those that tables of results show)
+        where: only curves with these tags or columns: NAME=VALUE,... (a value may have commas, and no =)
+        seeds: the runs are seeds of one training: also find times over all of them
+        axis: what training is measured in: optimizer steps or tokens
+        confidence: confidence of the intervals, and of the verdict that a curve emerges
+        forecast: a share of training, such as 0.1: from there forecast the end of each model by the other runs, and say
+            whether that beats persistence and the loss
+        loss: the loss, as METRIC or ANALYSIS/METRIC: lead-lags are given it, and the forecast is compared with it
+            (default: the last layer's logit-lens loss)
+        settings: which settings to take of analyses that were measured with several, as in report
         allow_suspect: also take checkpoints that the audit of their series found suspect
-        seed: of the draws
+        seed: seed of the random draws
         out: folder of the page, the tables and the pictures (default: emergence)
     """
     if not runs:

@@ -81,21 +81,25 @@ class RunOptions:
 
     Args:
         root: The run's folder, e.g. checkpoints/my_run, or a place on a store: s3://bucket/run, gs://bucket/run.
-        if_exists: What to do where root already holds a run; overwrite counts on the command line alone.
-        resume: Goes on exactly where a killed run was: last, a step, or a folder ROOT/resume/step-...; with last, a new
+        if_exists: What to do where root already holds a run; overwrite is heeded on the command line alone, not in a
+            recipe.
+        resume: Go on exactly where a run was stopped: last, a step, or a folder ROOT/resume/step-.... With last, a new
             folder starts the run.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
-        steps: Steps to save and measure: pythia, a list, {every: N} or {log: 2, until: N, then_every: N}; a rule takes
-            single steps besides, as in {every: 500, also: [750]}.
-        corpus: Stands for ${corpus} in recipes.
-        tokenizer: Stands for ${tokenizer} in recipes.
-        analyses: What to measure at these steps.
-        wandb: Mirrors the run to W&B.
-        budget: The most that measuring may take of the time of training, e.g. 5%: fewer scheduled steps are measured.
-        kept_mb: Of states that several analyses look at, in memory between them; what is more lies on the disk.
-        values_mb: At most so much of each prompt's values is kept beside the measurements, for paired orders; 0: none.
-        measure: async: the saved steps are measured by a second process on the CPUs, while training goes on.
-        plan: Says what it would cost, and trains nothing.
+        steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
+            until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
+        corpus: The text, as ${corpus} in recipes.
+        tokenizer: The tokenizer, as ${tokenizer} in recipes.
+        analyses: What to measure at these steps, as a list of classes with options.
+        wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
+        budget: The largest share of the training time for measuring, e.g. 5%: fewer of the scheduled steps are then
+            measured.
+        kept_mb: Most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk.
+        values_mb: Most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
+            curves by; 0: none.
+        measure: sync: training waits while a step is measured. async: a second process measures the saved steps on the
+            CPUs.
+        plan: Say what it would cost, and train nothing.
     """
 
     root: str
@@ -212,13 +216,14 @@ def fit(
     data: L.LightningDataModule,
     options: RunOptions,
 ) -> int:
-    """Train from a recipe, and save and measure the model at each step of a schedule. Whatever ends it, its report is
-    written. Exit code: 0, 2 wrong input, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM.
+    """Train from a recipe, and save and measure the model at each step of a schedule. `lit-layers fit quickstart/gpt2`
+    takes a recipe of the package, `--config FILE` one of your own. Whatever ends the run, its report is written. Exit
+    code: 0, 2 wrong input, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        seed_everything: of all random numbers
-        model: the module that is trained, by class_path and init_args; --model.help CLASS tells those of a class
-        data: what it is trained on, by class_path and init_args; --data.help CLASS tells those of a class
+        seed_everything: the seed of all random numbers
+        model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
+        data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
     _refuse_harm(options, trainer)
     quieten()

@@ -45,31 +45,32 @@ class Interventions:
     """What is changed, and what is measured.
 
     Args:
-        tokenizer: its name or folder (default: the model's own)
-        variants: all, or of baseline, middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one,
-            switch, or repeat_one, which all leaves out, with commas between them
-        schedule: one of your own, such as '1 2 (3,4,5) (3,4,5) 6'; may be given several times
-        middles: how many middle blocks are changed: all, or numbers such as 1,5,9
-        seeds: of random orders (default: 0 to 9)
+        tokenizer: name or folder of the tokenizer (default: the model's own)
+        variants: which orders of blocks: all, or names with commas between: baseline, middle_repeat, skip, parallel,
+            reverse, random, looped_parallel, skip_one, switch, or repeat_one, which all leaves out
+        schedule: an order of your own, such as '1 2 (3,4,5) (3,4,5) 6'; may be given several times
+        middles: how many middle blocks are changed: all possible numbers, or some, such as 1,5,9
+        seeds: seeds of the random orders (default: 0 to 9)
         loops: how often looped_parallel runs the middle (default: 2 to 8)
-        tasks: of lambada, arc_challenge, hellaswag, winogrande, gsm8k, further ones of lm-eval, or with --folder of
-            docs/interventions.md (default: these five)
-        folder: local data, whose tasks.yaml says where the tasks lie, also those of --glue and --finetune (default: the
-            Hub)
-        limit: score the first rows of a task only
-        max_new_tokens: of a generated answer (default: 256)
-        corpus: measure loss, accuracy and divergence on held-out text of it, too
-        states: how far the states that the changed blocks hand on are from the full model's, too, on the same text or
-            images
-        num_sequences: of that text
-        num_tokens: of each text, also of those that are timed (default: 128)
-        images: instead, for an image classifier: digits, cifar10, a local path, ORG/NAME
-        num_images: of its test split
-        image_size: of the model's input, in px (default: the source's)
-        normalisation: of pixels
-        speed: measure the latency of each variant against the full model
-        execution: how groups side by side are timed: loop, stacked, or both with a comma
-        finetune: a recipe: train each changed model, before and after (recipes/finetune/text.yaml, arc.yaml)
+        tasks: benchmarks to score: lambada, arc_challenge, hellaswag, winogrande, gsm8k, further ones of lm-eval, or
+            with --folder those of docs/interventions.md (default: these five)
+        folder: a folder of local data, whose tasks.yaml says where the tasks lie, also those of --glue and --finetune
+            (default: the Hub)
+        limit: score only so many first rows of a task
+        max_new_tokens: most tokens of a generated answer (default: 256)
+        corpus: a text: measure loss, accuracy and divergence on its held-out part, too
+        states: also measure how far the states behind the changed blocks are from those of the full model, on the same
+            text or images
+        num_sequences: how many sequences of that text
+        num_tokens: tokens of each sequence, also of those that are timed (default: 128)
+        images: for an image classifier, in place of texts: digits, cifar10, a local path, ORG/NAME
+        num_images: how many images of its test split
+        image_size: size of the model's input, in px (default: the source's)
+        normalisation: how pixels are normalised
+        speed: also measure the latency of each variant against the full model
+        execution: how blocks side by side are timed: loop, stacked, or both with a comma between
+        finetune: a recipe: train each changed model, and score it before and after (recipes/finetune/text.yaml,
+            arc.yaml)
         glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
     """
 
@@ -129,10 +130,10 @@ class Interventions:
 def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
     """Run the blocks of a model skipped, repeated, reversed, shuffled, side by side, and see what breaks.
 
-    Run again it continues. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
+    Run it again to continue. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub. Of a series: a folder of steps,
+        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
     """
     options = options.settled(recipe)

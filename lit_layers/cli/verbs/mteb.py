@@ -43,29 +43,30 @@ def mteb(
     store_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     seed: Annotated[int, COUNT_OR_NONE] = 42,
 ) -> int:
-    """Score every layer of a model, or of each checkpoint of a series, on tasks of MTEB. Run again it continues.
+    """Score every layer of a model, or of each checkpoint of a series, on tasks of MTEB. Run it again to continue.
 
     Exit code: 0, 1 if a task failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub. Of a series: a folder of steps,
+        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
-        tokenizer: its name or folder (default: the model's own)
-        tasks: layerwise32, local (all that --folder holds), or names, with commas between them
-        domains: of these tasks only some: classification, clustering, pair_classification, reranking, sts
-        layers: all, or numbers such as 0,3,6; 0 is the embedding output
-        folder: local data in their own layout (docs/mteb.md); looked at first
-        mirror: a folder with copies of data sets of the Hub, as ORGANIZATION/NAME; next
-        modules: where the pooling and normalisation of a sentence encoder's modules.json hold: at the last layer, at
-            all, at none (default: last; none where --pooling is given)
-        pooling: mean is over real tokens (default: mean)
-        states: the convention: resid, as a block leaves them; normed, each after the final norm; hf, only the last
-        max_tokens: a longer text loses its end; also at the model's limit
-        metrics: measure the first 1,000 texts of each task without labels, too
-        cache: folder of embeddings (default: below the root)
-        cache_gb: how much it may hold; the oldest task gives way
-        store_dtype: of embeddings that are kept; the halves change scores a little
-        seed: of mteb's draws, 42 as mteb's
+        tokenizer: name or folder of the tokenizer (default: the model's own)
+        tasks: which tasks: layerwise32, local (all that --folder holds), or names with commas between
+        domains: only these kinds of tasks: classification, clustering, pair_classification, reranking, sts
+        layers: which layers: all, or numbers such as 0,3,6; 0 is the embedding output
+        folder: a folder of local data in their own layout (docs/mteb.md); it is searched first
+        mirror: a folder with copies of data sets of the Hub, as ORGANIZATION/NAME; it is searched next
+        modules: where to apply the pooling and normalisation of a sentence encoder's modules.json: at the last layer,
+            at all, at none (default: last; none where --pooling is given)
+        pooling: how the states of a text become one vector; mean is over real tokens (default: mean)
+        states: which states: resid, as a block leaves them; normed, each after the final norm; hf, only the last after
+            it
+        max_tokens: most tokens of a text; a longer one is cut, also at the model's own limit
+        metrics: also measure metrics without labels, on the first 1,000 texts of each task
+        cache: folder in which embeddings are kept (default: below the root)
+        cache_gb: most gigabytes in it; the embeddings of the oldest task are removed first
+        store_dtype: precision of embeddings that are kept; 16 bits change scores a little
+        seed: seed of mteb's random draws; 42 is mteb's own
     """
     checkpoints.are_series(model)
     from lit_layers.tasks.catalogue import LOCAL, resolve

@@ -16,7 +16,7 @@ def prepare(
     separator: str | None = None,
     validation: float | None = None,
 ) -> int:
-    """Tokenize a corpus into memory-mapped shards. Interrupted, it continues when run again.
+    """Tokenize a corpus into memory-mapped shards. Run it again to continue.
 
     A .txt file is one document, or several divided by lines that say <|endoftext|> (or --separator). A row of a
     .parquet file and a line of a .jsonl file is one document, its text in --column.
@@ -26,11 +26,11 @@ def prepare(
             .txt, .jsonl or .parquet file or a folder of them
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
         out: folder to write to
-        workers: threads that tokenize (default: as many as cores)
-        max_documents: read at most so many (of each split the source brings)
-        column: column of the text (default: text)
-        separator: line that ends a document of a .txt file, "" for a blank one
-        validation: share of documents to hold out (default: 0.01; python: 0.1)
+        workers: how many threads tokenize (default: as many as cores)
+        max_documents: read at most so many documents (of each split of the source)
+        column: the column with the text (default: text)
+        separator: the line that ends a document of a .txt file, "" for a blank one
+        validation: share of the documents to hold out (default: 0.01; python: 0.1)
     """
     from lit_layers.data import preparing
 

@@ -8,14 +8,14 @@ from lit_layers.errors import InputError
 def publish(
     roots: list[Path], *, out: Path = Path("published"), title: str | None = None, hub: str | None = None
 ) -> int:
-    """Write the numbers of runs as a data set of Hugging Face, with a card, to a folder, and send it if asked to.
+    """Write the numbers of runs to a folder, as a data set of Hugging Face with a card; send it to the Hub if asked to.
 
     Args:
-        roots: folders of runs; each is named in the data set as its folder is
+        roots: folders of runs; the data set names each run as its folder
         out: the folder of the data set: a new one, or one that this command made
-        title: that of the card (default: the name of the folder)
-        hub: also send it to this data set of the Hub, ORGANIZATION/NAME, which is made where there is none: private
-            until you make it public; the token is that of `hf auth login`
+        title: title of the card (default: the name of the folder)
+        hub: also send it to this data set of the Hub, ORGANIZATION/NAME, with the token of `hf auth login`. A new one
+            is private until you make it public
     """
     from lit_layers.report.published_data import send, write_data_set
 

@@ -30,20 +30,19 @@ def report(
     """Write the page of a run, of models, or of several runs side by side. What an interrupted run has left is enough.
 
     Args:
-        runs: a run's folder, with measurements.jsonl or metrics.jsonl; several stand side by side on one page
-        seeds: of several runs: they are seeds of one, and bands are over them
-        group: of several runs: those with one value of this field of their recipe, such as data.shuffle_tokens, are
-            seeds of one
+        runs: a run's folder, with measurements.jsonl or metrics.jsonl; several are drawn side by side on one page
+        seeds: the runs are seeds of one training: draw their mean, with a band over them
+        group: runs with one value of this field of their recipe, such as data.shuffle_tokens, are seeds of one training
         out: the page (default: RUN/report.html; of several runs.html)
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
-        wandb: also send W&B the points that it does not have
-        workspace: also make a W&B workspace with the charts of this run, in ENTITY/PROJECT, or written to FILE.json;
-            with --seeds runs of one W&B group are drawn as their mean and range
-        wandb_report: also make a W&B report with these charts, as workspace does
+        wandb: also send W&B what it does not have yet
+        workspace: also make a W&B workspace with the charts of this run: in ENTITY/PROJECT, or as FILE.json; with
+            --seeds runs of one W&B group are drawn as their mean and range
+        wandb_report: also make a W&B report with these charts: in ENTITY/PROJECT, or as FILE.json
         allow_suspect: also draw checkpoints that the audit of their series found suspect
-        settings: of analyses that were measured with several settings (options, data) draw these, as the page names
-            them, or `last`: those measured last (default: those of the most steps, which training's are)
+        settings: where an analysis was measured with several settings (options, data), draw these, by the names that
+            the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
         provenance: only print where the numbers come from
     """
     from lit_layers import run_data

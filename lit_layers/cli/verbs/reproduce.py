@@ -27,17 +27,16 @@ def reproduce(
     plan: bool = False,
     compare: bool = False,
 ) -> int:
-    """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run again it
-    continues. Exit code: 0, 1 if something failed, 2 wrong input, 3 where a run diverged, 130 after Ctrl-C.
+    """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run it again to
+    continue. Exit code: 0, 1 if something failed, 2 wrong input, 3 where a run diverged, 130 after Ctrl-C.
 
     Args:
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
-        reduced: with the sizes that a laptop can pay for, of which the printed numbers are not to be expected
+        reduced: measure at sizes for a laptop, at which the printed numbers cannot be expected
         root: folder of all results (default: checkpoints/papers/PAPER/RECIPE, with -reduced behind it)
-        engine: ray: what its commands measure the workers of a Ray cluster do (docs/clusters.md); the rest is done
-            in this process
-        plan: says what its commands would cost, and measures nothing
-        compare: only compare what is there
+        engine: ray: workers of a Ray cluster measure (docs/clusters.md), and this process does the rest
+        plan: say what its commands would cost, and measure nothing
+        compare: only compare what has been measured
     """
     from lit_layers.cli.shipped_recipes import find_recipe
     from lit_layers.papers import read_recipe

@@ -37,29 +37,29 @@ class SelectOptions:
             such files named after the splits
         text: their column of text, or a format such as 'Subject: {subject}' (default: text)
         label: their column of labels (default: label)
-        regression: their labels are numbers to predict
-        folder: local data that hold a task of the catalogue (default: the Hub)
-        images: instead, for a vision model: digits, cifar10, a local path, ORG/NAME
-        tokenizer: of texts (default: the model's own)
-        by: what the layer is judged by: of the task's probes accuracy (default) or log_loss, of a regression
-            mean_squared_error; or any metric with a better direction that was measured of every layer of this
-            checkpoint, as NAME or ANALYSIS/NAME, with [tag=value,...] for a variant
-        rule: which layer is enough
-        tolerance: of the rule, in units of the score
-        pooling: of a layer's states (default: last for texts, cls for images)
-        max_tokens: a longer text loses its end
+        regression: the labels are numbers to predict
+        folder: a folder of local data that holds a task of the catalogue (default: the Hub)
+        images: for a vision model, in place of a task: digits, cifar10, a local path, ORG/NAME
+        tokenizer: the tokenizer that reads the texts (default: the model's own)
+        by: the score of a layer: accuracy (default) or log_loss of its probe, for a regression mean_squared_error; or
+            any metric with a better direction that was measured at every layer of this checkpoint, as NAME or
+            ANALYSIS/NAME, with [tag=value,...] for a variant
+        rule: which layer is enough (docs/select.md)
+        tolerance: how much the rule lets a layer lose, in units of the score
+        pooling: how a layer's states become one vector (default: last for texts, cls for images)
+        max_tokens: most tokens of a text; a longer one is cut
         num_train: images to fit and choose on (default: all)
         num_test: images to report on (default: all)
         c: inverse regularisation of the logistic probe
-        penalty: of the ridge probe of a regression
-        max_iterations: of the logistic probe
-        cache: keep features of texts in this folder for the next call
-        device: auto: a GPU if there is one
+        penalty: penalty of the ridge probe of a regression
+        max_iterations: most iterations of the logistic probe
+        cache: keep the features of texts in this folder, for the next call
+        device: where the model runs. auto: on a GPU if there is one
         out: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
-        export: write the model cut there to this folder, with its probe and its page
-        keep_lm_head: export the model's own head, too
+        export: write the cut model to this folder, with its probe and its page
+        keep_lm_head: also export the model's own head
         overwrite: replace an earlier export in the folder of --export
-        rounds: in which times are measured
+        rounds: rounds of measuring times
     """
 
     revision: str | None = None
@@ -157,12 +157,12 @@ class SelectOptions:
 
 
 def select(model: str, others: list[str], options: SelectOptions) -> int:
-    """Choose the layer that is enough for a task, on validation rows, and cut the model there; of several models,
+    """Choose the layer that is enough for a task, on validation rows, and cut the model there. Of several models,
     compare what each scores at its layer, and how long it takes.
 
     Args:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
-        others: more of them, to compare
+        others: more models, to compare
     """
     models = [model, *others]
     texts, names = options.checked(), _names(models, options)

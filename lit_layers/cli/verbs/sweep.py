@@ -30,18 +30,18 @@ def sweep(
     engine: Engine = "process",
     plan: bool = False,
 ) -> int:
-    """Run every cell of a grid, each to its end once. Run again it goes on where it was. Exit code: 0, 1 where a cell
-    failed, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
+    """Train every run of a grid of options, its cells, once each. Run it again to continue. Exit code: 0, 1 where a
+    cell failed, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         file: a W&B sweep with method: grid, e.g. recipes/sweeps/vit_grid.yaml
-        root: folder of all cells: a run folder each, and sweep.csv
-        workers: cells that run at a time; they share the GPUs evenly
-        code: command line only, repeatable: a package that is given to every cell: see lit-layers fit --help
+        root: folder of the sweep: a run folder for each cell, and sweep.csv
+        workers: how many cells run at a time; they share the GPUs evenly
+        code: command line only, repeatable: a package that every cell may use (see lit-layers fit --help)
         any_command: command line only: the file may start another program than lit-layers fit
-        shard: i/n: every n-th cell from the i-th, from 0: for SLURM arrays
-        engine: process: cells run on this machine; ray: on those of a Ray cluster (docs/clusters.md)
-        plan: says what the first cell that is left would cost, and how many there are; runs nothing
+        shard: i/n: run only every n-th cell, from the i-th on, counted from 0; for SLURM arrays
+        engine: process: run cells on this machine. ray: on a Ray cluster (docs/clusters.md)
+        plan: say what the first cell that is left would cost, and how many are left; run nothing
     """
     index, count = shard_of(shard, os.environ)
     refuse_no_shard((index, count))

@@ -43,13 +43,15 @@ def watch(
 
     Args:
         folder: where checkpoints appear: of the HF Trainer (checkpoint-500), of fit --measure async, or of others
-        every: seconds between two looks
-        settled: seconds that the files of a checkpoint must be unchanged, as it may be half written
-        patience: ends when nothing came for so many seconds and no fit --measure async goes on there; null: never
-        corpus: stands for ${corpus} in recipes
-        tokenizer: stands for ${tokenizer} in recipes
-        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; instead of analyses
-        analyses: what to measure (default: those of the run's training, elsewhere Trajectory, Representation, Coupling)
+        every: seconds between two looks at the folder
+        settled: seconds that the files of a checkpoint must be unchanged before it is measured, as it may be half
+            written
+        patience: end when nothing came for so many seconds, and no fit --measure async goes on there; null: never
+        corpus: the text to measure on; in recipes ${corpus} stands for it
+        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it
+        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
+        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
+            Trajectory, Representation, Coupling)
     """
     no_downloads = "is for series of the Hub, and what appears in a folder of this machine is never removed"
     refuse_beside(given(measuring), [(("keep_downloads",), True, no_downloads)])
