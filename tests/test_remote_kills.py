@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from lit_layers import records
-from lit_layers.files import remote_copy, remote_runs, run_lock
+from lit_layers.errors import InputError
+from lit_layers.files import remote_copy, remote_runs, remote_store, run_lock
 from lit_layers.identity import Measurement, Record
 from lit_layers.training.checkpoints import remove_folder, saved_steps, step_folder, write_folder
 from tests.support.forked import run_forked
@@ -23,6 +24,7 @@ from tests.support.s3_server import s3_server
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 24))
+LINES = "measurements.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +169,62 @@ def test_a_log_is_cut_once_though_its_writer_is_killed_before_all_is_sent(bucket
         root = remote_runs.read(url, remote_copy.everything)
         assert saved_steps(root / "resume") == [10]
         refuse_torn(root)
+
+
+def test_what_was_given_up_and_arrives_late_is_older_than_nothing_at_the_end(bucket, tmp_path, monkeypatch):
+    """The page is given up and replaces the next one; the first lines arrive, of which the answer is lost; a
+    removal arrives when the file is there again.
+    """
+    url, put, write = f"{bucket}/late/run", remote_store.Store.put, remote_store.Store.write
+    pages: list[bytes] = []
+    overwritten: list[str] = []
+
+    def late_page(self: remote_store.Store, path: Path, name: str) -> None:
+        if name == "report.html" and not pages:
+            pages.append(path.read_bytes())
+            raise InputError("it gives no answer")
+        put(self, path, name)
+        if name == "report.html" and len(pages) == 1 and path.read_bytes() != pages[0]:
+            pages.append(path.read_bytes())
+            write(self, name, pages[0])
+        if name == "values/kept":
+            self.remove(name)
+            monkeypatch.setattr(remote_store.Store, "put", put)
+
+    def answer_lost(self: remote_store.Store, name: str, content: bytes, *, is_new: bool = False) -> None:
+        write(self, name, content, is_new=is_new)
+        overwritten.extend([name] * (".parts/" in name and not is_new))
+        if name.endswith("000000000000.jsonl") and is_new:
+            raise InputError("it gives no answer")
+
+    monkeypatch.setattr(remote_store.Store, "put", late_page)
+    monkeypatch.setattr(remote_store.Store, "write", answer_lost)
+    with machine(tmp_path / "here"), remote_runs.written(url) as root, run_lock.writing(root):
+        records.append(root / "measurements.jsonl", measurement(0))
+        (root / "report.html").write_text("page 1")
+        while not (pages and remote_copy.LocalCopy(url).store.listing().keys() & {f"{LINES}.parts/{0:012d}.jsonl"}):
+            remote_runs.time.sleep(0.01)
+        records.append(root / "measurements.jsonl", measurement(1))
+        (root / "report.html").write_text("page 2")
+        while len(pages) < 2:
+            remote_runs.time.sleep(0.01)
+        (root / "values").mkdir()
+        (root / "values" / "kept").write_text("values")
+        log = (root / LINES).read_bytes()
+    store = remote_copy.LocalCopy(url).store
+    assert pages == [b"page 1", b"page 2"]
+    assert overwritten == []
+    there = {name: store.read(name) for name in store.listing() if not name.startswith(".")}
+    assert there == {LINES: log, "report.html": b"page 2", "values/kept": b"values"}
+
+
+def test_lines_beyond_a_gap_are_no_end_of_what_is_written_later(bucket, tmp_path):
+    url = f"{bucket}/gap/run"
+    store = remote_copy.LocalCopy(url).store
+    store.write(f"{LINES}.parts/{12:012d}.jsonl", b'{"step": 9}\n' * 1000)
+    with machine(tmp_path / "here"), remote_runs.written(url) as root, run_lock.writing(root):
+        records.append(root / LINES, measurement(0))
+        while len(store.listing()) < 2:
+            remote_runs.time.sleep(0.01)
+        with machine(tmp_path / "onlooker"):
+            assert (remote_runs.read(url) / LINES).read_bytes() == (root / LINES).read_bytes()

@@ -66,7 +66,9 @@ def _option(before: str, word: str) -> str | None:
 def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> None:
     if command not in ("fit", *MEASURING, *READING):
         raise InputError(f"{command} needs a local folder; a store can be the --root of fit, {', '.join(MEASURING)}")
-    several = {"WORLD_SIZE": "RANK", "SLURM_NTASKS": "SLURM_PROCID"}
+    several = {"WORLD_SIZE": "RANK"}
+    if "--engine=ray" not in _joined(argv):  # `srun ... ray symmetric-run` starts the command in one of its tasks alone
+        several["SLURM_NTASKS"] = "SLURM_PROCID"
     ranks = max((int(environment.get(name) or 1) for name, rank in several.items() if rank in environment), default=1)
     if ranks > 1 or int(environment.get("NODE_RANK") or 0):
         raise InputError(

@@ -79,9 +79,10 @@ class LocalCopy:
         self.seen: dict[str, str] = state.get("seen", {})
         self.cuts: dict[str, int] = state.get("cuts", {})
         self.gone: list[str] = state.get("gone", [])
+        self.doubtful: list[str] = state.get("doubtful", [])  # of which a sending was given up: it may arrive late
 
     def _save_state(self) -> None:
-        state = {"token": self.token, "cuts": self.cuts, "gone": self.gone}
+        state = {"token": self.token, "cuts": self.cuts, "gone": self.gone, "doubtful": self.doubtful}
         write_json(self._state_file, state | {"sent": dict(self.sent), "seen": dict(self.seen)})  # which threads change
 
     def note(self, path: Path, keep: int | None) -> None:
@@ -150,7 +151,7 @@ class LocalCopy:
 
     def _drop_stale(self, listing: dict[str, Entry]) -> None:
         """Removes what another writer has changed since, and what was never sent."""
-        self.cuts, self.gone = {}, []
+        self.cuts, self.gone, self.doubtful = {}, [], []
         for name, stat in self.files().items():
             there = listing.get(name)
             if _is_log(name) or there is None or self.seen.get(name) != there.signature or self.sent.get(name) != stat:
@@ -238,10 +239,16 @@ class LocalCopy:
                 self._put(name, stat)
 
     def ends(self) -> dict[str, int]:
-        """How much of each log is on the store."""
+        """How much of each log is on the store, from where parts beyond a gap are removed: readers pass over them, and
+        would take what they hold for the end of what is written from here on.
+        """
         listing = self.store.listing()
         logs = {match[1] if (match := _PART.fullmatch(name)) else name for name in listing}
-        return {log: _end(log, listing) for log in logs if _is_log(log)}
+        ends = {log: _end(log, listing) for log in logs if _is_log(log)}
+        for log, end in ends.items():
+            for name in [name for start, name in _parts(log, listing) if start > end]:
+                self.store.remove(name)
+        return ends
 
     def join_parts(self, ends: dict[str, int]) -> None:
         """Makes each log one object again: the whole first, then the parts go, which readers pass over meanwhile."""
@@ -253,6 +260,20 @@ class LocalCopy:
                 for _, name in parts:
                     self.store.remove(name)
 
+    def is_all_there(self, ends: dict[str, int]) -> bool:
+        """Whether the store has what was sent: a sending or removal that was given up may arrive after the next one.
+        What is another size, and what may be older, is to be sent again.
+        """
+        listing, files = self.store.listing(), self.files()
+        sizes = {name: entry.size for name, entry in listing.items()}
+        late = {name for name in files if name in self.sent and sizes.get(name) != self.sent[name][0]}
+        late.update(name for name in self.doubtful if name in files)
+        self.sent = {name: stat for name, stat in self.sent.items() if name not in late}
+        self.doubtful = []
+        logs = [log for log, end in ends.items() if log in files and (sizes.get(log) != end or _parts(log, listing))]
+        ends.update(dict.fromkeys(logs, 0))
+        return not (late or logs)
+
     def _put(self, name: str, stat: list[int]) -> None:
         path = self.folder / name
         try:
@@ -260,8 +281,9 @@ class LocalCopy:
             if _stat(path) == stat:
                 self.sent[name] = stat
         except (FileNotFoundError, InputError):
-            if path.exists():
-                raise  # else it went meanwhile
+            if path.exists():  # else it went meanwhile
+                self.doubtful += [name] * numbers(name)  # weights of a name are not written twice
+                raise
 
     def _send_folder(self, folder: str, files: dict[str, list[int]]) -> None:
         """First what makes it a checkpoint is removed, last it is sent."""
@@ -298,15 +320,18 @@ class LocalCopy:
             file.seek(end)
             content = file.read(max(0, size - end))
         content = content[: content.rfind(b"\n") + 1]  # a line is being written
-        if not content:
-            return
-        name = f"{log}.parts/{end:012d}.jsonl"
-        try:
-            self.store.write(name, content, is_new=True)
-        except FileExistsError:  # ours, of which the answer was lost, or of a writer that lost the run while it wrote
-            may_write()
-            self.store.write(name, content)
-        ends[log] = end + len(content)
+        while content:
+            sent, name = content, f"{log}.parts/{ends[log]:012d}.jsonl"
+            try:
+                self.store.write(name, content, is_new=True)
+            except FileExistsError:
+                may_write()
+                sent = self.store.read(name, len(content))
+                if not (sent and content.startswith(sent)):  # of a writer that lost the run while it wrote
+                    self.store.write(name, sent := content)
+                # Else it is ours, of which the answer was lost, and is never written over: that, too, could come late.
+            ends[log] += len(sent)
+            content = content[len(sent) :]
 
     def _cut(self, log: str, size: int, ends: dict[str, int]) -> None:
         """Shortens a log on the store, from its end on: at any moment a beginning of it is there."""

@@ -207,11 +207,14 @@ class Writer:
         self._wrong = str(error)
 
     def _send_the_rest(self) -> None:
-        until, tries = time.monotonic() + PATIENCE, 0
+        until, tries, checks = time.monotonic() + PATIENCE, 0, TRIES
         while not self.lost:
             try:
                 self.copy.send(self.ends, self._may_write, is_last=True)
                 self.copy.join_parts(self.ends)
+                if checks and not self.copy.is_all_there(self.ends):
+                    checks -= 1
+                    continue
                 self._sent.set()
                 self._beater.join()
                 self.copy.store.renew(self.claim, is_over=True)

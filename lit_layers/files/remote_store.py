@@ -18,8 +18,8 @@ from typing import Any
 
 from lit_layers.errors import InputError
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)", re.DOTALL)  # one slash: what `Path` leaves of two
-_NO_STORES = ("file", "local", "http", "https")
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,3}([^/].*)", re.DOTALL)  # one slash: what `Path` leaves of two; file:///x
+_NO_STORES = ("file", "local", "http", "https", "memory")
 _CHANGES = ("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created")
 TRIES = 3  # of a claim that is gone when it is read
 # Seconds that a call may take; those that listing a folder of many files may take beyond them; and bytes a second, of

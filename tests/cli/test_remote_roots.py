@@ -15,6 +15,7 @@ import s3fs
 import yaml
 
 from lit_layers import records
+from lit_layers.cli import remote_roots
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import remote_copy, remote_runs, run_lock
@@ -117,6 +118,8 @@ REFUSED = [
     (["report", "gs://x/y"], "its package is missing: pip install gcsfs"),
     (["report", "smb://x/y"], 'its package is missing: SMB requires "smbprotocol"'),
     (["report", "https://x/y"], "https is no store that can be written"),
+    (["report", "file:///x/y"], "file is no store that can be written: name a folder"),
+    (["analyze", "MODEL", "--root", "memory://x/y"], "memory is no store that can be written"),
     (["report", "s3://key:word@x/y"], "keys belong in the environment"),
     (["report", "BUCKET/run/.."], "expected a bucket and a folder, without . and .."),
     (["watch", "BUCKET/run"], "watch needs a local folder"),
@@ -139,6 +142,17 @@ def test_what_cannot_be_is_said_in_a_sentence(words, sentence, bucket, tmp_path,
     assert sentence in said
     assert "word" not in said
     assert said.count("\n") == 1
+
+
+def test_a_task_of_slurm_that_hands_out_by_ray_is_one_process(bucket, tmp_path, monkeypatch):
+    """As `srun ray symmetric-run` starts the command: on the first of its nodes alone."""
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--root", f"{bucket}/slurm/run"]
+    with remote_roots.in_local_copies("analyze", [*words, "--engine", "ray"], os.environ) as (_, folder, *_):
+        assert Path(folder).is_relative_to(tmp_path)
+    with pytest.raises(InputError, match="4 were started"), remote_roots.in_local_copies("analyze", words, os.environ):
+        pass
 
 
 def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path):
