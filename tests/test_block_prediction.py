@@ -1,5 +1,6 @@
 """Which blocks can be spared: planted harms and couplings through files, and the command's table and page."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -137,6 +138,45 @@ def test_of_several_couplings_the_one_of_most_directions_is_held_fixed(run):
     assert list(skip.predictors) == [*(f"coupling, k = {k}" for k in (4, 12, 32)), "influence", "norm step"]
     given = set(prediction_table([skip]).query("predictor == 'influence'")["given"])
     assert given == {"", "depth", "depth and coupling, k = 32 and norm step"}
+
+
+def test_two_analyses_that_measure_the_same_stand_side_by_side(run):
+    root, written = run
+    lines = (root / "measurements.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines.copy()):
+        if line["analysis"] != "trajectory":
+            for record in line["records"]:
+                record["value"] = 3 - record["value"] ** 2 if record["tags"].get("variant") != "baseline" else 1.0
+            lines.append(json.dumps(line | {"analysis": f"{line['analysis']}/other"}))
+    (root / "measurements.jsonl").write_text("\n".join(lines) + "\n")
+    tables = block_tables(root)
+    assert [(table.analysis, table.harm) for table in tables] == [
+        (analysis, harm) for harm in ("skip_one", "switch") for analysis in ("interventions", "interventions/other")
+    ]
+    skip, other = tables[:2]
+    names = [f"{name}, {of}" for name, of in itertools.product(["coupling, k = 4"], ["coupling", "coupling/other"])]
+    names += ["influence, similarity", "influence, similarity/other", "norm step"]
+    assert list(skip.predictors) == names
+    for number, step in enumerate(STEPS):
+        truth = written[step]
+        assert skip.predictors[names[0]][number] == pytest.approx(truth["coupling"])
+        assert skip.predictors[names[2]][number] == pytest.approx(1 - truth["cosines"])
+        assert skip.predictors[names[3]][number] == pytest.approx(1 - (3 - truth["cosines"] ** 2))
+        assert skip.harms[number] == pytest.approx(truth["skips"])
+        assert other.harms[number] == pytest.approx(3 - (3 + truth["skips"]) ** 2 - 1)
+    table = prediction_table(tables)
+    # What is held fixed is of another kind, and of each kind one.
+    given = set(table.query("predictor == 'influence, similarity'")["given"])
+    assert given == {"", "depth", "depth and coupling, k = 4, coupling/other and norm step"}
+    charts = prediction_charts(table, tables, "planted")
+    assert [chart.title.split(":")[0] for chart in charts] == [
+        f"{change} ({analysis})"
+        for change in ("Skipping a block", "Switching a block with the next")
+        for analysis in ("interventions", "interventions/other")
+    ]
+    assert all(sorted(line.x) == list(STEPS) for chart in charts for line in chart.series)
+    told = [sentence for sentence in sentences(table, "planted") if "(interventions/other)" in sentence]
+    assert len(told) == 2 * len(names)
 
 
 def test_a_block_that_no_model_has_is_refused(run):

@@ -1,5 +1,6 @@
 """Which blocks can be spared: the harm of changing one block against what is measured of it, over training."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +40,9 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
     """Of one run and kind of change: the harm to each block and what may predict it, (checkpoints, blocks), NaN where
-    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`; `settings` are
-    those of each analysis that they or the harms are of."""
+    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`, with the analysis
+    behind them (`influence, similarity/wiki`) where several of the run give one; `settings` are those of each analysis
+    that they or the harms are of."""
 
     run: str
     analysis: str
@@ -79,7 +81,7 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
     if run.compares_models or not by_step:
         return []
     kinds = sorted(
-        {kind for each in by_step.values() for kind in each.harms}, key=lambda kind: list(HARMS).index(kind[1])
+        {kind for each in by_step.values() for kind in each.harms}, key=lambda kind: (list(HARMS).index(kind[1]), kind)
     )
     tables = []
     for kind in kinds:
@@ -90,7 +92,7 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
                 f"{root}: expected {HARMS[kind[1]]} of at most {_MOST_BLOCKS:,} blocks, got block {blocks}"
             )
         predicted = [by_step[step].predictors(blocks, of_pairs=kind[1] == "switch") for step in steps]
-        names = sorted({name for each in predicted for name in each}, key=_in_order)
+        names = _names({of for each in predicted for of in each})
         nothing = np.full(blocks, np.nan)
         if names and blocks >= _FEWEST_BLOCKS:
             tables.append(
@@ -101,21 +103,39 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
                     steps=steps,
                     tokens={step: by_step[step].tokens for step in steps},
                     harms=np.stack([_by_block(by_step[step].harms[kind], blocks) for step in steps]),
-                    predictors={name: np.stack([each.get(name, nothing) for each in predicted]) for name in names},
+                    predictors={
+                        name: np.stack([each.get(of, nothing) for each in predicted]) for of, name in names.items()
+                    },
                     settings=settings_by_analysis,
                 )
             )
     return tables
 
 
+def _names(predictors: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What predictors, each with its analysis, are called, in their order: `coupling, k = 4` before `k = 12`."""
+    in_order = sorted(predictors, key=lambda of: (of[0].partition(" = ")[0], _number(of[0]), of))
+    often = Counter(name for name, _ in in_order)
+    return {(name, analysis): f"{name}, {analysis}" if often[name] > 1 else name for name, analysis in in_order}
+
+
+def _number(name: str) -> int:
+    number = name.partition(" = ")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _kind(name: str) -> str:
+    return name.partition(",")[0]
+
+
 class _Checkpoint:
-    """What one checkpoint has of single blocks, pairs of blocks and layers."""
+    """What one checkpoint has of single blocks, pairs of blocks and layers: predictors by name and analysis."""
 
     def __init__(self) -> None:
         self.tokens: int | None = None
         self.harms: dict[tuple[str, str], dict[int, float]] = {}
-        self.pairs: dict[str, dict[tuple[int, int], float]] = {}  # coupling by predictor, then cosines of layers
-        self.norms: dict[str, dict[int, float]] = {"step_norm": {}, "state_norm": {}}
+        self.pairs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}  # couplings, and cosines of layers
+        self.norms: dict[tuple[str, str], tuple[dict[int, float], dict[int, float]]] = {}  # of steps, of states
 
     def add(self, analysis: str, records: Iterable[Record], tokens: int | None) -> None:
         self.tokens = tokens if tokens is not None else self.tokens
@@ -132,41 +152,40 @@ class _Checkpoint:
         for r in by_metric.get("coupling_pair", ()):
             if r.layer is not None and r.other_layer is not None and r.layer != r.other_layer:
                 name = f"coupling, k = {r.tags['k']}" if "k" in r.tags else "coupling"
-                self.pairs.setdefault(name, {})[r.layer, r.other_layer] = r.value
+                self.pairs.setdefault((name, analysis), {})[r.layer, r.other_layer] = r.value
         for r in by_metric.get("layer_cosine", ()):
             # of each token's state with itself a block later, not of prompts flattened to one vector
             if r.layer is not None and r.other_layer is not None and r.tags.get("mode", "token") == "token":
-                self.pairs.setdefault(INFLUENCE, {})[r.layer, r.other_layer] = r.value
-        for name, norms in self.norms.items():
-            norms |= {r.layer: r.value for r in by_metric.get(name, ()) if r.layer is not None and not r.tags}
+                self.pairs.setdefault((INFLUENCE, analysis), {})[r.layer, r.other_layer] = r.value
+        norms = [
+            {r.layer: r.value for r in by_metric.get(name, ()) if r.layer is not None and not r.tags}
+            for name in ("step_norm", "state_norm")
+        ]
+        if all(norms):
+            self.norms[NORM_STEP, analysis] = norms[0], norms[1]
 
-    def predictors(self, blocks: int, *, of_pairs: bool) -> dict[str, Array]:
+    def predictors(self, blocks: int, *, of_pairs: bool) -> dict[tuple[str, str], Array]:
         """Of each block, or of each and the next."""
         last = blocks + of_pairs
-        by_name: dict[str, Array] = {}
-        for name, pairs in self.pairs.items():
+        predictors: dict[tuple[str, str], Array] = {}
+        for of, pairs in self.pairs.items():
             table = np.full((last + 1, last + 1), np.nan)
             for (a, b), number in pairs.items():
                 if a <= last and b <= last:
                     table[a, b] = number
-            if name == INFLUENCE:
+            if of[0] == INFLUENCE:
                 table = np.where(np.isnan(table), table.T, table)
-                by_name[name] = 1 - np.diagonal(table, 1)
+                predictors[of] = 1 - np.diagonal(table, 1)
             else:
                 both = (table + table.T)[1:, 1:] / 2
-                by_name[name] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
-        steps, states = (_by_block(norms, last, first=0) for norms in self.norms.values())
-        by_name[NORM_STEP] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
+                predictors[of] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
+        for of, norms in self.norms.items():
+            steps, states = (_by_block(each, last, first=0) for each in norms)
+            predictors[of] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
         if of_pairs:
-            for name in {INFLUENCE, NORM_STEP} & by_name.keys():
-                by_name[name] = (by_name[name][:-1] + by_name[name][1:]) / 2
-        return {name: values for name, values in by_name.items() if np.isfinite(values).any()}
-
-
-def _in_order(name: str) -> tuple[str, int, str]:
-    """`coupling, k = 4` before `coupling, k = 12`."""
-    kind, _, number = name.partition(" = ")
-    return kind, int(number) if number.isdecimal() else 0, name
+            for of in [of for of in predictors if of[0] in (INFLUENCE, NORM_STEP)]:
+                predictors[of] = (predictors[of][:-1] + predictors[of][1:]) / 2
+        return {of: values for of, values in predictors.items() if np.isfinite(values).any()}
 
 
 def _without_diagonal(table: Array) -> Array:
@@ -232,13 +251,9 @@ def _common_predictors(group: Sequence[BlockTable]) -> list[str]:
 
 
 def _givens(group: Sequence[BlockTable], predictor: str) -> list[tuple[str, ...]]:
-    others = [name for name in _common_predictors(group) if name != predictor]
-    if predictor.startswith("coupling"):
-        others = [name for name in others if not name.startswith("coupling")]
-    elif any(name.startswith("coupling") for name in others):  # one of several k: the last, the most directions
-        coupling = [name for name in others if name.startswith("coupling")][-1]
-        others = [name for name in others if name == coupling or not name.startswith("coupling")]
-    return [(), (DEPTH,), *([(DEPTH, *others)] if others else [])]
+    """Of several of a kind the last: the most directions of coupling."""
+    others = {_kind(name): name for name in _common_predictors(group) if _kind(name) != _kind(predictor)}
+    return [(), (DEPTH,), *([(DEPTH, *others.values())] if others else [])]
 
 
 def _correlation(
@@ -275,17 +290,24 @@ def sentences(table: pd.DataFrame, run: str) -> list[str]:
     """Returns a sentence for each change and predictor of a run, over training."""
     lines = []
     whole: Any = table[(table["run"] == run) & table["step"].isna()]
-    for (harm, predictor), rows in whole.groupby(["harm", "predictor"], sort=False):
+    for (analysis, harm, predictor), rows in whole.groupby(["analysis", "harm", "predictor"], sort=False):
         by_given = {row["given"]: row for row in rows.to_dict("records")}
         alone, depth = by_given.get(""), by_given.get(DEPTH)
         if alone is None:
             continue
-        text = f"{HARMS[harm].capitalize()} harms {'less' if alone['rho'] < 0 else 'more'} where {predictor} is higher"
+        change = _change(whole, analysis, harm)
+        text = f"{change} harms {'less' if alone['rho'] < 0 else 'more'} where {predictor} is higher"
         parts = [f"Spearman {_rho(alone)}", *([f"given depth {_rho(depth)}"] if depth is not None else [])]
         if alone["p_value"] >= 0.05:
-            text = f"{HARMS[harm].capitalize()}: its harm has no sure relation to {predictor}"
+            text = f"{change}: its harm has no sure relation to {predictor}"
         lines.append(f"{text} ({'; '.join(parts)})")
     return lines
+
+
+def _change(rows: Any, analysis: str, harm: str) -> str:
+    """`Skipping a block`, with its analysis where several have changed blocks so."""
+    several = rows.loc[rows["harm"] == harm, "analysis"].nunique() > 1
+    return HARMS[harm].capitalize() + (f" ({analysis})" if several else "")
 
 
 def _rho(row: Mapping[str, Any]) -> str:
@@ -298,9 +320,9 @@ def prediction_charts(
 ) -> list[Chart]:
     """Returns for each change rho over training, a line a predictor, in grey what permuted blocks give."""
     charts = []
-    mine = table[(table["run"] == run) & table["step"].notna() & (table["given"] == "")]
+    mine: Any = table[(table["run"] == run) & table["step"].notna() & (table["given"] == "")]
     tokens = {step: number for each in tables for step, number in each.tokens.items()}
-    for harm, rows in mine.groupby("harm", sort=False):
+    for (analysis, harm), rows in mine.groupby(["analysis", "harm"], sort=False):
         series = []
         for number, (predictor, line) in enumerate(rows.groupby("predictor", sort=False)):
             steps = line["step"].astype(int).tolist()
@@ -324,7 +346,7 @@ def prediction_charts(
         training = Training.of(rows["step"].astype(int), tokens)
         charts.append(
             Chart(
-                title=f"{HARMS[str(harm)].capitalize()}: harm against what is measured of the block",
+                title=f"{_change(mine, analysis, harm)}: harm against what is measured of the block",
                 x=Axis(),
                 y=Axis(title="Spearman's rho over blocks", ends=(-1.05, 1.05)),
                 series=series,
