@@ -155,8 +155,10 @@ class Induction(HeadAnalysis):
     A head's writing is its value of a token through its part of the output projection, read by the model's own final
     norm and head less what these make of nothing: the direct path, without the bias and without the norm that some
     families put behind their attention. Where that cannot be read `copying_score` is a gap.
-    Source: Olsson et al. 2022, In-context learning and induction heads; definitions as in
-    `lit_layers.functional.attention_patterns`.
+    Source: Olsson et al. 2022, In-context learning and induction heads, appendix "head activation evaluators": from
+    them are 25 random tokens, for prefix matching four times in a row, and both scores as
+    `lit_layers.functional.attention_patterns` says. Not from them: no token that begins a sequence stands in front, and
+    of the vocabulary the tokens with a meaning of their own are left out, not the most and least frequent ones.
 
     Args:
         num_prompts: sequences.

@@ -77,7 +77,9 @@ def prefix_matching_score(
     Over the queries whose token has occurred before. Range [0, 1]; of uniform causal attention on tokens that repeat
     with period P about 1 / P.
 
-    Source: Olsson et al. 2022, appendix "prefix matching", on random tokens that repeat.
+    Source: Olsson et al. 2022, appendix "head activation evaluators", prefix matching: from them are the targets, the
+    tokens behind all earlier occurrences, and the mean over queries. Theirs is of 25 random tokens four times in a row
+    behind a token that begins the sequence; which tokens these are is the caller's here (`Induction`).
 
     Raises:
         ValueError: no token occurs twice, weights that are not finite (NaN there with `undefined="nan"`).
@@ -110,10 +112,11 @@ def copying_score(
     sequence's different tokens; the mean over tokens. Range [0, 1]: 1 raises nothing but the token attended to, chance
     is 1 over the number of different tokens. Unchanged by a positive factor of each row.
 
-    Source: Olsson et al. 2022, appendix "copying", without their stretching to [-1, 1], and of each token attended to
-    alone in place of a head's own attention. Not the score of weights after Elhage et al. 2021 that demonstrations of
-    TransformerLens show: sum over sum of sizes of the eigenvalues of a head's OV matrix. A token for which nothing is
-    raised scores 0.
+    Source: Olsson et al. 2022, appendix "head activation evaluators", copying: from them are the random tokens, logits
+    less their mean and cut at 0, and the share of the token attended to among those of the sequence. Not from them:
+    they stretch the share to [-1, 1], and take what the head writes as it attends, where here each token is attended
+    to alone, and one for which nothing is raised scores 0. Not the score of weights after Elhage et al. 2021 that
+    demonstrations of TransformerLens show: sum over sum of sizes of the eigenvalues of a head's OV matrix.
 
     Raises:
         ValueError: no token, logits that are not finite (NaN there with `undefined="nan"`).
