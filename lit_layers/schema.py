@@ -134,6 +134,17 @@ def mapping_of(kind: type[T]) -> Any:
 
 
 @functools.cache
+def some_of(kind: type, *, without: tuple[str, ...] = ()) -> Any:
+    """The type of a mapping of some of a dataclass's fields, of which `without` leaves some out; a list is a tuple,
+    too.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    names = [each.name for each in dataclasses.fields(kind) if each.init and each.name not in without]
+    typed: Any = {name: NotRequired[hints[name]] for name in names}
+    return with_config(ConfigDict(extra="forbid"))(TypedDict(kind.__name__, typed))
+
+
+@functools.cache
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 

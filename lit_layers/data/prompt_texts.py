@@ -22,7 +22,7 @@ from lit_layers.data.batches import (
 from lit_layers.data.preparing import at_least_one
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import Task, find, find_task, tasks_of
+from lit_layers.tasks.catalogue import ScoredTask, find, find_task, tasks_of
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_splits import draw
 
@@ -276,7 +276,7 @@ class BenchmarkPrompts(Batches):
         return EncodedTexts(cut, loaded.end_of_text_id, tokenizer_hash(loaded.tokenizer), num_cut)
 
 
-def _drawn(benchmark: Task, folder: str | None, number: int, seed: int) -> list[str]:
+def _drawn(benchmark: ScoredTask, folder: str | None, number: int, seed: int) -> list[str]:
     """`number` different rows of a benchmark; more of them begin with the same."""
     texts, place = _texts(benchmark.name, folder)
     if len(texts) < number:
@@ -289,10 +289,10 @@ def _drawn(benchmark: Task, folder: str | None, number: int, seed: int) -> list[
 @functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # every model of a suite is measured on the same texts
 def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
-    benchmark = find("prompts", name)
-    (column,), split = benchmark.text, benchmark.split
     try:
-        rows = benchmark.read(split, {column: "text"}, folder)
+        benchmark = find("prompts", name).in_folder(folder)
+        (column,) = benchmark.text
+        rows = benchmark.read([benchmark.split], {column: "text"})
     except InputError as error:
         raise InputError(f"the prompts of {name}: {error}") from error
     strange = next((row for row in rows.values[column] if not isinstance(row, str | None)), None)

@@ -73,18 +73,18 @@ def local_rows(task: str, folder: Path | None, limit: int | None = None, *, trai
         read = read_columns(task, ["test"], columns)
         name = Path(task).stem
         return LocalRows(name, "test", {"test": _rows(name, read, _own, limit)}, settings=_OWN)
-    row = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")
+    official = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")
     assert folder is not None, "only a file needs no folder"
-    copy, columns = local_copy("benchmark", task, folder), dict.fromkeys(row.text, "columns")
-    as_official = _AS_OFFICIAL.get(task, dict)
+    row, copy = official.in_folder(folder), local_copy("benchmark", task, folder)
+    as_official, columns = _AS_OFFICIAL.get(task, dict), dict.fromkeys(row.text, "columns")
     if training and copy.paths(EXAMPLES) == copy.paths(row.split):
         raise InputError(
             f"task {task}: {copy.paths(EXAMPLES)[0]} holds the rows that are scored: list files of train, too"
         )
     try:
-        rows = {row.split: _rows(task, copy.read(row.split, columns), as_official, limit)}
+        rows = {row.split: _rows(task, row.read([row.split], columns), as_official, limit)}
         if row.examples or training:
-            rows[EXAMPLES] = _rows(task, copy.read(EXAMPLES, columns), as_official, None)
+            rows[EXAMPLES] = _rows(task, row.read([EXAMPLES], columns), as_official, None)
             if len(rows[EXAMPLES]) < row.examples:
                 raise InputError(f"{row.examples} worked examples are needed, there are {len(rows[EXAMPLES])}")
     except InputError as error:

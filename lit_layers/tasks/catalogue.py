@@ -14,7 +14,7 @@ import yaml
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_files import Columns, Use, local_copy, read_columns
+from lit_layers.tasks.task_files import Task, Use
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
@@ -22,53 +22,45 @@ SUITE, LOCAL = "layerwise32", "local"
 
 
 @dataclass(frozen=True)
-class Task:
-    """A data set and what is asked of it; a linear probe's row is a `ProbeTask`.
+class ScoredTask(Task):
+    """A task of whatever asks for prompts, scores or embeddings; a linear probe's is a `ProbeTask`.
 
     Args:
-        name: unique within its use.
+        source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
         domain: of MTEB.
         score: what it is judged by foremost.
         subset: the one of MTEB's that is scored.
         official: whether mteb has it; else its data is local data.
         use: what asks for it: prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
-        source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
         text: columns of its texts; of a benchmark all that a local copy needs.
         split: that is measured or scored.
         num_classes: of GLUE; None: a number is predicted.
         scores: all that it is judged by, where that is more than `score`.
         examples: worked ones that a benchmark's prompts begin with.
         settings: of lm-eval that are others for a local copy.
+        sets: of a clustering's local copy, how many sets are drawn of its rows; 0: the rows are one.
+        set_size: rows of each set.
     """
 
-    name: str
-    domain: Domain | Literal[""] = ""
+    source: str = ""
+    _: KW_ONLY
+    use: Use = "mteb"
+    domain: Literal[Domain, ""] = ""
     score: str = ""
     subset: str = "default"
     official: bool = True
-    _: KW_ONLY
-    use: Use = "mteb"
-    source: str = ""
     text: tuple[str, ...] = ()
     split: str = "test"
     num_classes: int | None = None
     scores: tuple[str, ...] = ()
     examples: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    sets: int = 0
+    set_size: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scores", self.scores or ((self.score,) if self.score else ()))
         object.__setattr__(self, "score", "".join(self.scores[:1]))
-
-    def read(self, split: str, columns: Mapping[str, str], folder: str | Path | None) -> Columns:
-        """Columns of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
-
-        Raises:
-            InputError: a split, file or column is missing, or the Hub does not answer.
-        """
-        if folder is None:
-            return read_columns(self.source, [split], columns)
-        return local_copy(self.use, self.name, folder).read(split, columns)
 
     @property
     def analysis(self) -> str:
@@ -76,15 +68,15 @@ class Task:
         return f"{self.use}/{self.name}"
 
 
-TaskSpec = Task  # as recipes and run folders named a task of MTEB before
+TaskSpec = ScoredTask  # as recipes and run folders named a task of MTEB before
 
 
-def tasks_of(use: Use) -> dict[str, Task]:
+def tasks_of(use: Use) -> dict[str, ScoredTask]:
     """The tasks of a use by name, in the catalogue's order; those of probes are `TASKS`."""
-    return {row.name: row for row in CATALOGUE if isinstance(row, Task) and row.use == use}
+    return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}
 
 
-def find(use: Use, name: str, instead: str = "") -> Task:
+def find(use: Use, name: str, instead: str = "") -> ScoredTask:
     """The task of a name.
 
     Raises:
@@ -110,9 +102,15 @@ def find_task(task: str | ProbeTask) -> ProbeTask:
     return TASKS[task]
 
 
-def resolve(names: Sequence[str], *, domains: Sequence[str] | None = None, local: Iterable[str] = ()) -> list[Task]:
+def resolve(
+    names: Sequence[str],
+    *,
+    domains: Sequence[str] | None = None,
+    local: Iterable[str] = (),
+    own: Mapping[str, ScoredTask] = MappingProxyType({}),
+) -> list[ScoredTask]:
     """The tasks of MTEB that names stand for, each once: `layerwise32`, `local` (those named in `local`), or single
-    tasks.
+    tasks; `own` are some that mteb does not have.
 
     Raises:
         InputError: a name that is none, a domain that is none, or nothing left.
@@ -120,7 +118,7 @@ def resolve(names: Sequence[str], *, domains: Sequence[str] | None = None, local
     for domain in domains or ():
         if domain not in DOMAINS:
             raise InputError(f"domains: expected some of {', '.join(DOMAINS)}, got {domain!r}")
-    tasks, local = tasks_of("mteb"), set(local)
+    tasks, local = {**tasks_of("mteb"), **own}, set(local)
     of_name = {name: [task] for name, task in tasks.items()} | {SUITE: list(LAYERWISE32)}
     of_name[LOCAL] = [task for task in tasks.values() if task.name in local]
     if unknown := [name for name in names if name not in of_name]:
@@ -141,16 +139,16 @@ def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputErr
     return InputError(f"task: there is no {name!r}; {remedy}{'; or ' if instead else ''}{instead}")
 
 
-def _catalogue() -> Iterator[Task | ProbeTask]:
+def _catalogue() -> Iterator[ScoredTask | ProbeTask]:
     text = Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8")
     for use, tasks in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items():
         for name, row in tasks.items():
             options: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-            yield ProbeTask(name, **options) if use == "probe" else Task(use=use, name=name, **options)
+            yield ProbeTask(name, **options) if use == "probe" else ScoredTask(name, use=use, **options)
 
 
 CATALOGUE = tuple(_catalogue())
 TASKS: Mapping[str, ProbeTask] = MappingProxyType({row.name: row for row in CATALOGUE if isinstance(row, ProbeTask)})
-LAYERWISE32: tuple[Task, ...] = tuple(task for task in tasks_of("mteb").values() if task.official)
-LOCAL_TASKS: Mapping[str, Task] = MappingProxyType(tasks_of("benchmark"))
+LAYERWISE32: tuple[ScoredTask, ...] = tuple(tasks_of("mteb").values())
+LOCAL_TASKS: Mapping[str, ScoredTask] = MappingProxyType(tasks_of("benchmark"))
 PAINTED = tuple(LOCAL_TASKS)[:5]  # whose normalised scores have a median, in the published figures

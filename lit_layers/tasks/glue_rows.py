@@ -18,19 +18,19 @@ from scipy import stats
 from sklearn import metrics as scores
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import Task, tasks_of
+from lit_layers.tasks.catalogue import ScoredTask, tasks_of
 
 SPLITS = ("train", "validation")
 
 
-GLUE: Mapping[str, Task] = MappingProxyType(tasks_of("glue"))
+GLUE: Mapping[str, ScoredTask] = MappingProxyType(tasks_of("glue"))
 
 
 @dataclass(frozen=True, eq=False)
 class GlueRows:
     """Rows of one split."""
 
-    task: Task
+    task: ScoredTask
     texts: tuple[tuple[str, ...], ...]  # one or two a row
     targets: tuple[float, ...]  # numbers of classes, or values
 
@@ -50,7 +50,7 @@ class GlueRows:
         return hashlib.sha256(json.dumps([self.task.name, self.texts, self.targets]).encode()).hexdigest()[:16]
 
 
-def read_rows(task: Task, split: str, folder: str | Path | None) -> GlueRows:
+def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:
     """The rows of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
 
     Raises:
@@ -59,9 +59,9 @@ def read_rows(task: Task, split: str, folder: str | Path | None) -> GlueRows:
     """
     if split not in SPLITS:
         raise InputError(f"split: expected train or validation, got {split!r}")
-    columns = dict.fromkeys(task.text, "text") | {"label": "label"}
     try:
-        read = task.read(split, columns, folder)
+        task = task.in_folder(folder)
+        read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
     texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
@@ -74,7 +74,7 @@ def read_rows(task: Task, split: str, folder: str | Path | None) -> GlueRows:
     return GlueRows(task, texts, tuple(float(target) for target in read.values["label"]))
 
 
-def _is_target(task: Task, target: Any) -> bool:
+def _is_target(task: ScoredTask, target: Any) -> bool:
     if isinstance(target, bool) or not isinstance(target, int | float):
         return False
     return math.isfinite(target) if task.num_classes is None else target in range(task.num_classes)
@@ -91,7 +91,7 @@ _CORRELATIONS = ("pearson", "spearman")
 
 
 def glue_metrics(
-    task: Task, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
+    task: ScoredTask, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
 ) -> dict[str, float]:
     """The task's metrics by name, -1..1 (correlations) or 0..1, and `task_score`, their mean.
 

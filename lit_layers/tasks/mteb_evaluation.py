@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lit_layers.tasks.catalogue import Task
+from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.embedding_store import TaskEmbeddings
 from lit_layers.tasks.mteb_tasks import no_bars
 from lit_layers.tasks.sentence_encoder import SentenceEncoder
@@ -90,7 +90,7 @@ class Prepared:
     draws, whichever layers were scored before.
     """
 
-    def __init__(self, task: Any, spec: Task) -> None:
+    def __init__(self, task: Any, spec: ScoredTask) -> None:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _remembering(task._undersample_data)

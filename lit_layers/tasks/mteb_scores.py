@@ -30,7 +30,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Work, passes
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame
-from lit_layers.tasks.catalogue import DOMAINS, Task
+from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embedding_store import CHUNK, GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
 from lit_layers.tasks.mteb_tasks import Sources, mteb_version
@@ -75,7 +75,7 @@ class MtebTask(RoundedAnalysis):
     LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
     UNMEASURED = ("results", "store", "sources", "tell")
 
-    task: Task
+    task: ScoredTask
     tokenizer: str
     sources: Sources
     store: Store
@@ -248,7 +248,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def mteb_analyses(
-    tasks: Sequence[Task],
+    tasks: Sequence[ScoredTask],
     *,
     tokenizer: str,
     root: str | Path,
@@ -288,7 +288,7 @@ def mteb_analyses(
 
 
 def metric_analyses(
-    task: Task,
+    task: ScoredTask,
     sources: Sources,
     *,
     tokenizer: str,

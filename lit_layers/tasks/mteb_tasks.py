@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import Task
+from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
 from lit_layers.tasks.task_files import MAPPING, LocalCopy, local_copies
 
 INSTALL = "mteb is not installed: pip install lit_layers[eval]"
@@ -79,13 +79,28 @@ class Sources:
             place: Path | None = getattr(self, name)
             if place is not None and not place.is_dir():
                 raise InputError(f"{name}: expected a folder with data, {place} is none")
-        self._copies()
+        self.own_tasks()
 
     def local_names(self) -> list[str]:
         """The tasks whose files lie in the folder, all of them."""
         return [name for name, copy in self._copies().items() if not copy.missing()]
 
-    def place(self, spec: Task) -> str:
+    def own_tasks(self) -> dict[str, ScoredTask]:
+        """The tasks of the folder that mteb does not have, by name: its `tasks.yaml` says their domain and score.
+
+        Raises:
+            InputError: one without them.
+        """
+        official, tasks = tasks_of("mteb"), {}
+        for name, copy in self._copies().items():
+            if name not in official:
+                tasks[name] = task = ScoredTask(name, official=False).as_copied(copy)
+                if not (task.domain and task.score):
+                    remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
+                    raise unknown_task(name, official, remedy)
+        return tasks
+
+    def place(self, spec: ScoredTask) -> str:
         """How the data of a task are had: "folder", "mirror" or "hub".
 
         Raises:
@@ -99,7 +114,7 @@ class Sources:
             raise InputError(f"{spec.name}: expected local data with {missing}: name them with --folder")
         return "mirror" if self.mirror is not None and self._mirrored(spec).is_dir() else "hub"
 
-    def data_hash(self, spec: Task) -> str | None:
+    def data_hash(self, spec: ScoredTask) -> str | None:
         """Sixteen hex digits over the data, or over the revision of the Hub; None where there are none."""
         try:
             place = self.place(spec)
@@ -112,7 +127,7 @@ class Sources:
             return _hash_of(sorted(path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts))
         return hashlib.sha256(repr(sorted(_official(spec.name).metadata.dataset.items())).encode()).hexdigest()[:16]
 
-    def open(self, spec: Task, *, seed: int) -> Any:
+    def open(self, spec: ScoredTask, *, seed: int) -> Any:
         """The task of mteb with its data.
 
         Raises:
@@ -129,7 +144,7 @@ class Sources:
         _load(task, spec, place)
         return task
 
-    def num_texts(self, spec: Task) -> tuple[int, float] | None:
+    def num_texts(self, spec: ScoredTask) -> tuple[int, float] | None:
         """How many distinct texts are embedded, and their mean length in letters, without fetching any.
 
         Of a local copy its test rows are counted, of an official task mteb's own account of them is read: what is drawn
@@ -137,7 +152,7 @@ class Sources:
         """
         if self.place(spec) == "folder":
             names = [name for name in _COLUMNS[spec.domain] if name in _TEXTS]
-            columns = self._copies()[spec.name].read("test", dict.fromkeys(names, "columns")).values
+            columns = self._copies()[spec.name].read(["test"], dict.fromkeys(names, "columns")).values
             values = [value for name in names for value in columns[name]]
             texts = {text for value in values for text in ([value] if isinstance(value, str) else value)}
             return len(texts), sum(map(len, texts)) / max(1, len(texts))
@@ -148,7 +163,7 @@ class Sources:
         letters = sum(part["unique_texts"] * part["average_text_length"] for part in parts)
         return (number, letters / number) if number else None
 
-    def describe(self, spec: Task) -> dict[str, Any]:
+    def describe(self, spec: ScoredTask) -> dict[str, Any]:
         """Where the data come from and how they differ from the official ones, for the results."""
         place = self.place(spec)
         facts: dict[str, Any] = {"source": place}
@@ -161,12 +176,12 @@ class Sources:
     def _copies(self) -> dict[str, LocalCopy]:
         return {} if self.folder is None else local_copies("mteb", self.folder)
 
-    def _mirrored(self, spec: Task) -> Path:
+    def _mirrored(self, spec: ScoredTask) -> Path:
         assert self.mirror is not None
         return self.mirror / _official(spec.name).metadata.dataset["path"]
 
 
-def _load(task: Any, spec: Task, place: str) -> None:
+def _load(task: Any, spec: ScoredTask, place: str) -> None:
     """Has mteb read the data of a task."""
     from datasets.exceptions import DatasetNotFoundError
 
@@ -209,7 +224,7 @@ def _of_file(path: Path, changed: int) -> str:
         return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def _open_copy(spec: Task, copy: LocalCopy, seed: int) -> Any:
+def _open_copy(spec: ScoredTask, copy: LocalCopy, seed: int) -> Any:
     """The task of mteb with its data, as mteb's own reading would leave it."""
     import mteb
     from datasets import Dataset, DatasetDict
@@ -219,11 +234,11 @@ def _open_copy(spec: Task, copy: LocalCopy, seed: int) -> Any:
     task.hf_subsets = [spec.subset]
     names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
     splits = {
-        split: copy.read(split, names).values
+        split: copy.read([split], names).values
         for split in (("train", "test") if spec.domain == "classification" else ("test",))
     }
-    if "sets" in copy.options:
-        splits["test"] = _sets(splits["test"], copy.options["sets"], copy.options["set_size"])
+    if (here := spec.as_copied(copy)).sets:
+        splits["test"] = _sets(splits["test"], here.sets, here.set_size)
     if spec.domain == "reranking":
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
@@ -274,7 +289,7 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 @functools.cache
-def _own_kind(spec: Task) -> Any:
+def _own_kind(spec: ScoredTask) -> Any:
     """A class of mteb for a task that it does not have."""
     from mteb import abstasks
     from mteb.abstasks.task_metadata import TaskMetadata

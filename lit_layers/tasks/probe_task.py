@@ -5,15 +5,15 @@ import re
 import string
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
-from lit_layers.tasks.task_files import MAPPING, Columns, Use, is_local, is_one_file, local_copies, read_columns
+from lit_layers.tasks.task_files import Columns, LocalCopy, Task, is_local, is_one_file
 from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 
 _SHARE, _ROWS = "a share between 0 and 1", "at least 1, or null for all rows"
@@ -27,7 +27,7 @@ _FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a
 
 
 @dataclass(frozen=True)
-class ProbeTask:
+class ProbeTask(Task):
     """A labelled set of texts and how it is split; read when it is loaded.
 
     Equal texts never stand in two parts: what test has is left out of train and validation, and the parts cut here
@@ -59,12 +59,8 @@ class ProbeTask:
         drop_empty: Leave out rows without text, which are refused otherwise.
         seed: Decides which rows are cut off and drawn.
         description: A line for readers.
-
     """
 
-    use: ClassVar[Use] = "probe"
-    name: str
-    source: str
     _: KW_ONLY
     text: str = "text"
     label: str = "label"
@@ -97,7 +93,7 @@ class ProbeTask:
             raise InputError(f"a task needs a name and a source, got {self.name!r} and {self.source!r}")
         if self.kind not in ("classification", "regression"):
             raise self.refusal("kind", f"expected classification or regression, got {self.kind!r}")
-        if not self.train or (isinstance(self.train, list) and len(set(self.train)) < len(self.train)):
+        if not self.train or len(set(self.train_splits)) < len(self.train_splits):
             raise self.refusal("train", f"expected a split, or several different ones, got {self.train!r}")
         refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
         if self.kind == "regression" and self.classes is not None:
@@ -106,15 +102,12 @@ class ProbeTask:
             raise self.refusal("label_offset", "is for regressions: leave it out, or choose kind regression")
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             raise self.refusal("classes", f"expected two or more different names, got {list(self.classes)}")
-        options = {each.name for each in fields(self)} - {"name", "local", "local_options"}
         self.text_columns()
-        if strange := sorted(set(self.local_options) - options):
-            sentence = f"there is no option {strange[0]!r}: name some of {', '.join(sorted(options))}"
-            raise self.refusal("local_options", sentence)
+        self.checked_options(self.local_options, "local_options")
 
-    def refusal(self, option: str, sentence: str) -> InputError:
-        """What is said of an option of this task."""
-        return InputError(f"task {self.name}: {option}: {sentence}")
+    @property
+    def train_splits(self) -> Sequence[str]:
+        return [self.train] if isinstance(self.train, str) else self.train
 
     def text_columns(self) -> list[str]:
         """The columns that a text is made of: itself, or those in the braces of a format."""
@@ -148,26 +141,17 @@ class ProbeTask:
                 nothing is left for a part.
         """
         self.check()
-        if folder is None or (self.local is None and is_local(self.source)):
-            return _load(self, is_copy=False)
-        place, options = self._copy(Path(folder).expanduser())
-        local = replace(self, local=None, local_options={}, **{"source": str(place), **options})
-        local.check()
-        return _load(local, is_copy=True)
+        task = self if self.local is None and is_local(self.source) else self.in_folder(folder)
+        task.check()
+        return _load(task)
 
-    def _copy(self, folder: Path) -> tuple[Path, Mapping[str, Any]]:
-        """Where a folder has this task, and which options are others there."""
-        if self.local is not None:
-            if not folder.is_dir():
-                raise self.refusal("folder", f"expected a folder of data, {folder} is none")
-            return folder / self.local, self.local_options
-        copy = local_copies("probe", folder).get(self.name)
-        if copy is None:
-            sentence = f"{folder / MAPPING} names no copy: add it there, or leave folder out"
-            raise self.refusal("folder", sentence)
-        if not isinstance(copy.files, str):
-            raise self.refusal("folder", f"{folder / MAPPING}: expected one path of files, with {{split}} in it")
-        return folder / copy.files, copy.options
+    def in_folder(self, folder: str | Path | None) -> "ProbeTask":
+        if folder is None or self.local is None:
+            return super().in_folder(folder)
+        place = Path(folder).expanduser()
+        if not place.is_dir():
+            raise self.refusal("folder", f"expected a folder of data, {place} is none")
+        return self.as_copied(LocalCopy(folder=place, files=self.local, options=self.local_options))
 
 
 class Row(NamedTuple):
@@ -184,10 +168,10 @@ class Row(NamedTuple):
 Rows = list[Row]
 
 
-def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
+def _load(task: ProbeTask) -> TaskData:
     parts, classes, num_empty = _read(task)
     num_duplicates, num_validation_duplicates = _part(task, parts)
-    asked_for = _choose(task, parts, classes, is_copy)
+    asked_for = _choose(task, parts, classes)
     train, validation, test = (parts[part] for part in ("train", "validation", "test"))
     if len(seen := {row.label for row in train}) < 2:
         held = classes[train[0].label] if classes else train[0].label
@@ -212,15 +196,15 @@ def _load(task: ProbeTask, *, is_copy: bool) -> TaskData:
 
 def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int]:
     """The splits that the source has, by part, the names of the classes, and how many rows had no text."""
-    splits = {"train": task.train, "validation": task.validation, "test": task.test}
-    if is_one_file(task.source):
-        if len([task.train] if isinstance(task.train, str) else task.train) > 1:
-            raise task.refusal("train", f"{task.source} is one file without splits: name one")
-        for part in ("test", "validation"):
-            if splits[part] is not None:
-                sentence = f"{task.source} is one file without splits: set {part} to null to cut off a share"
-                raise task.refusal(part, sentence)
-    read = {part: _rows(task, names) for part, names in splits.items() if names is not None}
+    others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
+    one_file = task.copy.one_file if task.copy else task.source if is_one_file(task.source) else None
+    if one_file is not None:
+        if len(task.train_splits) > 1:
+            raise task.refusal("train", f"{one_file} is one file without splits: name one")
+        if others:
+            part = min(others)  # test before validation
+            raise task.refusal(part, f"{one_file} is one file without splits: set {part} to null to cut off a share")
+    read = {part: _rows(task, splits) for part, splits in {"train": task.train_splits, **others}.items()}
     parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
     if task.kind == "regression":
         return _as_values(task, parts), None, num_empty
@@ -241,9 +225,9 @@ def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | None, is_copy: bool) -> dict[str, int]:
+def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | None) -> dict[str, int]:
     """Draws and cuts off the parts; how many rows the task asks for where a copy has fewer."""
-    parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes, is_copy)
+    parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes)
     asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
     if "test" not in parts:
         parts["train"], parts["test"] = _cut(task, parts["train"], "test")
@@ -254,7 +238,7 @@ def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | 
         if number is None:
             continue
         if len(parts[part]) < number:
-            if not is_copy:
+            if task.copy is None:
                 sentence = f"{number} rows are wanted, {len(parts[part])} are there for {part}: ask for fewer"
                 raise task.refusal(f"num_{part}", sentence)
             asked_for[part] = number
@@ -268,7 +252,7 @@ def _drawn(task: ProbeTask, rows: Rows, number: int, purpose: str) -> Rows:
     return [rows[index] for index in draw([row.key for row in rows], number, seed=task.seed, purpose=purpose)]
 
 
-def _balanced(task: ProbeTask, rows: Rows, classes: tuple[str, ...] | None, is_copy: bool) -> tuple[Rows, int | None]:
+def _balanced(task: ProbeTask, rows: Rows, classes: tuple[str, ...] | None) -> tuple[Rows, int | None]:
     """`balance` random rows of each class, and how many that should be in all where a copy has fewer."""
     if task.balance is None:
         return rows, None
@@ -277,7 +261,7 @@ def _balanced(task: ProbeTask, rows: Rows, classes: tuple[str, ...] | None, is_c
         by_label.setdefault(row.label, []).append(row)
     label = min(by_label, key=lambda label: len(by_label[label]))
     fewest = len(by_label[label])
-    if fewest < task.balance and not is_copy:
+    if fewest < task.balance and task.copy is None:
         name = classes[label] if classes else label
         sentence = (
             f"{task.balance} rows of each label are wanted, {rows[0].place} has {fewest} of {name!r}: ask for fewer"
@@ -309,14 +293,14 @@ def _split(rows: Rows, kind: str) -> TaskSplit:
     return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.number for row in rows))
 
 
-def _rows(task: ProbeTask, splits: str | Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
+def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
     """The rows of some splits that `where` keeps, with raw labels, the names of classes, and how many had no text."""
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
     if task.group is not None:
         columns.setdefault(task.group, "group")
     try:
-        read = read_columns(task.source, [splits] if isinstance(splits, str) else splits, columns)
+        read = task.read(splits, columns)
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
     texts = {number: _text(task, read, number) for number in _kept(task, read)}

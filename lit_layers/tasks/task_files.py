@@ -1,4 +1,6 @@
-"""Columns of data sets: of parquet, csv and jsonl files, of local copies that `tasks.yaml` names, and of the Hub.
+"""What a task of the catalogue is, and the columns of its data set: of files, of a local copy, or of the Hub.
+
+A local copy is what the `tasks.yaml` in a folder says of a task.
 
 Files are read by pyarrow and not by `datasets`, which takes the csv cells 000 and NA for a number and for nothing, and
 on 10,000 rows 0.8 s of CPU time with a copy in its cache, or 2 s without one, where pyarrow takes 0.1 s. Both are
@@ -8,16 +10,17 @@ imported by the functions that need them: that takes 2 and 0.6 s.
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Required, Self
 
-import yaml
+from pydantic import with_config
+from typing_extensions import TypedDict
 
+from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import HUB_ERRORS, reason
 from lit_layers.files.foreign_parquet import refuse_vast
-from lit_layers.schema import beginning
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -169,7 +172,7 @@ def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCopy:
-    """One entry of `tasks.yaml`.
+    """Where a folder of local data has a task: one entry of its `tasks.yaml`.
 
     Args:
         files: a path within the folder, with {split} in it where there are several splits; or the path, or paths, of
@@ -187,6 +190,11 @@ class LocalCopy:
     options: Mapping[str, Any] = field(default_factory=dict)
     difference: str = ""
 
+    @property
+    def one_file(self) -> Path | None:
+        """The file that every split would be read from."""
+        return self.folder / self.files if isinstance(self.files, str) and is_one_file(self.files) else None
+
     def paths(self, split: str | None = None) -> list[Path]:
         """The files of a split; None: all that are listed."""
         return [self.folder / (name if split is None else name.replace(PATTERN, split)) for name in self.names(split)]
@@ -198,28 +206,92 @@ class LocalCopy:
         if split is not None and split not in self.files:
             splits = ", ".join(self.files)
             raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {splits}")
-        chosen: list[Any] = list(self.files.values()) if split is None else [self.files[split]]
-        return [name for value in chosen for name in (value if isinstance(value, list) else [value])]
+        chosen = [*self.files.values()] if split is None else [self.files[split]]
+        return [name for value in chosen for name in ([value] if isinstance(value, str) else value)]
 
     def missing(self) -> list[Path]:
         """Files that are listed and not there."""
         return [path for path in self.paths() if PATTERN not in path.name and not path.is_file()]
 
-    def read(self, split: str, columns: Mapping[str, str]) -> Columns:
-        """Columns of a split by the data set's own names; `columns` says which option each is named by.
+    def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
+        """Columns of some splits by the data set's own names; `columns` says which option each is named by.
 
         Raises:
             InputError: a file or column is missing, or a file is damaged.
         """
         here = {self.columns.get(name, name): use for name, use in columns.items()}
-        here |= dict.fromkeys(self.where, "where")
-        parts = [read_columns(str(path), [split], here) for path in self.paths(split)]
+        here |= dict.fromkeys(self.where.keys() - here.keys(), "where")
+        parts = [read_columns(str(path), [split], here) for split in splits for path in self.paths(split)]
         values = {name: [value for part in parts for value in part.values[name]] for name in here}
         for name, kept in self.where.items():
             rows = [row for row, value in enumerate(values[name]) if value == kept]
             values = {each: [column[row] for row in rows] for each, column in values.items()}
         renamed = {name: values[self.columns.get(name, name)] for name in columns}
         return Columns(renamed, {}, " and ".join(part.place for part in parts))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set and what is asked of it: a row of the catalogue, or one of the user's own.
+
+    Args:
+        name: unique within its use.
+        source: ORG/NAME[:CONFIG] of the Hub, or files.
+    """
+
+    name: str
+    source: str
+    use: Use = field(default="probe", init=False)
+    copy: LocalCopy | None = field(default=None, init=False, repr=False, compare=False)
+
+    def refusal(self, option: str, sentence: str) -> InputError:
+        """What is said of an option of this task."""
+        return InputError(f"task {self.name}: {option}: {sentence}")
+
+    def in_folder(self, folder: str | Path | None) -> Self:
+        """The task as a folder of local data has it, whose `tasks.yaml` says where; with None that of the Hub.
+
+        Raises:
+            InputError: the folder does not say, or says something else.
+        """
+        return self if folder is None else self.as_copied(local_copy(self.use, self.name, folder))
+
+    def as_copied(self, copy: LocalCopy) -> Self:
+        """The task with the options that are others in a copy, which it is read from.
+
+        Raises:
+            InputError: an option that it does not have, or a value of another kind.
+        """
+        task = replace(self, **self.checked_options(copy.options, f"{copy.folder / MAPPING}: options"))
+        object.__setattr__(task, "copy", copy)
+        return task
+
+    def checked_options(self, options: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Options that are those of this kind of task; what it is called and where it is from are none."""
+        kind = type(self)
+        allowed = schema.some_of(kind, without=("name", "source", "use", "local", "local_options"))
+        return schema.check(options, allowed, f"task {self.name}: {place}", f"see the options of {kind.__name__}")
+
+    def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
+        """The columns of some splits, one after the other; `columns` says for each which option it is named by.
+
+        Raises:
+            InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
+        """
+        return read_columns(self.source, splits, columns) if self.copy is None else self.copy.read(splits, columns)
+
+
+@with_config(schema.STRICT)
+class _Entry(TypedDict, total=False):
+    files: Required[str | dict[str, str | list[str]]]
+    columns: dict[str, str]
+    where: dict[str, str | int | float]
+    options: dict[str, Any]
+    difference: str
+
+
+_ENTRY = "a path, or files and where they differ columns, difference, options, where"
+_Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]] | None]
 
 
 def local_copies(use: Use, folder: str | Path) -> dict[str, LocalCopy]:
@@ -259,30 +331,16 @@ def local_copy(use: Use, name: str, folder: str | Path) -> LocalCopy:
 @functools.lru_cache(maxsize=8)
 def _entries(path: Path, changed: int) -> dict[str, dict[str, LocalCopy]]:
     """By use and name."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"folder: {path} is no YAML that can be read ({' '.join(str(error).split())})") from error
-    keys = {each.name for each in fields(LocalCopy)} - {"folder"}
-    if not isinstance(content, dict) or set(content) - set(get_args(Use)):
-        raise InputError(f"folder: expected {', '.join(get_args(Use))} in {path}, got {beginning(content)}")
+    content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
     copies: dict[str, dict[str, LocalCopy]] = {}
     for use, entries in content.items():
         copies[use] = {}
-        if not isinstance(entries or {}, dict):
-            raise InputError(f"folder: {path}: {use}: expected a path for each task, got {beginning(entries)}")
         for name, entry in (entries or {}).items():
-            entry: Any = {"files": entry} if isinstance(entry, str) else entry
-            files = entry.get("files") if isinstance(entry, dict) else None
-            if set(entry if isinstance(entry, dict) else ()) - keys or not isinstance(files, str | dict) or not files:
-                raise InputError(
-                    f"folder: {path}: {use}: {name}: expected files, and where they differ {', '.join(sorted(keys))}; "
-                    f"got {beginning(entry)}"
-                )
-            copies[use][str(name)] = copy = LocalCopy(folder=path.parent, **entry)
+            facts: Any = {"files": entry} if isinstance(entry, str) else entry
+            copies[use][name] = copy = LocalCopy(folder=path.parent, **facts)
             for file in copy.names():
-                if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+                if not file or Path(file).is_absolute() or ".." in Path(file).parts:
                     raise InputError(
-                        f"folder: {path}: {use}: {name}: expected paths within the folder, got {beginning(file)}"
+                        f"folder: {path}: {use}: {name}: expected paths within the folder, got {schema.beginning(file)}"
                     )
     return copies

@@ -506,7 +506,7 @@ def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
         ({"classes": ("a", "a")}, "task t: classes: expected two or more different names, got ['a', 'a']"),
         ({"kind": "regression", "classes": ("a", "b")}, "task t: classes: a regression has none: leave them out, or"),
         ({"label_offset": 1.0}, "task t: label_offset: is for regressions: leave it out, or choose kind regression"),
-        ({"local_options": {"txt": "a"}}, "task t: local_options: there is no option 'txt': name some of balance, "),
+        ({"local_options": {"txt": "a"}}, "task t: local_options: txt: there is no such field; see the options of "),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_read(options, sentence):
@@ -608,9 +608,7 @@ def test_parts_that_would_be_empty_are_refused(tmp_path):
 def test_a_folder_that_is_none_or_a_task_without_a_copy_is_refused(tmp_path):
     assert refusal(TASKS["sst2"], tmp_path).startswith(f"folder: expected a file tasks.yaml in {tmp_path} that says")
     with_mapping(tmp_path)
-    assert refusal(TASKS["trec"], tmp_path).startswith(
-        f"task trec: folder: {tmp_path}/tasks.yaml names no copy: add it"
-    )
+    assert refusal(TASKS["trec"], tmp_path).startswith(f"folder: {tmp_path}/tasks.yaml has no probe 'trec', it has ")
     assert refusal(TASKS["sst2"], tmp_path / "no") == f"folder: expected a folder of data, {tmp_path / 'no'} is none"
     assert refusal(TASKS["sst2"], tmp_path) == (
         f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"

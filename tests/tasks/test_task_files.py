@@ -14,9 +14,11 @@ from lit_layers.analyses.base import describe
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.analyze import analyze
 from lit_layers.data import ProbeTask
+from lit_layers.data.prompt_texts import BenchmarkPrompts
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import CATALOGUE, find, find_task, resolve
 from lit_layers.tasks.embedding_store import Store
+from lit_layers.tasks.glue_rows import read_rows
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.tasks.task_files import local_copies, local_copy
@@ -39,7 +41,7 @@ def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
         "    where: {year: 2013}\n    difference: two rows\n",
     )  # fmt: skip
     copy = local_copy("mteb", "STS13", tmp_path)
-    assert copy.read("test", {"sentence1": "text", "score": "label"}).values == {
+    assert copy.read(["test"], {"sentence1": "text", "score": "label"}).values == {
         "sentence1": ["21", "22", "11", "12"],
         "score": [1.0] * 4,
     }
@@ -71,17 +73,22 @@ ALIASES = ", ".join(f"&a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 
             None,
             "folder: expected a file tasks.yaml in .* that says where its tasks lie, there is none",
         ),
-        ("probe: [", "tasks.yaml is no YAML that can be read"),
-        ("- probe", "expected probe, prompts, benchmark, glue, mteb in .*tasks.yaml, got"),
-        ("probes: {a: b}", "expected probe, prompts, benchmark, glue, mteb in .*tasks.yaml, got"),
-        ("probe: [sst2]", "tasks.yaml: probe: expected a path for each task, got"),
-        ("probe: {sst2: {file: a}}", "tasks.yaml: probe: sst2: expected files, and where they differ columns, "),
-        ("probe: {sst2: {columns: {a: b}}}", "tasks.yaml: probe: sst2: expected files, "),
+        ("probe: [", "tasks.yaml: not valid YAML "),
+        ("- probe", r"tasks.yaml: expected an object, got \['probe'\]; write it as docs/tasks.md shows"),
+        ("probes: {a: b}", "tasks.yaml: probes.*: expected 'probe', 'prompts', .* or 'mteb', got 'probes'"),
+        ("probe: [sst2]", r"tasks.yaml: probe.*: expected an object, got \['sst2'\]"),
+        ("probe: {2012: a.csv}", "tasks.yaml: probe.2012.*: expected text, got 2012"),
+        ("probe: {sst2: {file: a}}", "tasks.yaml: probe.sst2: expected a path, or files and where they differ "),
+        ("probe: {sst2: {columns: {a: b}}}", "tasks.yaml: probe.sst2: expected a path, or files "),
+        ("probe: {sst2: {files: a.csv, columns: 3}}", "tasks.yaml: probe.sst2: expected a path, or files "),
+        ("probe: {sst2: {files: a.csv, columns: {text: 3}}}", "tasks.yaml: probe.sst2: expected a path, or files "),
+        ("probe: {sst2: {files: a.csv, where: [label]}}", "tasks.yaml: probe.sst2: expected a path, or files "),
+        ("probe: {sst2: {files: a.csv, difference: [1]}}", "tasks.yaml: probe.sst2: expected a path, or files "),
+        ("probe: {sst2: {files: {test: 3}}}", "tasks.yaml: probe.sst2: expected a path, or files "),
         ("probe: {sst2: ../a.csv}", "tasks.yaml: probe: sst2: expected paths within the folder, got '../a.csv'"),
         ("probe: {sst2: {files: {test: [/etc/a.csv]}}}", "expected paths within the folder, got '/etc/a.csv'"),
-        ("probe: {sst2: {files: {test: 3}}}", "expected paths within the folder, got 3"),
         # Nine to the eighth texts once the aliases are written out.
-        (f"probe: {{sst2: {{other: [&a0 [x], {ALIASES}]}}}}", r"got {'other': \[\['x'\], \[\[...], \[...].{,60}$"),
+        (f"probe: {{sst2: {{other: [&a0 [x], {ALIASES}]}}}}", r"got {'other': \[\['x'\], \[\[...], \[...].{,110}$"),
         ("probe: {cola: a.csv}", "tasks.yaml has no probe 'sst2', it has cola: add it, or leave the folder out"),
     ],
 )
@@ -90,6 +97,45 @@ def test_what_a_mapping_cannot_say_is_refused(text, sentence, tmp_path):
         write(tmp_path, text)
     with pytest.raises(InputError, match=sentence):
         local_copy("probe", "sst2", tmp_path)
+
+
+def rows_of(folder: Path, name: str, entry: str) -> Path:
+    """A folder with twenty labelled lines in the columns words and mood, of two years."""
+    lines = [f"line {row},{row % 2},{2012 + row // 10}" for row in range(20)]
+    (folder / f"{name}.csv").write_text("\n".join(["words,mood,year", *lines]))
+    return write(folder, entry)
+
+
+def test_every_key_of_an_entry_counts_for_every_use(tmp_path):
+    files, columns = "{train: all.csv, validation: all.csv}", "{sentence: words, label: mood}"
+    entry = f"{{files: {files}, columns: {columns}, where: {{year: 2013}}"
+    rows_of(tmp_path, "all", f"glue: {{sst2: {entry}}}}}\nprobe: {{sst2: {entry}, options: {{test: null}}}}}}")
+    written = [f"line {row}" for row in range(10, 20)]
+    rows = read_rows(find("glue", "sst2"), "train", tmp_path)
+    assert [text for (text,) in rows.texts] == written
+    data = find_task("sst2").load(str(tmp_path))
+    assert sorted(text for part in (data.train, data.validation, data.test) for text in part.texts) == written
+    assert data.classes == ("negative", "positive")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("{foo: 1}", "options: foo: there is no such field; see the options of "),
+        ("{text: 3}", "options: text: expected .*, got 3; see the options of "),
+        ("{source: other.csv}", "options: source: there is no such field"),
+        ("{where: {label: 1.5}}", "options: where"),
+    ],
+)
+def test_options_that_a_task_does_not_have_are_refused_for_every_use(options, sentence, tmp_path):
+    entry = f"{{files: all.csv, options: {options}}}"
+    rows_of(tmp_path, "all", f"glue: {{sst2: {entry}}}\nprobe: {{sst2: {entry}}}\nprompts: {{arc: {entry}}}")
+    with pytest.raises(InputError, match=f"^task sst2: .*tasks.yaml: {sentence}"):
+        find_task("sst2").load(str(tmp_path))
+    with pytest.raises(InputError, match="^task sst2: task sst2: .*tasks.yaml: options: "):
+        read_rows(find("glue", "sst2"), "train", tmp_path)
+    with pytest.raises(InputError, match="^the prompts of arc: task arc: .*tasks.yaml: options: "):
+        BenchmarkPrompts("tokenizer", folder=str(tmp_path), num_prompts=1).texts()
 
 
 def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_neighbours():

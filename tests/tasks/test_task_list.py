@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import LAYERWISE32, resolve, tasks_of
-from tests.support.data_mapping import copies
+from lit_layers.tasks.catalogue import LAYERWISE32, ScoredTask, resolve, tasks_of
+from lit_layers.tasks.mteb_tasks import Sources
+from tests.support.data_mapping import copies, with_mapping
 
 
 def test_the_list_has_32_tasks_of_five_domains():
@@ -32,7 +33,7 @@ def test_the_scores_and_subsets_are_those_of_mteb():
 
 
 def test_names_are_found_once_and_in_order():
-    assert [spec.name for spec in resolve(["STS13", "layerwise32", "MrpcParaphrases"])][:2] == [
+    assert [spec.name for spec in resolve(["STS13", "layerwise32"])][:2] == [
         "STS13",
         LAYERWISE32[0].name,
     ]
@@ -46,7 +47,10 @@ def test_names_are_found_once_and_in_order():
 
 
 def test_local_means_what_lies_in_the_folder():
-    assert [spec.name for spec in resolve(["local"], local=["STS13", "TrecQaAnswers"])] == ["STS13", "TrecQaAnswers"]
+    own = {"Songs": ScoredTask("Songs", domain="sts", score="cosine_spearman", official=False)}
+    assert [spec.name for spec in resolve(["local"], local=["Songs", "STS13"], own=own)] == ["STS13", "Songs"]
+    assert resolve(["Songs"], own=own) == [own["Songs"]]
+    assert resolve(["layerwise32"], own=own) == [*LAYERWISE32]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +69,28 @@ def test_what_is_no_task_is_named_with_its_neighbours(names, domains, sentence):
         resolve(names, domains=domains)
 
 
-def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own():
+def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own(tmp_path):
     import mteb
 
-    names = copies("mteb")
+    names, own = copies("mteb"), Sources(folder=with_mapping(tmp_path)).own_tasks()
     assert len(names) >= 12
-    assert {tasks_of("mteb")[name].domain for name in names} == {spec.domain for spec in LAYERWISE32}
+    tasks = tasks_of("mteb") | own
+    assert {tasks[name].domain for name in names} == {spec.domain for spec in LAYERWISE32}
     official = {task.metadata.name for task in mteb.get_tasks(exclude_superseded=False)}
     for name in names:
-        assert (name in official) == tasks_of("mteb")[name].official
+        assert (name in official) == (name not in own) == tasks[name].official
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("{}", "^task: there is no 'BankingClassification'; did you mean Banking77Classi.*tasks.yaml says domain"),
+        ("{domain: sts}", "there is no 'BankingClassification'; .*says domain and score among its options"),
+        ("{domain: a, score: x}", "^task BankingClassification: .*tasks.yaml: options: domain: expected .*got 'a'"),
+        ("{domain: sts, scores: 3}", "^task BankingClassification: .*tasks.yaml: options: scores: expected "),
+    ],
+)
+def test_a_task_of_ones_own_says_its_domain_and_its_score(options, sentence, tmp_path):
+    (tmp_path / "tasks.yaml").write_text(f"mteb: {{BankingClassification: {{files: a.csv, options: {options}}}}}")
+    with pytest.raises(InputError, match=sentence):
+        Sources(folder=tmp_path).check()

@@ -79,9 +79,10 @@ def embedding_of(folder: Path, **options: Any) -> Embedding:
 
 
 def task(name: str, data: Path, model: Path, root: Path, **options: Any) -> MtebTask:
-    (spec,) = resolve([name])
+    sources = Sources(folder=data)
+    (spec,) = resolve([name], own=sources.own_tasks())
     settings: dict[str, Any] = {"store": store_in(root / "embeddings"), "results": root / "mteb"}
-    return MtebTask(task=spec, tokenizer=str(model), sources=Sources(folder=data), **(settings | options))
+    return MtebTask(task=spec, tokenizer=str(model), sources=sources, **(settings | options))
 
 
 def encoded(model: Path, texts: list[str]) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lit_layers.analyses.base import Analysis
     from lit_layers.measuring.targets import Target
-    from lit_layers.tasks.catalogue import Task
+    from lit_layers.tasks.catalogue import ScoredTask
     from lit_layers.tasks.mteb_scores import Averages
 
 TASKS = Names(("layerwise32",))
@@ -81,7 +81,7 @@ def mteb(
         raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     if LOCAL in tasks and folder is None:
         raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
-    resolved = resolve(tasks, domains=domains, local=sources.local_names())
+    resolved = resolve(tasks, domains=domains, local=sources.local_names(), own=sources.own_tasks())
 
     follow = modules or ("last" if pooling is None else "none")
 
@@ -111,7 +111,7 @@ def mteb(
     return measure(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
 
 
-def _tell(outcome: Outcome, tasks: "list[Task]") -> bool:
+def _tell(outcome: Outcome, tasks: "list[ScoredTask]") -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
     import pandas as pd
 

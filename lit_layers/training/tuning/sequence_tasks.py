@@ -26,7 +26,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import LETTERS, Work
 from lit_layers.records import Record
 from lit_layers.schema import refuse_outside
-from lit_layers.tasks.catalogue import Task, find
+from lit_layers.tasks.catalogue import ScoredTask, find
 from lit_layers.tasks.glue_rows import SPLITS, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
@@ -130,7 +130,7 @@ class LitSequenceClassifier(LitModule):
         self.judged = nn.ModuleDict({name: _Kept(nan_strategy="disable") for name in ("predictions", "targets")})
 
     @property
-    def task(self) -> Task:
+    def task(self) -> ScoredTask:
         """That of the run's data.
 
         Raises:
