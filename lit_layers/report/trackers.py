@@ -7,10 +7,8 @@ over (`Tracker`). None of the four is imported here: who logs to one has done so
 import io
 import json
 import logging
-import queue
 import re
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +19,7 @@ from lit_layers import records
 from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
+from lit_layers.report.call_thread import CallThread
 from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, layer_maps, tables_of
 from lit_layers.report.wandb_files import AXIS
 from lit_layers.report.wandb_mirror import define
@@ -198,7 +197,7 @@ def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list
     return [run for run in runs if run is not None]
 
 
-class TrackedRun:
+class TrackedRun(CallThread):
     """Hands what is measured to a tracker, from a thread of its own: curves and heat maps as they are measured, at the
     end the table of all numbers, when each metric emerges, and layers by steps as pictures.
 
@@ -207,12 +206,11 @@ class TrackedRun:
     """
 
     def __init__(self, tracker: Tracker, root: Path, analyses: Mapping[str, Any]) -> None:
-        self.tracker, self.root = tracker, root
-        self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(_WAITING)
-        self._done, self._is_off, self._last = threading.Event(), False, 0
-        threading.Thread(target=self._work, name=f"lit_layers to {tracker.name}", daemon=True).start()
+        super().__init__(_WAITING)
+        self.tracker, self.root, self._last = tracker, root, 0
+        self._start(f"lit_layers to {tracker.name}")
         about = {"root": str(root), "analyses": dict(analyses)}
-        self._later("its config", lambda: tracker.begin(about))
+        self._tell("its config", lambda: tracker.begin(about))
 
     def log(self, measurement: Measurement, name: str, values: Mapping[str, float]) -> None:
         """One measurement: its curves, the tokens, its heat maps. Returns at once."""
@@ -223,48 +221,31 @@ class TrackedRun:
             row["tokens"] = measurement.tokens
         self._last = max(self._last, step)
         what = f"{measurement.analysis} at step {step}"
-        self._later(what, lambda: self.tracker.row(step, row, heat_maps(measurement, name)))
+        self._tell(what, lambda: self.tracker.row(step, row, heat_maps(measurement, name)))
 
     def finish(self, *, whole: bool) -> None:
         """Returns when all is handed over, the tables, too, if it is `whole`, or when the tracker is given up."""
         if whole:
-            self._later("the table of measurements", self._end)
-        if self._is_off:
-            return
-        try:
-            self._calls.put_nowait(None)
-        except queue.Full:
-            self._give_up("it does not keep up")
-        else:
-            if whole and not self._done.wait(PATIENCE):
-                self._give_up(f"no answer within {PATIENCE:.0f} s")
+            self._tell("the table of measurements", self._send_tables, PATIENCE)
+        self._end()
 
-    def _end(self) -> None:
+    def _send_tables(self) -> None:
         measurements = records.read(self.root / "measurements.jsonl")
         shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
         if tables := tables_of(self.root, shown):
             self.tracker.end(self._last, tables, layer_maps(shown, plain_settings(measurements)))
 
-    def _later(self, what: str, call: Callable[[], None]) -> None:
-        if self._is_off:
-            return
-        try:
-            self._calls.put_nowait((what, call))
-        except queue.Full:
-            self._give_up("it does not keep up")
-
-    def _work(self) -> None:
-        for what, call in iter(self._calls.get, None):
-            if self._is_off:
-                break
+    def _tell(self, what: str, call: Callable[[], None], *limit: float) -> None:
+        def guarded() -> None:
             try:
                 call()
-            except Exception as error:  # whatever a tracker has: no training ends for it
+            except Exception as error:  # whatever a tracker has
                 logger.warning("%s: %s is not logged: %s", self.tracker.name, what, _first_line(error))
-        self._done.set()
+
+        self._later(guarded, *limit)
 
     def _give_up(self, reason: str) -> None:
-        self._is_off = True
+        super()._give_up(reason)
         logger.warning("%s: gets nothing more (%s): %s has it", self.tracker.name, reason, self.root)
 
 

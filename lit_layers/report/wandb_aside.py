@@ -1,14 +1,12 @@
 """The mirror in a thread of its own: nothing that W&B does stops a training, or delays it for longer than a limit."""
 
-import contextlib
-import queue
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement
+from lit_layers.report.call_thread import CallThread
 from lit_layers.report.wandb_mirror import WandbMirror
 
 _STEPS = 10_000  # that wait at most: W&B does not keep up then, and the files have them all
@@ -16,7 +14,7 @@ _LIMIT_AFTER_SIGTERM, _TERMINATED = 15.0, 143
 abandoned: "list[MirrorAside]" = []  # W&B's own end may wait for ever for theirs
 
 
-class MirrorAside:
+class MirrorAside(CallThread):
     """Hands the calls of a mirror to its thread, in order, and waits for the first and the last one alone.
 
     A mirror that raises, falls behind, or needs longer than its `timeout` is given up with one sentence: what it lacks
@@ -24,9 +22,8 @@ class MirrorAside:
     """
 
     def __init__(self, mirror: WandbMirror, *, patient: bool = False) -> None:
-        self.mirror, self._limit = mirror, None if patient else mirror.timeout
-        self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_STEPS)
-        self._is_starting, self._is_off = True, False
+        super().__init__(_STEPS)
+        self.mirror, self._limit, self._is_starting = mirror, None if patient else mirror.timeout, True
         self._refused: InputError | None = None
         self._last_words = ""
 
@@ -37,7 +34,7 @@ class MirrorAside:
             InputError: what the mirror refuses to start with.
         """
         self.mirror.root = Path(root)
-        threading.Thread(target=self._work, name="wandb", daemon=True).start()
+        self._start("wandb")
         self._later(
             lambda: self.mirror.start(root, run_id=run_id, config=config, allow_suspect=allow_suspect), self._limit
         )
@@ -59,39 +56,18 @@ class MirrorAside:
         if exit_code == _TERMINATED and limit is not None:
             limit = min(limit, _LIMIT_AFTER_SIGTERM)
         self._later(lambda: self.mirror.finish(exit_code), limit)
-        with contextlib.suppress(queue.Full):
-            self._calls.put_nowait(None)
+        self._end()
 
     def closing_line(self) -> str:
         return self._last_words or self.mirror.closing_line()
 
-    def _later(self, call: Callable[[], None], *limit: float | None) -> None:
-        """Queues a call; with a limit (None: without end) waits until it is done."""
-        done = threading.Event()
-        if self._is_off:
-            return
-        try:
-            self._calls.put_nowait((call, done))
-        except queue.Full:
-            self._abandon("it does not keep up")
+    def _failed(self, error: BaseException) -> None:
+        if self._is_starting and isinstance(error, InputError):
+            self._is_off, self._refused = True, error
         else:
-            if limit and not done.wait(limit[0]):
-                self._abandon(f"no answer within {limit[0]:.0f} s")
+            super()._failed(error)
 
-    def _work(self) -> None:
-        for call, done in iter(self._calls.get, None):
-            try:
-                if not self._is_off:
-                    call()
-            except BaseException as error:  # whatever W&B raises, training goes on
-                if self._is_starting and isinstance(error, InputError):
-                    self._is_off, self._refused = True, error
-                elif not self._is_off:
-                    self._abandon(str(error).strip() or type(error).__name__)
-            finally:
-                done.set()
-
-    def _abandon(self, reason: str) -> None:
-        self._is_off = True
+    def _give_up(self, reason: str) -> None:
+        super()._give_up(reason)
         abandoned.append(self)
         self._last_words = self.mirror.give_up(reason)
