@@ -1,19 +1,23 @@
 """What a command shows: tables, and on standard error how far a measurement has come, unless -q or -v changes it."""
 
 import logging
+import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Task
 
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
+LINE = 60.0  # seconds between two lines where no bar can be seen
 _verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
@@ -78,6 +82,7 @@ def bar(
     """A function of what is done, of how much (None: as before), and what is next, which draws it.
 
     It raises a Ctrl-C that got lost. Drawn on standard error where no console is given; a transient bar leaves nothing.
+    Where no bar can be seen (a log file, -v), a line a minute says the same.
     """
     from rich.console import Console
     from rich.progress import (
@@ -91,18 +96,32 @@ def bar(
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times, console = (TimeElapsedColumn(), TimeRemainingColumn()), console or Console(stderr=True)
-    hidden = hidden or verbosity() != 0  # a bar would be written over by lines
+    says_lines = not hidden and (verbosity() > 0 or (verbosity() == 0 and not console.is_terminal))
+    hidden, last = hidden or verbosity() != 0, console.get_time()  # a bar would be written over by lines
     # Drawn after each block and not by a thread of its own.
     options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
+    options["speed_estimate_period"] = (
+        math.inf
+    )  # of the last 30 s, checkpoints that take longer tell no time that is left
     with _no_ctrl_c_lost() as raise_it, Progress(*columns, *times, **options) as drawn:
         task = drawn.add_task(opening, total=None)
 
         def show(done: int | None, total: int | None, what: str) -> None:
+            nonlocal last
             raise_it()
             changes: dict[str, Any] = {"description": what} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)
+            if says_lines and console.get_time() - last >= LINE:
+                last = console.get_time()
+                console.print(_line(drawn.tasks[0]), highlight=False, markup=False, soft_wrap=True)
 
         yield show
+
+
+def _line(task: "Task") -> str:
+    so_far, left = (timedelta(seconds=int(each or 0)) for each in (task.elapsed, task.time_remaining))
+    ends = f", about {left} left" if task.time_remaining else ""
+    return f"{task.completed:.0f} of {task.total or 0:.0f} after {so_far}{ends}: {task.description}"
 
 
 @contextmanager

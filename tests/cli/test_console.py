@@ -1,6 +1,7 @@
 """The bar, also of a training, and its second duty: a Ctrl-C that Python drops ends the work all the same."""
 
 import io
+import re
 import signal
 import threading
 import weakref
@@ -28,6 +29,30 @@ def test_a_ctrl_c_in_the_callback_of_a_weak_reference_is_raised_at_the_next_prog
         assert reference() is None
         with pytest.raises(KeyboardInterrupt):
             show(1, 2, "next")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_is_left_of_checkpoints_that_take_long_is_said_in_a_terminal_and_in_a_log(is_terminal):
+    """Two workers: a checkpoint each in 80 s is one in 40 s."""
+    now, said = [0.0], io.StringIO()
+    console = Console(file=said, get_time=lambda: now[0], force_terminal=is_terminal, width=100)
+    with bar("auditing", console=console) as show:
+        show(0, 10, "waiting for workers")
+        for done in range(1, 7):
+            for _ in range(40):
+                now[0] += 1
+                show(done - 1, 10, f"2 workers: step {done}")
+            show(done, 10, f"2 workers: step {done}")
+        written = said.getvalue()
+    if is_terminal:
+        assert "6/10 0:04:00 0:02:40" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    else:
+        lines = [
+            "1 of 10 after 0:01:00: 2 workers: step 2",
+            "2 of 10 after 0:02:00, about 0:05:20 left: 2 workers: step 3",
+        ]
+        assert written.splitlines()[:2] == lines
+        assert len(written.splitlines()) == 4
 
 
 def test_without_a_ctrl_c_nothing_is_raised_and_the_handler_is_back():
