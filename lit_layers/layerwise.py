@@ -23,6 +23,7 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report.sections import shapes_of_models
+from lit_layers.schema import COUNT
 
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
@@ -83,7 +84,7 @@ class LayerResult:
             InputError: a metric that was not measured.
         """
         measured, usual = {*self.frame["metric"]}, self.metrics
-        if metric is not None and metric not in measured:
+        if metric is not None and not (isinstance(metric, str) and metric in measured):
             listed = ", ".join(sorted(measured, key=rank))
             raise InputError(f"metric: expected one of {listed}, got {metric!r}")
         names = [metric] if metric is not None else (usual or sorted(measured, key=rank))[:_SHOWN]
@@ -125,6 +126,8 @@ class LayerResult:
         Raises:
             InputError: nothing was measured of both.
         """
+        if not isinstance(other, LayerResult):
+            raise InputError(f"compare: expected another result of lit_layers.layers, got a {type(other).__name__}")
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")
         taken = {m.run for m in self.measurements}
@@ -187,6 +190,10 @@ def layers(
         Exception: what an analysis raises.
     """
     wanted = catalogue.named(metrics)
+    if (expected := COUNT.expected(max_tokens)) is not None:
+        raise InputError(f"max_tokens: expected {expected}, got {max_tokens!r}")
+    if not isinstance(model, str | Path | nn.Module) or model == "":
+        raise InputError(f"model: expected a folder, a name on the Hub or a model in memory, got {model!r:.60}")
     network = model if isinstance(model, nn.Module) else load(model)
     view = LayeredModel(network)
     if batches is not None and texts is not None:
@@ -213,7 +220,8 @@ def _of_texts(
     """The batches of texts, and those for analyses that take derivatives."""
     longest = min(max_tokens, view.max_tokens or max_tokens)
     if texts is not None:
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str) and len(texts)
+        if not is_list or not all(isinstance(text, str) for text in texts):
             raise InputError(f"texts: expected a list of texts, got {texts!r:.60}")
         batches = _encoded(tokenizer, texts, longest)
         return batches, batches

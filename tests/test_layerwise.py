@@ -124,6 +124,8 @@ def test_two_models_stand_side_by_side(result, batches):
     alone = lit_layers.layers(deeper, ["line_shape_score"], batches=batches)
     with pytest.raises(InputError, match="compare: expected an analysis that was made of both"):
         result.compare(alone)
+    with pytest.raises(InputError, match="compare: expected another result of lit_layers.layers, got a str"):
+        result.compare("tiny")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,17 @@ def test_two_models_stand_side_by_side(result, batches):
         ({"metrics": ["coupling", "prompt_entropi"]}, "unknown name 'prompt_entropi'; did you mean prompt_entropy"),
         ({"metrics": "lens"}, "expected a list of names"),
         ({"metrics": []}, "expected a list of names"),
+        ({"metrics": 5}, "metrics: expected a list of names such as .*, got 5"),
+        ({"metrics": [["lens"]]}, r"metrics: expected names such as 'coupling', got \['lens'\]"),
+        ({"model": 5}, "model: expected a folder, a name on the Hub or a model in memory, got 5"),
+        ({"model": ""}, "model: expected a folder, a name on the Hub or a model in memory, got ''"),
+        ({"max_tokens": "x"}, "max_tokens: expected a whole number, got 'x'"),
+        ({"max_tokens": None}, "max_tokens: expected a whole number, got None"),
+        ({"batches": None, "tokenizer": "t", "texts": {"a": 1}}, "texts: expected a list of texts, got {'a': 1}"),
+        (
+            {"batches": None, "tokenizer": "t", "texts": ["a", "\ud800b"]},
+            "text 1: expected letters, got half of a pair",
+        ),
         ({"texts": ["a"]}, "texts and batches: expected one of them"),
         ({"batches": None}, "GPT2LMHeadModel in memory carries none"),
         ({"batches": "some text"}, "batches: expected `Batches`, or a DataLoader"),
@@ -139,7 +152,21 @@ def test_two_models_stand_side_by_side(result, batches):
 )
 def test_a_mistake_is_a_sentence(model, batches, options, said):
     with pytest.raises(InputError, match=said):
-        lit_layers.layers(model, **{"metrics": ["lens"], "batches": batches, **options})
+        lit_layers.layers(**{"model": model, "metrics": ["lens"], "batches": batches, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"analysis": "lens"}, r"analysis: expected one, such as Lens\(batches=data\), got a str"),
+        ({"step": "5"}, "step: expected a whole number, got 5"),
+        ({"step": -1}, "step: expected at least 0, got -1"),
+        ({"tokens": 0.5}, "tokens: expected a whole number, got 0.5"),
+    ],
+)
+def test_what_no_measurement_can_be_of_is_refused_before_one_is_made(model, batches, options, said):
+    with pytest.raises(InputError, match=said):
+        measure(model, **{"analysis": Trajectory(batches=batches), "run": "r", "step": None, **options})
 
 
 def test_what_fails_in_an_analysis_is_raised(model, batches, monkeypatch):

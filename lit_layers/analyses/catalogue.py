@@ -1,7 +1,7 @@
 """Names of what can be measured of any model: analyses that need nothing but batches, and their metrics."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from lit_layers import functional, metrics
@@ -64,10 +64,12 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     Raises:
         InputError: no name, or one that is neither, with those that are near.
     """
-    if isinstance(names, str) or not names:
+    if isinstance(names, str) or not isinstance(names, Iterable) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
     of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
     for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"metrics: expected names such as 'coupling', got {name!r}")
         if name in NAMES:
             metrics_of[name] = None
         elif name in of_metrics:
@@ -75,7 +77,7 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
             if chosen is not None:
                 chosen.add(name)
         else:
-            near = difflib.get_close_matches(str(name), [*NAMES, *of_metrics], n=3, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*NAMES, *of_metrics], n=3, cutoff=0.5)
             remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
     return metrics_of

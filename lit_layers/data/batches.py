@@ -145,6 +145,9 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
         InputError: no such tokenizer, a limit that leaves no room beside special tokens, or a text of which it makes
             no token.
     """
+    for row, text in enumerate(texts):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InputError(f"text {row}: expected letters, got half of a pair of UTF-16: {text[:60]!a}")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     added = loaded.tokenizer.num_special_tokens_to_add(is_pair=False)
     if max_tokens <= added:

@@ -145,7 +145,7 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
         raise InputError(
             f"batches: expected input_ids or pixel_values, batch {number} has {', '.join(map(str, given)) or 'nothing'}"
         )
-    if values[inputs].ndim != dimensions[inputs] or not len(values[inputs]):
+    if values[inputs].ndim != dimensions[inputs] or not values[inputs].numel():
         shapes = {"input_ids": "(batch, tokens)", "pixel_values": "(batch, channels, height, width)"}
         raise InputError(
             f"batches: expected {inputs} of shape {shapes[inputs]}, got {tuple(values[inputs].shape)} in batch {number}"
@@ -154,7 +154,17 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
         if (kind := values["input_ids"].dtype) in (torch.bool, torch.float16, torch.float32, torch.float64):
             raise InputError(f"batches: expected input_ids to be whole numbers, got {kind} in batch {number}")
         values["input_ids"] = values["input_ids"].long()
-        values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
+        mask = values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
+        if mask.shape != values["input_ids"].shape or not ((mask == 0) | (mask == 1)).all():
+            raise InputError(
+                "batches: expected attention_mask to have a 1 for each token and a 0 for padding, got shape "
+                f"{tuple(mask.shape)} with values from {mask.min()} to {mask.max()} beside input_ids of shape "
+                f"{tuple(values['input_ids'].shape)} in batch {number}"
+            )
+        if not mask.any(dim=-1).all():
+            raise InputError(
+                f"batches: expected a real token in each text, attention_mask has a row of 0 in batch {number}"
+            )
     labels = given.get("labels") if labels is None else labels
     one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_each and not labels.is_floating_point():

@@ -46,7 +46,10 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "
     if is_remote(root):
         raise InputError(f"root: expected a local folder, got {root}: `remote_runs.written` gives the run's local copy")
     root = Path(root).resolve()
-    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    except OSError as error:  # a name that is too long
+        raise _unwritable(root, error) from error
     try:
         lock = _Lock(root, shard, part)
         _held.append(lock)

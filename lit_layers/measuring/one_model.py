@@ -18,12 +18,13 @@ from torch import nn
 from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import with_a_value
+from lit_layers.errors import InputError
 from lit_layers.measuring.undisturbed import one_line, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record, Store
-from lit_layers.schema import KEPT_MB
+from lit_layers.schema import KEPT_MB, Range, refuse_outside
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ def measure(
     The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
     of several analyses of one checkpoint.
     """
+    if not isinstance(analysis, Analysis):
+        raise InputError(f"analysis: expected one, such as Lens(batches=data), got a {type(analysis).__name__}")
+    refuse_outside(
+        "", dict.fromkeys(("step", "tokens"), Range(0, math.inf, whole=True)), {"step": step, "tokens": tokens}
+    )
     attempt = Attempt()
     attempt.make(model, analysis, lambda view: collect(analysis, analysis.run(view)), weights_hash)
     attempt.end(model, analysis)

@@ -16,6 +16,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
+from lit_layers.files.remote_store import is_remote
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.measuring import canary, one_model, undisturbed
 from lit_layers.models.build import weights_hash
@@ -25,7 +26,7 @@ from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import plotted_values, values_of
 from lit_layers.report.trackers import TrackedRun, tracker_of
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import is_sharded
@@ -84,6 +85,8 @@ class StepMeasurer:
             raise InputError(f"analyses: expected each to be one, such as Lens(batches=data), got {_named(strange[0])}")
         if run is not None and not isinstance(run, str):
             raise InputError(f"run: expected a name, got {run!r}")
+        if not isinstance(watchers, Sequence):
+            raise InputError(f"watchers: expected a list of them, got {_named(watchers)}")
         for watcher in watchers:
             if not (hasattr(watcher, "measuring") and hasattr(watcher, "measured")):
                 raise InputError(f"watchers: expected methods measuring and measured, got {_named(watcher)}")
@@ -92,7 +95,7 @@ class StepMeasurer:
             raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
         for analysis in analyses:
             analysis.adopt_batches_()
-        self.root = Path(root)
+        self.root = _local(root)
         self.analyses, self.run = list(analyses), run or self.root.name
         self.watchers: list[Watcher] = [TimeLines(), *watchers]
         self.kept_mb, self.values_mb = kept_mb, values_mb
@@ -223,6 +226,15 @@ class StepMeasurer:
         return self._tracked[id(destination)]
 
 
+def _local(root: Any) -> Path:
+    """A run's folder; others are refused before Python makes something of them: of '' where it happens to be."""
+    if not isinstance(root, str | Path) or root == "" or "\0" in str(root):
+        raise InputError(f"root: expected a folder, got {root!r}")
+    if is_remote(root):
+        raise InputError(f"root: expected a local folder, got {root}: a run on a store is written by lit-layers fit")
+    return Path(root)
+
+
 def _named(value: Any) -> str:
     return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
@@ -337,13 +349,14 @@ class Watch:
                     "loggers: expected loggers of Lightning, runs of W&B, MLflow or trackio, or a SummaryWriter, got "
                     f"{_named(each)}"
                 )
-        if tokenizer is not None and not Path(tokenizer).is_dir():
+        is_folder = isinstance(tokenizer, str | Path) and tokenizer != "" and Path(tokenizer).is_dir()
+        if tokenizer is not None and not is_folder:
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
-        self._first, self._last, self._final = first_step, -1, max_steps
+        self._first, self._last, self._final, self._is_over = first_step, -1, max_steps, False
         if is_sharded(self.model):
             raise InputError(
                 "model: expected every process to hold all weights, got sharded ones: train with Lightning's "
@@ -368,7 +381,15 @@ class Watch:
         self._held.watches.add(self)
 
     def step(self, number: int | None = None) -> None:
-        """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled."""
+        """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
+
+        Raises:
+            InputError: a number below that of the step before, whose numbers it would replace; a watch that is closed.
+        """
+        if number is not None:
+            refuse_outside("", {"step": Range(self.now, MANY, whole=True)}, {"step": number})
+        if self._is_over:
+            raise InputError("step: this watch is closed: make another one to go on")
         self.now = self.now + 1 if number is None else number
         self._visit(due=self.now in self.schedule or self.now == self._final)
 
@@ -396,7 +417,7 @@ class Watch:
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        held, self._held = self._held, None
+        held, self._held, self._is_over = self._held, None, True
         if held is not None:
             held.leave(self, error)
 

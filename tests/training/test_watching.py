@@ -220,6 +220,14 @@ def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(give
         ("run", 3, "run: expected a name, got 3"),
         ("loggers", "wandb", "loggers: expected a list of them, got 'wandb'"),
         ("loggers", [3], "or a SummaryWriter, got a int"),
+        ("root", "", "root: expected a folder, got ''"),
+        ("root", 5, "root: expected a folder, got 5"),
+        ("root", "a\0b", "root: expected a folder, got 'a\\x00b'"),
+        ("root", "s3://bucket/run", "root: expected a local folder, got s3://bucket/run"),
+        ("root", "x" * 300, "(File name too long); choose another folder"),
+        ("watchers", None, "watchers: expected a list of them, got a NoneType"),
+        ("tokenizer", "", "tokenizer: expected a folder with a tokenizer's files, got ''"),
+        ("tokenizer", 5, "tokenizer: expected a folder with a tokenizer's files, got '5'"),
         ("watchers", [3], "watchers: expected methods measuring and measured, got a int"),
         ("tokenizer", "/nope", "tokenizer: expected a folder with a tokenizer's files, got '/nope'"),
         ("analyses", "lens", "analyses: expected a list of them, such as [Lens(batches=data)], got 'lens'"),
@@ -236,6 +244,21 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(option,
     with pytest.raises(InputError, match=re.escape(said)):
         lit_layers.watch(network(0.0), options.pop("analyses"), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_number_that_no_step_can_have_is_refused_and_nothing_is_measured(tmp_path):
+    with lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=tmp_path / "run") as watched:
+        watched.step(5)
+        for number, said in (
+            (3, "at least 5, got 3"),
+            ("6", "a whole number, got 6"),
+            (6.5, "a whole number, got 6.5"),
+        ):
+            with pytest.raises(InputError, match=f"step: expected {said}"):
+                watched.step(number)
+    with pytest.raises(InputError, match="step: this watch is closed: make another one to go on"):
+        watched.step()
+    assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0, 5]
 
 
 def test_numbers_reach_loggers_of_any_kind(tmp_path):
