@@ -1,9 +1,10 @@
 """What ends a command with one sentence."""
 
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -35,24 +36,28 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
 def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
     """Refuses a name that is there and neither a file nor a folder: to read a pipe, socket or device may never end.
 
-    What a shell makes of `<(COMMAND)` is read.
+    What a shell makes of `<(COMMAND)` is read; inside of a command only where its own words name it.
 
     Raises:
         InputError: naming it.
     """
     name = os.fspath(name)
-    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and name[:8] != "/dev/fd/":
+    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and not _is_of_shell(name):
         raise InputError(f"{option}{_no_file(name)}")
 
 
 @contextmanager
-def refusing_pipes() -> Iterator[None]:
+def refusing_pipes(words: Iterable[str] = ()) -> Iterator[None]:
     """Inside, no Python code opens a pipe, or a device to read from, whoever named it: a recipe, an index, a link.
+
+    `words` are the user's own, which may name what a shell makes of `<(COMMAND)`.
 
     Raises:
         InputError: naming it.
     """
-    global _guarded, _is_hooked
+    global _guarded, _is_hooked, _of_shell
+    if not _guarded:  # a command inside of another has the words of a recipe
+        _of_shell = {part for word in words for part in (word, word.partition("=")[2])}
     if not _is_hooked:  # hooks stay for good
         sys.addaudithook(_refuse_to_open)
         _is_hooked = True
@@ -64,13 +69,20 @@ def refusing_pipes() -> Iterator[None]:
 
 
 _guarded, _is_hooked = 0, False
+_of_shell = set[str]()
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/[^/]+)/fd/(\d+)")
+
+
+def _is_of_shell(name: str) -> bool:
+    number = _DESCRIPTOR.fullmatch(name)
+    return number is not None and (not _guarded or f"/dev/fd/{number[1]}" in _of_shell)
 
 
 def _refuse_to_open(event: str, details: tuple[object, ...]) -> None:
     if event != "open" or not _guarded or not isinstance(details[0], str | bytes):
         return
     name = os.fsdecode(details[0])
-    if name.startswith(("/dev/fd/", "/proc/")) or name == os.devnull:
+    if name == os.devnull or _is_of_shell(name):
         return
     try:
         mode = os.stat(name).st_mode

@@ -40,6 +40,31 @@ def test_a_recipe_names_none(names, tmp_path, capsys):
         assert said == f"corpus: expected a file or folder, {name} is a pipe, a socket or a device"
 
 
+def test_what_a_shell_makes_of_a_command_is_read_where_the_command_line_names_it_and_no_recipe(tmp_path, capsys):
+    """`<(COMMAND)` is /dev/fd/63; a recipe that names 0 would wait for what nobody types."""
+    reader, writer = os.pipe()
+    os.write(writer, b"resamples: 99\n")
+    os.close(writer)
+    words = ["correlate", "table.csv", "--metric", "a", "--score", "b", "--config"]
+    assert refused([*words, f"/dev/fd/{reader}"], capsys) == "resamples: expected at least 100, got 99"
+    os.close(reader)
+    reader, writer = os.pipe()
+    recipe, inner = tmp_path / "recipe.yaml", tmp_path / "inner.yaml"
+    for name in (f"/dev/fd/{reader}", f"/proc/self/fd/{reader}"):
+        for content in ({"corpus": name}, {"config": name}):
+            recipe.write_text(yaml.safe_dump(content))
+            said = refused(["analyze", str(tmp_path), "--config", str(recipe)], capsys)
+            assert said.endswith(f"expected a file or folder, {name} is a pipe, a socket or a device")
+        inner.write_text(yaml.safe_dump(PAPER | {"steps": [{"correlate": {"data": "published", "config": [name]}}]}))
+        said = refused(["reproduce", str(inner), "--root", str(tmp_path / "out")], capsys)
+        assert said.endswith(f"expected a file or folder, {name} is a pipe, a socket or a device")
+    os.close(reader)
+    os.close(writer)
+
+
+PAPER = {"paper": "coupling", "item": "Figure 1", "shows": "nothing", "status": "here"}
+
+
 def test_no_recipe_that_a_recipe_names_is_one(tmp_path, downloaded, capsys):
     """Each of these fields may name a file with what it holds, a link is one, too, and a recipe names the next."""
     os.mkfifo("pipe")
