@@ -116,6 +116,7 @@ def run_verb(command: str, rest: list[str]) -> int:
     from lit_layers.cli.shipped_recipes import with_recipes_found
     from lit_layers.errors import InputError, RunLostError, refuse_pipe, refusing_pipes
 
+    code = 0
     try:
         for word in rest:
             refuse_pipe(word)
@@ -125,12 +126,12 @@ def run_verb(command: str, rest: list[str]) -> int:
             print(text, end="")
             return 0
         threads.settle()
-        with refusing_pipes(), in_local_copies(command, rest, os.environ) as rest:
-            return _called(command, rest)
+        with refusing_pipes(rest), in_local_copies(command, rest, os.environ) as rest:
+            code = _called(command, rest)
     except InputError as error:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
-        code = _refuse(str(error), command)
-        return FAILED if isinstance(error, RunLostError) else code
+        refused = _refuse(str(error), command)
+        return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:  # not about a file that was named
             raise
@@ -139,6 +140,7 @@ def run_verb(command: str, rest: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    return code
 
 
 def _called(command: str, rest: list[str]) -> int:

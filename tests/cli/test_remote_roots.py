@@ -16,7 +16,8 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli import remote_roots
-from lit_layers.cli.main import main
+from lit_layers.cli.main import DIVERGED, main
+from lit_layers.cli.stopping import TERMINATED
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import remote_copy, remote_runs, run_lock
 from lit_layers.files.remote_store import Claim, Store
@@ -225,6 +226,30 @@ def test_without_permission_nothing_is_begun(bucket, capsys, monkeypatch):
     assert main(["analyze", "MODEL", "--root", f"{bucket}/denied/run"]) == 2
     s3fs.S3FileSystem.clear_instance_cache()
     assert capsys.readouterr().err == f"lit-layers analyze: error: {bucket}/denied/run: no permission\n"
+
+
+@pytest.mark.parametrize(("ended", "code"), [(TERMINATED, TERMINATED), (DIVERGED, DIVERGED), (0, 1)])
+def test_a_command_whose_store_is_away_at_its_end_has_its_own_exit_code_and_without_one_1(
+    ended, code, bucket, monkeypatch, capfd
+):
+    """A scheduler begins a preempted run again, which sends the rest, and gives up one that failed."""
+
+    def run(verb, argv: list[str]) -> int:
+        make_run(Path(argv[argv.index("--root") + 1]), steps=(0,), analyses=("coupling",))
+        for name in ("put", "write"):
+            monkeypatch.setattr(Store, name, away)
+        return ended
+
+    def away(self, *_: object, **__: object) -> None:
+        raise InputError(f"{self.url}: it cannot be reached")
+
+    monkeypatch.setattr("lit_layers.cli.options.run", run)
+    monkeypatch.setattr(remote_runs, "PATIENCE", 0.1)
+    url = f"{bucket}/away/{ended}"
+    assert main(["fit", "--root", url]) == code
+    assert f"lit-layers fit: error: {url}: it cannot be reached; not all could be sent: it is in " in (
+        capfd.readouterr().err
+    )
 
 
 def test_one_process_writes_a_run_and_one_that_lost_it_stops(bucket, machine):
