@@ -88,8 +88,9 @@ def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
         file.seek(offset)
         content = file.read()
     content = content[: content.rfind(b"\n") + 1]
-    lines = (line for line in content.splitlines() if line.strip())
-    return [schema.parse(line, Measurement, f"{path}", RESTORE) for line in lines], offset + len(content)
+    lines = [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]
+    place = f"{path}, line " if not offset else f"{path}, behind byte {offset}, line "
+    return [schema.parse(line, Measurement, f"{place}{n}", RESTORE) for n, line in lines], offset + len(content)
 
 
 class Measuring(Protocol):

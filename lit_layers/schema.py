@@ -163,6 +163,8 @@ def _complaint(error: ErrorDetails) -> str:
         return "this field is missing"
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return "there is no such field"
+    if error["type"] == "too_short":
+        return f"expected at least {error.get('ctx', {}).get('min_length', 1)}, got {beginning(error['input'])}"
     expected = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
     return f"expected {expected}, got {beginning(error['input'])}"
 

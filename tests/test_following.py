@@ -311,7 +311,7 @@ def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_pa
         (["{}", "--shard", "2/2"], "shard: expected i/n with i from 0 to n - 1, got 2/2"),
         (["{}", "--shard", "0/2", "--engine", "ray"], "shard: with engine ray one process hands out all, and 0/2 was"),
         (["{}", "--keep-downloads", "false"], "keep_downloads: is for series of the Hub, and what appears in a folder"),
-        (["{}", "--root="], "root: expected Path or null, got ''"),
+        (["{}", "--root="], "root: expected a file or folder or null, got ''"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):

@@ -262,7 +262,10 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
             {"steps": [{"correlate": {"dta": "published"}}]},
             "steps: 1, correlate: unknown key dta in the recipe; did you mean data?",
         ),
-        ({"steps": [{"correlate": {"resamples": "many"}}]}, "steps: 1, correlate: resamples: expected int, got many"),
+        (
+            {"steps": [{"correlate": {"resamples": "many"}}]},
+            "steps: 1, correlate: resamples: expected a whole number, got many",
+        ),
         ({"reduced": {"prompts": 3}}, "reduced: there is no 'prompts' among the sizes"),
         ({"published": [{"what": "x", "measured": PLACE}]}, "x: expected one of value, values, at_least, at_most"),
         ({"published": [{"what": "x", "value": 1, "over": "run", "measured": PLACE}]}, "values and over belong"),

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import tempfile
 from argparse import Action
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -22,7 +23,7 @@ from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.schema import Range, refuse_outside
 
 T = TypeVar("T")
@@ -244,15 +245,29 @@ def refuse_beside(
             raise InputError(f"{name}: {why}{remedy}")
 
 
-def refuse_file(name: str, folder: Path) -> None:
-    """Refuses a folder to be that is a file, or lies below one.
+def refuse_blank(options: Mapping[str, Any]) -> None:
+    """Refuses texts of options without a letter: a name or a path was meant, and no default.
 
     Raises:
-        InputError: naming the option and the file.
+        InputError: naming the first.
     """
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    if there.exists() and not there.is_dir():
-        raise InputError(f"{name}: expected a folder, {there} is a file")
+    for name, value in options.items():
+        if isinstance(value, str) and not value.strip():
+            raise InputError(f"{name}: expected a name or a path, got {value!r}")
+
+
+def refuse_unwritable(name: str, folder: Path) -> None:
+    """Refuses, before anything is computed for it, a folder to be that is a file or where nothing can be written.
+
+    Raises:
+        InputError: naming the option, and the file or why.
+    """
+    with refused(f"{name}: cannot write to {folder}"):
+        there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
+        if not there.is_dir():
+            raise InputError(f"{name}: expected a folder, {there} is a file")
+        with tempfile.TemporaryFile(dir=there):
+            pass
 
 
 def _parsed(parser: RecipeParser, argv: list[str]) -> Any:

@@ -34,6 +34,7 @@ _TABLES: dict[str, Any] = {
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f]|.{201}")  # has no room in a figure, or no letter for it
 # What a column of a table of scores is called, the first that is there.
 _COLUMNS = {
@@ -131,7 +132,9 @@ def _table(place: Path) -> Any:
             raise InputError(f"{place}: expected a run's folder, or results of lm-eval or MTEB, got neither")
         return pd.DataFrame(rows)
     if not place.is_file():
-        raise InputError(f"expected a run's folder or a table of scores, {place} is not there")
+        is_of_hub = _ON_HUB.fullmatch(str(place)) and not place.parent.is_dir()
+        of_hub = f": measure it first, by lit-layers analyze {place} --steps all" if is_of_hub else ""
+        raise InputError(f"expected a run's folder or a table of scores, {place} is not there{of_hub}")
     if place.suffix == ".json":
         return pd.DataFrame(_results(place, of_folder=False))
     if place.suffix not in _TABLES:

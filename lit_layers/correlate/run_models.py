@@ -1,6 +1,7 @@
 """Models as run folders and files describe them, and the query for one number: `ANALYSIS/METRIC[tag=value,...]`."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from lit_layers.records import PLACES, Measurement, Record
 from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # of the column that names the models
+_MOST = 1e100
 # What a model's size is called: the name here, then what configurations of the known families call it.
 SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
@@ -317,6 +319,9 @@ def read_table(path: Path, option: str = "") -> pd.DataFrame:
     if name is None:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"{prefix}{path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
+    if (nameless := frame[name].isna()).any():
+        row = int(nameless.to_numpy().argmax()) + 1
+        raise InputError(f"{prefix}{path}: row {row} has no name in column {name}")
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 
@@ -329,7 +334,10 @@ def numbers(column: Any, names: Any, expected: str) -> Any:
     values: Any = pd.to_numeric(column, errors="coerce")
     if (wrong := column.notna() & values.isna()).any():
         raise InputError(f"{expected} {column[wrong].iloc[0]!r} for {names[wrong].iloc[0]}")
-    return values.astype("float64")
+    values = values.astype("float64")
+    if (vast := values.abs().between(_MOST, math.inf, inclusive="neither")).any():  # whose squares are infinite
+        raise InputError(f"{expected} {values[vast].iloc[0]:g}, beyond {_MOST:g}, for {names[vast].iloc[0]}")
+    return values
 
 
 def same_model(name: str, others: Sequence[str]) -> list[int]:

@@ -68,7 +68,8 @@ class ShardFiles:
         self.put_together: dict[str, tuple[list[str], Callable[[], Tensor]]] = {}
         if os.path.isfile(self.model):
             raise InputError(
-                f"expected a folder with a model, {model} is a file: a GGUF file is read as a whole, by analyze"
+                f"expected a folder with a model, {model} is a file: a GGUF file is read as a whole, by analyze, "
+                "intervene and mteb without --stream-blocks or --untrained"
             )
         if self._folder is None:
             name = self.model

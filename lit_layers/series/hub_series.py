@@ -90,9 +90,14 @@ class Manifest:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
-        for entry in self._entries:
-            if entry.steps is not None:
-                Schedule(entry.steps)
+        for number, entry in enumerate(self._entries):
+            try:
+                if entry.steps is not None:
+                    Schedule(entry.steps)
+                if entry.grammar is not None:
+                    Grammar(entry.grammar)
+            except InputError as error:
+                raise InputError(f"{self.path}: repositories.{number}: {error}") from error
 
     def names(self) -> list[str]:
         """The repositories that are named in full."""

@@ -47,6 +47,18 @@ _SAMPLE = 256  # texts whose length stands for that of all
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
 
+def refuse_no_task(task: str, folder: Path | None) -> None:
+    """Refuses, without a model, what is no task: of lm-eval, in a folder of local data, or a file of rows.
+
+    Raises:
+        InputError: naming it.
+    """
+    if folder is not None or is_file(task):
+        local_rows(task, folder, 1)
+    else:
+        refuse_unknown(task)
+
+
 @dataclass(kw_only=True)
 class BenchmarkScores(RoundedAnalysis):
     """The score of one task for the full model and for each variant of its running order.

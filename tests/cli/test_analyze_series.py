@@ -168,7 +168,10 @@ def test_a_series_is_measured_block_by_block_divided_with_the_same_numbers(train
         (["--series", "lit_layers.series.Nothing"], "module 'lit_layers.series' has no attribute 'Nothing'"),
         (["--series", "lit_layers.series.Retry"], "Retry"),
         (["--series", "HubRevisions"], "missing: repo"),
-        (["--series", "HubRevisions", "--series.repo", "a/b", "--series.stage", "x"], "stage: expected int, got x"),
+        (
+            ["--series", "HubRevisions", "--series.repo", "a/b", "--series.stage", "x"],
+            "stage: expected a whole number, got x",
+        ),
         (["--series", "Models", "--series.model", "[a]"], "unknown key model"),
         (
             ["--series", "Models", "--series.models", "[]"],

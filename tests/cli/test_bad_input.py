@@ -26,7 +26,7 @@ OPTIONS = [
     ("--trainer.max_epochs 0", "trainer: no step was trained: max_epochs or max_time ends the run before its first"),
     ("--trainer.devices -2", "trainer.devices: expected at least 1, or -1 for all, got -2"),
     (f"--trainer.max_steps {MUCH}", f"trainer.max_steps: expected {A_BILLION}"),
-    ("--trainer.max_steps null", "trainer.max_steps: expected int, got None"),
+    ("--trainer.max_steps null", "trainer.max_steps: expected a whole number, got None"),
     ("--trainer.max_step 20", "unknown option --trainer.max_step; did you mean --trainer.max_steps?"),
     ("--model.lr .inf", "model.lr: expected a finite number, got inf"),
     ("--model.lr 2.5", "model.lr: expected less than 1, got 2.5"),
@@ -44,7 +44,7 @@ OPTIONS = [
     (f"--data.global_batch_size {MUCH}", "data.global_batch_size: expected at most"),
     (f"--steps [{MUCH}]", f"steps: expected {A_BILLION}"),
     ("--root=", "root: expected a folder, got ''"),
-    ("--seed_everything true", "seed_everything: expected int, got True"),
+    ("--seed_everything true", "seed_everything: expected a whole number, got True"),
     ("--seed_everything -1", "seed_everything: expected at least 0, got -1"),
     ("--resume_every 0", "resume_every: expected at least 1, got 0"),
     ("--kept_mb -1", "kept_mb: expected at least 0, got -1"),
@@ -77,10 +77,54 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         ["fit", "--config", str(recipe.parent / "odd.yaml")], "root: expected text without the character NUL", capsys
     )
     for verb in ("analyze", "intervene"):
-        refused([verb, "model", "--root="], "root: expected Path or null, got ''", capsys)
+        refused([verb, "model", "--root="], "root: expected a file or folder or null, got ''", capsys)
     (recipe.parent / "odd.yaml").write_text("x" * 500_000)
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "expected", capsys)
     assert not (recipe.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("correlate MODELS --metric coupling --score score --seed -1", "seed: expected at least 0, got -1"),
+        ("emerge RUN --confidence=", "confidence: expected a number, got ''"),
+        ("emerge RUN --seeds=x", "--seeds: it takes no value, got 'x'"),
+        ("emerge RUN --out NOWHERE", "out: cannot write to NOWHERE"),
+        ("emerge EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
+        ("correlate MODELS --metric coupling --score score --out NOWHERE", "out: cannot write to NOWHERE"),
+        ("select nothing --task MODELS --out NOWHERE", "out: cannot write to NOWHERE"),
+        ("select nothing --task MODELS --export NOWHERE", "export: cannot write to NOWHERE"),
+        ("select nothing --task MODELS --cache NOWHERE", "cache: cannot write to NOWHERE"),
+        ("select nothing --task MODELS --text=", "text: expected a name or a path, got ''"),
+        ("select nothing --task MODELS --by x", "by: expected a metric with a better direction"),
+        ("correlate MODELS --metric coupling --score score --group=", "group: expected a name or a path, got ''"),
+        ("correlate NAMELESS --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
+        ("correlate VAST --metric coupling --score score", "got -1e+308, beyond 1e+100, for a"),
+        ("mteb nothing --tasks local --folder RUN --cache NOWHERE", "cache: cannot write to NOWHERE"),
+        ("watch RUN --root NOWHERE", "root: cannot write to NOWHERE"),
+        ("compact TORN", "measurements.jsonl, line 2: not valid JSON"),
+        ("compact ", "roots: expected a file or folder, got ''"),
+        ("analyze nothing --untrained 1 --steps all", "untrained: is for one model, and --steps, which are a series'"),
+        ("intervene nothing --tasks gsm9k --folder RUN", "task: there is no 'gsm9k'; did you mean gsm8k?"),
+        ("intervene nothing --tasks rows.csv", "rows.csv"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_opened_or_computed(
+    words: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "RUN", steps=(0, 1), analyses=("coupling",), layers=2)
+    shutil.copytree(tmp_path / "RUN", tmp_path / "TORN")
+    log = tmp_path / "TORN" / "measurements.jsonl"
+    log.write_text("\n".join([log.read_text().splitlines()[0], '{"run": ', ""]))
+    (tmp_path / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
+    (tmp_path / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
+    (tmp_path / "vast.csv").write_text("model,coupling,score\na,-1e308,2\nb,1e308,1\nc,3,5\nd,0,1\n")
+    places = {"VAST": str(tmp_path / "vast.csv"), "NAMELESS": str(tmp_path / "nameless.csv")}
+    places |= {"MODELS": str(tmp_path / "models.csv"), "NOWHERE": "/proc/nowhere/at/all"}
+    places |= {name: str(tmp_path / name) for name in ("RUN", "TORN")}
+    for name, place in places.items():
+        words, sentence = words.replace(name, place), sentence.replace(name, place)
+    refused(words.split(" "), sentence, capsys)
 
 
 def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

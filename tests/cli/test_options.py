@@ -19,9 +19,9 @@ WRONG = {
             "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}"
         ),
         "level: deep": "level: expected one of 'auto', 'listing', 'files', 'weights', got deep",
-        "stage: 1.5": "stage: expected int, got 1.5",
-        "stage: .inf": "stage: expected int, got inf",
-        "json: [a]": "json: expected Path or null, got ['a']",
+        "stage: 1.5": "stage: expected a whole number, got 1.5",
+        "stage: .inf": "stage: expected a whole number, got inf",
+        "json: [a]": "json: expected a file or folder or null, got ['a']",
         "levl: files": "unknown key levl in the recipe; did you mean level?",
         "grammar: '${nothing}'": "Interpolation key 'nothing' not found",
         "grammar: '${oc.env:WANDB_API_KEY}'": "a recipe reads no variable that may hold a secret",
@@ -36,14 +36,14 @@ WRONG = {
         "settings: [3]": "settings: expected names such as a,b or null, got [3]",
     },
     "prepare": {
-        "validation: much": "validation: expected float or null, got much",
+        "validation: much": "validation: expected a number or null, got much",
         "validation: .nan": "validation: expected a finite number, got nan",
         "max_documents: 10000000000000": "max_documents: expected at most 1e+12, got 10000000000000",
     },
     "select": {
         "rule: luck": "rule: expected one of 'within_tolerance', 'fraction_of_last', 'plateau', 'knee', 'best', got",
         "pooling: max": "pooling: expected one of 'last', 'mean', 'cls', null, got max",
-        "c: [1]": "c: expected float, got [1]",
+        "c: [1]": "c: expected a number, got [1]",
     },
     "correlate": {
         "models: runs": "models: expected a list, got runs",

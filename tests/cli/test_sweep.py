@@ -324,7 +324,7 @@ def test_a_cell_that_is_taken_is_taken_once(tmp_path):
     ("arguments", "sentence"),
     [
         (["--workers", "0"], "workers: expected at least 1, got 0"),
-        (["--workers", "many"], "workers: expected int, got many"),
+        (["--workers", "many"], "workers: expected a whole number, got many"),
         (["--shard", "2/2"], "shard: expected i/n with i from 0 to n - 1, got 2/2"),
         (["--shard", "half"], "shard: expected auto or i/n, such as 0/4, got 'half'"),
         (["--shards", "0/2"], "unknown option --shards; did you mean --shard?"),

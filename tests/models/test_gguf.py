@@ -185,7 +185,7 @@ def test_config_and_names_of_a_file(gpt2):
         (["text.gguf"], "text.gguf cannot be read as a GGUF file: "),
         (["FILE", "--revision", "main"], "is a file and has no revision 'main': leave it out"),
         (["FILE", "--stream-blocks"], "is a file: a GGUF file is read as a whole"),
-        (["FILE", "--untrained", "1"], "is a file: a GGUF file is read as a whole"),
+        (["FILE", "--untrained", "1"], "and mteb without --stream-blocks or --untrained"),
     ],
 )
 def test_what_is_no_such_file_is_refused_in_a_sentence(gpt2, tmp_path, monkeypatch, capsys, options, sentence):

@@ -95,7 +95,8 @@ MANY_ALIASES = "x0: &x0 [1]\n" + "".join(f"x{n + 1}: &x{n + 1} [{','.join([f'*x{
         ("repositories: 3", "repositories: expected a list, got 3; see checkpoints/pythia.yaml"),
         ("repositories: [{steps: pythia}]", "repositories.0.names: this field is missing"),
         ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: there is no such field"),
-        ("repositories: [{names: a/b, steps: often}]", "steps: expected pythia, .* got 'often'"),
+        ("repositories: [{names: a/b, steps: often}]", "repositories.0: steps: expected pythia, .* got 'often'"),
+        ("repositories: [{names: a/b, grammar: 'no'}]", "repositories.0: grammar: expected auto, .* got 'no'"),
         (
             "repositories: [{names: a/b, defects: [{says: x}]}]",
             "repositories.0.defects.0.source: this field is missing",

@@ -89,10 +89,11 @@ def test_what_is_empty_is_not_there_and_values_stay_what_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"parameters": {}}, "parameters: expected at least 1, got {}; see docs/sweeps.md"),
+        ({"command": []}, "command: expected at least 1, got []; see docs/sweeps.md"),
         ({"method": "bayes"}, "method: expected grid: W&B runs the other methods, got 'bayes'; see docs/sweeps.md"),
         ({"method": ...}, "method: this field is missing"),
         ({"parameters": ...}, "parameters: this field is missing"),
-        ({"parameters": {}}, "parameters: "),
         ({"parameters": {"lr": {"min": 0, "max": 1}}}, f"parameters.lr: expected {ONE}, got {{'min': 0, 'max': 1}}"),
         ({"parameters": {"model": {"parameters": {"lr": {"values": [1]}}}}}, f"parameters.model: expected {ONE}"),
         ({"parameters": {"lr": {"values": [1], "distribution": "categorical"}}}, f"lr: expected {ONE}, got {{'values'"),

@@ -101,6 +101,8 @@ class Command:
         checkpoints, seed = self._recipe.group(Checkpoints, options), options.untrained
         if seed is None:
             return checkpoints.opened(options.model)
+        if options.steps is not None:
+            raise InputError("untrained: is for one model, and --steps, which are a series', were given: leave one out")
         if checkpoints.are_series(options.model):
             raise InputError(
                 f"untrained: is for one model, and {options.model} is a series: name one of its checkpoints"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_file
+from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_blank, refuse_unwritable
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT_OR_NONE, MANY, Range
+from lit_layers.schema import COUNT_OR_NONE, MANY, SEED, Range
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
@@ -72,7 +72,7 @@ def correlate(
     *,
     step: int | None = None,
     resamples: Annotated[int, Range(100, MANY, whole=True)] = 2000,
-    seed: int = 0,
+    seed: Annotated[int, SEED] = 0,
     out: Path | None = None,
 ) -> int:
     """Correlate a metric with a score over models, and show what width alone would explain. Or correlate metrics with
@@ -91,10 +91,11 @@ def correlate(
         raise InputError(
             f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
         )
+    refuse_blank({**models_given, **layers_given})
     out = out or Path("layer_correlation" if layers_given else "correlation")
     if not layers_given:
         _check(models, over_models, step)
-    refuse_file("out", out)
+    refuse_unwritable("out", out)
     if layers_given:
         return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate

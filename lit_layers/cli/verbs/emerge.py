@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, Pairs, refuse_file
+from lit_layers.cli.options import Names, Pairs, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range
 
@@ -54,7 +54,7 @@ def emerge(
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")
-    refuse_file("out", folder)
+    refuse_unwritable("out", folder)
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
     from lit_layers.clock import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
-from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
+from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside, refuse_blank
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT
 
@@ -109,9 +109,7 @@ class Interventions:
         for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
             if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
                 raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
-        for name, value in options.items():
-            if isinstance(value, str) and not value.strip():
-                raise InputError(f"{name}: expected a name or a path, got {value!r}")
+        refuse_blank(options)
         refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
@@ -147,6 +145,11 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     recipes = _training_recipes(options)
+    if options.tasks:
+        from lit_layers.tasks.benchmark_scores import refuse_no_task
+
+        for task in options.tasks:
+            refuse_no_task(task, options.folder)
     everything = checkpoints.opened(model)
     make = functools.partial(_analyses, model, options, recipes)
     return measure(everything, checkpoints, lambda target: [*make(target)], _tell, tokenizer=options.tokenizer)

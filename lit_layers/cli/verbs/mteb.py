@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
-from lit_layers.cli.options import Names, Numbers
+from lit_layers.cli.options import Names, Numbers, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE, POSITIVE
 
@@ -74,6 +74,8 @@ def mteb(
     from lit_layers.tasks.mteb_tasks import Sources, mteb_version
     from lit_layers.tasks.sentence_encoder import sentence_encoder
 
+    if cache is not None:
+        refuse_unwritable("cache", cache)
     mteb_version()  # before anything is loaded: it may not be installed
     sources = Sources(folder=folder, mirror=mirror)
     sources.check()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import given, refuse_beside, refuse_file
+from lit_layers.cli.options import given, refuse_beside, refuse_blank, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
@@ -97,6 +97,7 @@ class SelectOptions:
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
         options, sees_images = given(self), self.images is not None
+        refuse_blank(options)
         cases = [
             (OF_TEXTS + OF_FILES, sees_images, "is for texts, and --images was given"),
             (OF_IMAGES, not sees_images, "is for --images, and a task of texts was given"),
@@ -107,9 +108,9 @@ class SelectOptions:
         below = self.rule == "fraction_of_last"
         tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
         refuse_outside("", {"tolerance": tolerance}, vars(self))
-        for name, folder in {"out": self.out, "export": self.export}.items():
+        for name, folder in {"out": self.out, "export": self.export, "cache": self.cache}.items():
             if folder is not None:
-                refuse_file(name, folder)
+                refuse_unwritable(name, Path(folder))
         if self.out and self.export and self.out.resolve().is_relative_to(self.export.resolve()):
             raise InputError(f"out: {self.out} is where the export goes: name another folder")
         task = None if self.task is None else self._task(self.task)
@@ -217,6 +218,9 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     from lit_layers.select.selection import Selection
 
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
+    measured = None
+    if options.by is not None and options.by not in BY["classification" if texts is None else texts.kind]:
+        measured = _measured(options.by, model)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)
@@ -226,9 +230,6 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             show(0, 1, f"features of {part}")
             return task.features(part)
 
-        measured = None
-        if options.by is not None and options.by not in BY[task.kind]:
-            measured = _measured(options.by, model)
         choice = choose(
             features,
             task.targets,

@@ -11,7 +11,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import AUTO, Measuring, take_own_gpu, wait_for_the_others
-from lit_layers.cli.options import Recipe, given, refuse_beside
+from lit_layers.cli.options import Recipe, given, refuse_beside, refuse_unwritable
 from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
 from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
@@ -59,6 +59,7 @@ def watch(
         raise InputError(f"folder: expected a folder in which checkpoints appear, {folder} is none")
     command, failures = Command(recipe), set[str]()
     root = measuring.root or folder
+    refuse_unwritable("root", root)
     measuring = dataclasses.replace(measuring, root=root)
     take_own_gpu(measuring.device, os.environ)
     if not measuring.is_hidden:
