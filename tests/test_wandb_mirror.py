@@ -117,7 +117,9 @@ def test_times_of_emergence_are_a_table_beside_the_long_one(tmp_path: Path, monk
             root / "measurements.jsonl",
             Measurement(run="run", step=step, tokens=None, analysis="a", records=of_step, seconds=0.1, provenance={}),
         )
-    table = mirror_all(root).tables["emergence_times"]
+    run = mirror_all(root)
+    assert len(run.media("image-file")["emergence_times/timeline"]) == 1
+    table = run.tables["emergence_times"]
     rows = {row[1]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert 4 <= rows["coupling"]["halfway"] <= 8
     assert (rows["coupling"]["emerges"], rows["line_shape_score"]["emerges"]) == (True, False)

@@ -23,10 +23,11 @@ from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import logged_name, settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
+from lit_layers.report.emergence_charts import timeline
 from lit_layers.run_data import read_run
 
 logger = logging.getLogger(__name__)
-TABLE, TIMES = "emergence", "emergence_times"
+TABLE, TIMES, TIMELINE = "emergence", "emergence_times", "emergence_times/timeline"
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
 Table = tuple[list[str], list[list[Any]]]  # columns, rows
@@ -193,20 +194,28 @@ def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
     return {name: png for name, (png,) in zip(charts, pictures, strict=True)}
 
 
-def tables_of(root: Path, measured: Sequence[Measurement], *, allow_suspect: bool = False) -> dict[str, Table]:
-    """The long form of all measurements, and when each metric emerges, where there are checkpoints enough to say it."""
+def of_the_whole_run(
+    root: Path, measured: Sequence[Measurement], plain: dict[tuple[str, str], str], *, allow_suspect: bool = False
+) -> tuple[dict[str, Table], dict[str, bytes]]:
+    """The tables and the pictures (PNG) that are of all steps together, by their names; of no measurements none.
+
+    The long form of all, `layer_maps`, and where there are checkpoints enough to say it when each metric emerges.
+    """
     rows = list(table_rows([*measured], most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
     if len(rows) > _TABLE_LIMIT:
         logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
     if not rows:
-        return {}
+        return {}, {}
     tables: dict[str, Table] = {TABLE: ([*TABLE_COLUMNS], rows[:_TABLE_LIMIT])}
+    pictures = layer_maps(measured, plain)
     try:
         run = read_run(root)
         shown = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
         if not run.compares_models and (clock := times_of_run(run.name, shown, root)) is not None:
             times = times_table(clock).drop(columns="run").astype(object)
             tables[TIMES] = [*map(str, times)], times.where(times.notna(), None).values.tolist()
+            if _draws() and any(times.emerges for times in clock.times):
+                pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
     except Exception as error:  # no table is worth the run's end
         logger.warning("no table of emergence times: %s", (str(error) or type(error).__name__).partition("\n")[0])
-    return tables
+    return tables, pictures

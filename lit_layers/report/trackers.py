@@ -20,7 +20,7 @@ from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
 from lit_layers.report.call_thread import CallThread
-from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, layer_maps, tables_of
+from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, of_the_whole_run
 from lit_layers.report.wandb_files import AXIS
 from lit_layers.report.wandb_mirror import define
 
@@ -232,8 +232,9 @@ class TrackedRun(CallThread):
     def _send_tables(self) -> None:
         measurements = records.read(self.root / "measurements.jsonl")
         shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
-        if tables := tables_of(self.root, shown):
-            self.tracker.end(self._last, tables, layer_maps(shown, plain_settings(measurements)))
+        tables, pictures = of_the_whole_run(self.root, shown, plain_settings(measurements))
+        if tables:
+            self.tracker.end(self._last, tables, pictures)
 
     def _tell(self, what: str, call: Callable[[], None], *limit: float) -> None:
         def guarded() -> None:

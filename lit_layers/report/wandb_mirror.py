@@ -16,7 +16,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import TABLE, TIMES, heat_maps, layer_maps, tables_of, values_of
+from lit_layers.report.logged_numbers import TABLE, TIMES, heat_maps, of_the_whole_run, values_of
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
 
 try:
@@ -303,10 +303,11 @@ class WandbMirror:
         """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
         if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
-        measured = self._measured()
-        if tables := tables_of(self.root, measured, allow_suspect=self._allow_suspect):
+        measured, allowed = self._measured(), self._allow_suspect
+        tables, pictures = of_the_whole_run(self.root, measured, self._plain, allow_suspect=allowed)
+        if tables:
             made = {name: self._wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-            self._send(None, made | self._images(layer_maps(measured, self._plain)))
+            self._send(None, made | self._images(pictures))
 
     # ------------------------------------------------------------------------------------------- words
 

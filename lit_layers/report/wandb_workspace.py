@@ -10,10 +10,20 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import MATRIX, SURFACE, TABLE, TIMES, matrices_of, points_of, surfaces_of
+from lit_layers.report.logged_numbers import (
+    MATRIX,
+    SURFACE,
+    TABLE,
+    TIMELINE,
+    TIMES,
+    matrices_of,
+    points_of,
+    surfaces_of,
+)
 from lit_layers.report.wandb_files import AXIS, refuse_settings_of_folder
 
 _EVERY_LAYER = 24  # lines in one chart; of deeper models every second, third, ... layer has one
@@ -130,7 +140,10 @@ def _sections(root: Path, wr: Any, *, seeds: bool) -> Iterable[tuple[str, bool, 
         options: dict[str, Any] = {"title_x": "Optimizer step", "log_x": True, **({"log_y": True} if log_y else {})}
         return wr.LinePlot(title=title, x=AXIS, y=lines, **options, **over_seeds)
 
-    yield "When it emerges", True, [wr.WeavePanelSummaryTable(table_name=TIMES)]
+    times: list[Any] = [wr.WeavePanelSummaryTable(table_name=TIMES)]
+    if len({measurement.step for _, measurement in named}) >= FEWEST_CHECKPOINTS:
+        times.append(_gallery(wr, "When each metric is half-way (filled) and at its peak (hollow)", TIMELINE))
+    yield "When it emerges", True, times
     if scalars := _scalars(root):
         yield "Training", True, [chart(name, [name]) for name in scalars]
     for title, opened, shown in _grouped(panels_of(named)):
