@@ -249,15 +249,16 @@ def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
     """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory); of
     rotary frequencies, which some models write anew at each call, the values."""
-    tensors: dict[int, tuple[str, Tensor, bool]] = {}  # a tied one once
-    for path, module in _modules(model):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
-                tensors.setdefault(id(tensor), (path + name, tensor, is_table))
-    return {
-        name: (id(tensor), tensor.data_ptr(), _written(tensor, is_table)) for name, tensor, is_table in tensors.values()
-    }
+    seen: set[int] = set()  # a tied one once
+    prints: dict[str, tuple] = {}
+    for module, path in _modules(model):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
+                    prints[path + name] = id(tensor), tensor.data_ptr(), _written(tensor, is_table)
+    return prints
 
 
 def _written(tensor: Tensor, is_table: bool) -> int | bytes:
@@ -268,26 +269,27 @@ def _written(tensor: Tensor, is_table: bool) -> int | bytes:
 
 def hook_ids(model: nn.Module) -> dict[str, set]:
     """Of the modules that bear hooks."""
-    of_modules = ((path, kind, getattr(module, kind)) for path, module in _modules(model) for kind in HOOKS)
-    return {path + kind: set(hooks) for path, kind, hooks in of_modules if hooks}
+    return {path + kind: set(of) for part, path in _modules(model) for kind in HOOKS if (of := getattr(part, kind))}
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
     """`named_modules` without a generator for each level, as every turn of an analysis asks; paths end in a dot."""
-    seen, waiting = set(), [("", model)]
+    paths: dict[nn.Module, str] = {}
+    waiting = [(model, "")]
     while waiting:
-        path, module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            yield path, module
-            children = [(f"{path}{name}.", child) for name, child in module._modules.items() if child is not None]
-            waiting += reversed(children)
+        module, path = waiting.pop()
+        if module not in paths:
+            paths[module] = path
+            for name, child in reversed(module._modules.items()):
+                if child is not None:
+                    waiting.append((child, f"{path}{name}."))
+    return paths.items()
 
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
     """Takes off the hooks that were not there before; the modules that bore them."""
     left = []
-    for path, part in _modules(model):
+    for part, path in _modules(model):
         for kind in HOOKS:
             hooks = getattr(part, kind)
             for key in set(hooks) - before.get(path + kind, set()):

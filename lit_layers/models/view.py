@@ -290,7 +290,8 @@ class LayeredModel:
         return self._real(self.family.logits(self.model, inputs))
 
     def _real(self, logits: Tensor) -> Tensor:
-        return logits if self.vocab_size is None else logits[..., : self.vocab_size]
+        size = self.vocab_size
+        return logits if size is None else logits[..., :size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
         """The columns that the model is called with, on its device; how texts were moved, where any has padding before

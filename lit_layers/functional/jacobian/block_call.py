@@ -85,8 +85,14 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
     """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    # Only where it changes something: a module is slow to set an attribute of, and this is done at every block's call.
+    # This is done at every block's call: `modules()` makes a generator for each level, and attributes are slow to set.
+    parts, seen = [module], {module}
+    for part in parts:
+        for child in part._modules.values():  # pyright: ignore[reportPrivateUsage]
+            if child is not None and child not in seen:
+                seen.add(child)
+                parts.append(child)
+    modes = [(part, part.training) for part in parts]
     for part, training in modes:
         if training:
             part.training = False
