@@ -198,8 +198,8 @@ class LidarSums:
         if views.shape[1] < 2:
             raise ValueError(f"expected at least 2 views of each prompt, got {views.shape[1]}")
         self.num_views = views.shape[1]
-        # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the first
-        # of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: of one row less.
+        # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
+        # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
         apart = views[:, 1:] - views[:, :1]
         total = apart.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
