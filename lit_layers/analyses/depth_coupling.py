@@ -13,7 +13,6 @@ from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, Tenso
 from lit_layers.analyses.states import evenly_spread, final_norm, first_rows, in_convention
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
-    accuracy,
     accuracy_records,
     check_directions,
     check_pairs,
@@ -29,6 +28,7 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
+_KEPT = ("left", "values", "right", "errors", "strays")  # of the factors, for the second pass
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 
 
@@ -40,7 +40,7 @@ class Coupling(LayerwiseAnalysis):
     `coupling_by_distance` (tag `distance`), `coupling_pair` (layer = block of J1, other_layer = block that gives the
     bases), `random_coupling` (what unrelated bases would give), `excess_coupling` (0 random, 1 shared), `min_gap` and
     `num_tied` (Jacobians whose leading directions are not well determined), `error_estimate` (how far off any one
-    pair's value likely is, as its singular vectors are inexact: see `lit_layers.functional.coupling.error_estimate`).
+    pair's value likely is, as its singular vectors are inexact: see `functional.coupling.miscoupling_with_error`).
     Besides, per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`,
     `spectrum_r_squared` of 1 / s_1 over depth.
 
@@ -179,19 +179,17 @@ class _Run(LayerwiseRun):
         factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
         if isinstance(self.store, dict):
             self.store[f"{batch}/{layer}/jacobian"] = finite
-        for name in ("left", "values", "right"):
+        for name in _KEPT:
             self.store[f"{batch}/{layer}/{name}"] = getattr(factors, name)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
-        dim, dtype = self.model.dim, factors.left.dtype
-        how: dict[str, Any] = {"dim": dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
+        how: dict[str, Any] = {"dim": self.model.dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
         random = [
             functional.random_miscoupling_from_norms(factors.values[..., :count], norms, **how) for count in self.counts
         ]
-        gaps, errors = accuracy(factors.values, factors.turns, norms, self.counts, dim=dim, p=options.p, dtype=dtype)
+        gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
         rows = {
             "random": torch.stack(random).masked_fill(undefined, math.nan),
             "gaps": gaps.masked_fill(undefined, math.nan),
-            "estimates": errors.masked_fill(undefined, math.nan),
             "values": factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             "norms": norms.masked_fill(broken, math.nan),
             "rollout": self._carry(visit, jacobian),
@@ -203,21 +201,23 @@ class _Run(LayerwiseRun):
         batch, store = visit.batch, self.store
         is_kept = isinstance(store, dict)
         jacobian = store.pop(f"{batch}/{visit.layer}/jacobian") if is_kept else self._jacobian(visit)
-        left, values, right = (self._of_all_blocks(batch, name, jacobian) for name in ("left", "values", "right"))
+        kept = {name: self._of_all_blocks(batch, name, jacobian) for name in _KEPT}
+        bases = functional.Factors(**kept, bounds=kept["values"])  # whose bounds play no part
         undefined = self.state[batch, "undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
         no_direction = undefined[:, visit.layer - 1]
-        row = functional.miscoupling_from_factors(
-            jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(left.dtype),
-            values[:, visit.layer - 1, None],
-            functional.Factors(left, values, right, values, values),  # bounds and turns play no part
+        both = functional.miscoupling_with_error(
+            jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
+            bases.values[:, visit.layer - 1, None],
+            bases,
             k=self.counts,
             p=self.options.p,
             sign=self.options.sign,
             undefined="nan",
-        )[:, :, 0]  # (k, prompts, blocks)
+        )
         # a block that does nothing has no directions either
-        row = row.masked_fill(no_direction[:, None] | undefined, math.nan).movedim(1, -1)
-        self.append(batch, {"miscoupling": row.double()})
+        rows = [each[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan) for each in both]
+        named = zip(("miscoupling", "estimates"), rows, strict=True)  # (k, prompts, blocks) each
+        self.append(batch, {name: row.movedim(1, -1).double() for name, row in named})
 
     def records(self) -> Iterator[Record]:
         values = joined(self.batches(), dim=-1)  # (blocks, ..., prompts)
@@ -285,11 +285,10 @@ def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: 
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    gaps, errors = of_prompts["gaps"][:, position], of_prompts["estimates"][:, position]
+    gaps, errors = of_prompts["gaps"][:, position], of_prompts["estimates"][:, position][different]
     defined = ~gaps.isnan()
-    yield from accuracy_records(
-        gaps[defined], errors[defined], defined.shape[-1] // tokens, {**tags, **left_out("blocks", ~defined)}
-    )
+    counted = {**tags, **left_out("blocks", ~defined)}
+    yield from accuracy_records(gaps[defined], errors[~errors.isnan()], defined.shape[-1] // tokens, counted)
 
 
 def _of_blocks(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:

@@ -38,26 +38,13 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     return finite, (finite == 0).all(-1).all(-1)
 
 
-def accuracy(
-    values: Tensor, turns: Tensor, norms: Tensor, counts: Sequence[int], *, dim: int, p: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gaps of the leading singular values, and estimated errors of a pair's coupling: (counts, Jacobians) each.
-
-    Of the singular `values` and `turns` (Jacobians, directions) of factors in `dtype`, and `norms` (Jacobians,); the
-    error is that of a pair of Jacobians like the one that gives the bases.
-    """
-    errors = [
-        functional.error_estimate(values[..., :count], norms, turns[..., count - 1], dim=dim, p=p, dtype=dtype)
-        for count in counts
-    ]
-    return torch.stack([functional.min_gap(values, k=count) for count in counts]), torch.stack(errors)
-
-
 def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Of the gaps and errors of all defined Jacobians, at one number of directions; none where there are none."""
+    """Of the gaps of all defined Jacobians and the likely errors of their pairs, at one number of directions; none
+    where there are none."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
-        yield Record(metric="error_estimate", value=float(errors.max()), n=n, tags=dict(tags))
+        if errors.numel():
+            yield Record(metric="error_estimate", value=float(errors.max()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
 
 
@@ -177,7 +164,8 @@ class TokenCoupling(PromptAnalysis):
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[Key, Tensor]:
         """Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, the `map`
         (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling, excess (k, 2);
-        of all Jacobians `gaps` and `errors` (k, number), and which are `undefined`. Nothing of a prompt of one token.
+        of all Jacobians `gaps` (k, number), and which are `undefined`; likely `errors` (k, number), the largest of
+        each table. Nothing of a prompt of one token.
         """
         first = 0 if self.tokens == "spread" else model.num_prefix_tokens
         places = evenly_spread(first, int(trajectory.mask.sum()) - 1, self.num_tokens)
@@ -188,14 +176,16 @@ class TokenCoupling(PromptAnalysis):
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         assessed: dict[int, dict[str, Tensor]] = {}
+        errors: list[Tensor] = []
         values: dict[Key, Tensor] = {}
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.of(trajectory, each, places, most, context=context)
             if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
-                assessed[other] = blocks[other].assessed(counts, self.p)
+                assessed[other] = blocks[other].assessed(counts)
             for table in self.tables:
-                three, num_undefined = self._coupled(blocks[layer], blocks[other], table, counts)
+                three, num_undefined, largest = self._coupled(blocks[layer], blocks[other], table, counts)
+                errors += [largest]
                 diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
                 values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
                 values["undefined", layer, other, table] = torch.tensor(num_undefined)
@@ -206,8 +196,9 @@ class TokenCoupling(PromptAnalysis):
             for each in {layer, other}:
                 if last_use[each] == index:
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
-        for name in ("gaps", "errors", "undefined"):
+        for name in ("gaps", "undefined"):
             values[name,] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
+        values["errors",] = torch.cat(errors, -1)
         return values
 
     def combine(self, model: LayeredModel, prompts: list[dict[Key, Tensor]]) -> Iterable[Record]:
@@ -253,9 +244,12 @@ class TokenCoupling(PromptAnalysis):
                 at = {**tags, "token": percent, "other_token": other_percent}
                 yield from summarize(f"{metric}_pair", entries, **place, tags=at)
 
-    def _coupled(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
+    def _coupled(
+        self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]
+    ) -> tuple[Tensor, int, Tensor]:
         """One table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens), float64 on the
-        CPU, NaN where there is no pair or it is undefined, and how many pairs are undefined."""
+        CPU, NaN where there is no pair or it is undefined; how many pairs are undefined; the largest likely error of
+        those which are not (k, 1), or (k, 0) where all are."""
         tokens = len(first.place)
         if table == "token":
             rows = first.place.diagonal()[None]
@@ -265,17 +259,19 @@ class TokenCoupling(PromptAnalysis):
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
         options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
-        num_undefined = 0
+        num_undefined, errors = 0, []
         for fixed, row in enumerate(rows):
             (there,) = (row >= 0).nonzero(as_tuple=True)
             chosen = row[there].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(part[chosen] for part in second.factors))
-            of_row = functional.miscoupling_from_factors(
+            of_row, likely = functional.miscoupling_with_error(
                 first.jacobians[chosen], values, bases, k=counts, **options
             )  # (k, there, there)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
+            of_itself = torch.eye(len(chosen), dtype=torch.bool, device=chosen.device) if first is second else False
+            errors.append(likely[:, ~(undefined | of_itself)].double().cpu())
             miscoupling[:, fixed, there[:, None], there] = of_row.masked_fill(undefined, math.nan).double().cpu()
             for position, count in enumerate(counts):
                 chance = functional.random_miscoupling_from_norms(
@@ -284,7 +280,9 @@ class TokenCoupling(PromptAnalysis):
                 random[position, fixed, there] = chance.cpu()
         coupling = 1 - miscoupling
         by_chance = (1 - random)[..., None].expand_as(coupling).masked_fill(coupling.isnan(), math.nan)
-        return torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1), num_undefined
+        three = torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1)
+        likely = torch.cat(errors, -1)
+        return three, num_undefined, likely.amax(-1, keepdim=True) if likely.numel() else likely
 
 
 def _of_same(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
@@ -321,16 +319,11 @@ class _Layer(NamedTuple):
         jacobians = jacobians.to(factors.left.dtype)
         return cls(place, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
-    def assessed(self, counts: list[int], p: float) -> dict[str, Tensor]:
-        """Of the Jacobians that are defined `gaps` and `errors`, (k, number); of all which are `undefined`."""
-        values, turns, norms = (
-            each[~self.undefined].double().cpu() for each in (self.factors.values, self.factors.turns, self.norms)
-        )
-        gaps = errors = values.new_empty(len(counts), 0)
-        if len(turns):
-            dim, dtype = self.jacobians.shape[-1], self.factors.left.dtype
-            gaps, errors = accuracy(values, turns, norms, counts, dim=dim, p=p, dtype=dtype)
-        return {"gaps": gaps, "errors": errors, "undefined": self.undefined.cpu()}
+    def assessed(self, counts: list[int]) -> dict[str, Tensor]:
+        """Of the Jacobians that are defined `gaps` (k, number); of all which are `undefined`."""
+        values = self.factors.values[~self.undefined].cpu()
+        gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
+        return {"gaps": gaps, "undefined": self.undefined.cpu()}
 
 
 # The least distance of each group: single tokens up to 8, then two groups an octave.

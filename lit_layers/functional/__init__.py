@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.routes import *
+    from lit_layers.functional.jacobian.singular import *
     from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
@@ -44,6 +45,7 @@ _FILES = (
     "similarity",
     "invariance",
     "jacobian.routes",
+    "jacobian.singular",
     "jacobian.summaries",
     "coupling",
     "probes.logistic",

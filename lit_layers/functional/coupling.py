@@ -2,193 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lit_layers.functional._checks import check_option, finite_matrices, wide_matrices
-
-# Leading singular vectors of square matrices, each with a bound on its error.
-
-# Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
-# but for tiny singular values, and is not relied on: how far they are off is measured on J itself.
-MIN_DIM = 257  # narrower matrices are decomposed whole in the same time
-EPS = torch.finfo(torch.float64).eps
-
-
-class Factors(NamedTuple):
-    """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
-
-    `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
-    with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
-    undetermined. `turns` (.., count): how far the leading K vectors on both sides are likely turned out of the space
-    that they span, as a root mean square.
-    """
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
-    bounds: Tensor
-    turns: Tensor
-
-
-def singular_factors(
-    matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
-) -> Factors:
-    """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
-
-    For dim > 256 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
-    matrices whose bound that does not bring to `tolerance` (ties, tiny singular values), by the whole decomposition in
-    float64. The same input gives the same output.
-
-    `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Results are in float64 for dim
-    <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
-
-    The bounds take from LAPACK (on a GPU cuSOLVER, with torch's default drivers) that its decompositions are backward
-    stable: which vectors are the leading ones is right but for an error of rounding. How far each is off is measured.
-
-    Raises:
-        ValueError: count outside 1..dim, a tolerance that is not positive.
-    """
-    matrices = wide_matrices(matrices)
-    dim = matrices.shape[-1]
-    if count is not None and not 1 <= count <= dim:
-        raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
-    if not tolerance > 0:
-        raise ValueError(f"expected a tolerance above 0, got {tolerance}")
-    dtype = torch.float64 if tolerance < 1e-5 else matrices.dtype
-    count = count or dim
-    flat = matrices.reshape(-1, dim, dim)
-    number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
-    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values to `dtype`
-    leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
-    # some 2 GB; a CPU gains nothing by more than one large matrix
-    size = 1 if leading and flat.device.type == "cpu" else max(1, 2**31 // (60 * dim**2))
-    parts = []
-    for piece in flat.split(size):
-        piece = piece.double()
-        if not leading:
-            parts.append(_whole(piece, count))
-            continue
-        factors = _leading(piece, count)
-        failed = ~(factors.bounds[:, -1] + rounding[-1] <= tolerance)  # also where they are NaN
-        if bool(failed.any()):
-            for part, whole in zip(factors, _whole(piece[failed], count), strict=True):
-                part[failed] = whole
-        parts.append(factors)
-    left, values, right, bounds, turns = (
-        torch.cat(part).reshape(*matrices.shape[:-2], *part[0].shape[1:]) for part in zip(*parts, strict=True)
-    )
-    return Factors(left.to(dtype), values.to(dtype), right.to(dtype), bounds + rounding, turns)
-
-
-def _leading(matrices: Tensor, count: int) -> Factors:
-    """From the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s. NaN for a zero or overflowing norm."""
-    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
-    usable = sizes.isfinite() & (sizes > 0)
-    scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
-    matrices = torch.where(usable, matrices / scale, 0)
-    squares, right = _leading_eigenvectors(matrices.mT @ matrices, count)
-    images = matrices @ right
-    values = torch.linalg.vector_norm(images, dim=-2)
-    left = images / values[:, None]
-    # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
-    further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
-    residuals = _residuals(matrices, left, values, right)
-    errors = _vector_errors(values, residuals, further)
-    return _factors(left, values * scale[:, 0], right, errors, residuals * scale[:, 0], matrices.shape[-1])
-
-
-def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors; NaN
-    where LAPACK finds no part of a spectrum, as of one with many equal values."""
-    if gram.device.type != "cpu":
-        values, vectors = torch.linalg.eigh(gram)
-        return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
-    from scipy.linalg import eigh  # torch has no driver for a part of the spectrum, which takes half the time
-
-    last = gram.shape[-1] - 1
-    # the transpose is in Fortran's order, so that LAPACK works in place
-    pairs: list[Any] = []
-    for each in gram:
-        try:
-            pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
-        except np.linalg.LinAlgError:
-            pairs.append((np.full(count + 1, np.nan), np.full((last + 1, count + 1), np.nan)))
-    values, vectors = (torch.stack([torch.from_numpy(part) for part in parts]) for parts in zip(*pairs, strict=True))
-    return values.flip(-1), vectors[..., 1:].flip(-1)
-
-
-def _whole(matrices: Tensor, count: int) -> Factors:
-    left, values, right = torch.linalg.svd(matrices)
-    residuals = _residuals(matrices, left, values, right.mT)
-    errors = _vector_errors(values, residuals, residuals[:, -1])
-    # copies: a view would keep the whole of both bases
-    left, right = left[..., :count].clone(), right[..., :count, :].mT.clone()
-    return _factors(left, values, right, errors[:, :count], residuals[:, :count], matrices.shape[-1])
-
-
-def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
-    """Lengths (n, count) of [J v - s u; J'u - s v], 0 for exact triples, and what rounding may hide of them."""
-    above = torch.linalg.vector_norm(matrices @ right - left * values[:, None], dim=-2)
-    below = torch.linalg.vector_norm(matrices.mT @ left - right * values[:, None], dim=-2)
-    return torch.hypot(above, below) + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
-
-
-def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor:
-    """Most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
-
-    For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
-    eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
-    the residual over the distance to the other singular values. Of those the computed ones are known up to residuals
-    of their own, and the rest lie below `further` (n). As J is square, none of the negative ones is closer than zero.
-    """
-    steps = values[:, :-1] - values[:, 1:]
-    under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)
-    above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
-    gaps = torch.minimum(under, above).minimum(values - further[:, None])
-    sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
-    return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
-
-
-def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, residuals: Tensor, dim: int) -> Factors:
-    """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
-    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
-    bounds = 2 * errors.square().cumsum(-1).sqrt()  # of both sides
-    return Factors(left, values[:, : errors.shape[-1]], right, bounds, _likely_turns(values, residuals, dim))
-
-
-def _likely_turns(values: Tensor, residuals: Tensor, dim: int) -> Tensor:
-    """How far the leading K = 1, 2, .. vectors on both sides are turned where it matters, as a root mean square.
-
-    A residual r has parts of about r / (2 sqrt(dim)) along each other pair of vectors, towards which it turns this one
-    by that over the gap. Turns out of the leading K directions count in full. Those among them keep |A|_F, and change
-    tr(diag(s) A) by J1's gap there: by that of evenly spread values, as J1 need have no tie where J2 has one. Of
-    `values` (n, some of dim) those that are not known are taken to fall evenly to zero.
-    """
-    count, rest = residuals.shape[-1], dim - values.shape[-1]
-    values, residuals = values / values[:, :1], residuals / values[:, :1]  # whose squares are neither 0 nor infinite
-    leading = values[:, :count]
-    place = torch.arange(values.shape[-1], device=values.device)
-    distance = (place[:count, None] - place).abs()
-    parts = residuals.square()[..., None] / (4 * dim)
-    apart = (leading[..., None] - values[:, None]).abs().masked_fill(distance == 0, math.inf)  # (n, count, known)
-    # of the rest, m steps further down each, the sum over m of 1 / gap^2
-    further = (leading - values[:, -1:] + values[:, -1:] / (2 * max(rest, 1))) * leading
-    towards = torch.cat([parts / apart.square(), parts * max(rest - 0.5, 0) / further[..., None]], -1)
-    outside = towards.cumsum(-2).flip(-1).cumsum(-1).flip(-1).diagonal(offset=1, dim1=-2, dim2=-1)
-    even = distance[:, :count] * ((leading[:, 0] - leading[:, -1]) / max(count - 1, 1))[:, None, None]
-    ratios = (even / apart[..., :count]).nan_to_num(math.inf, math.inf).clamp(min=1)
-    squares = parts * ratios.masked_fill(distance[:, :count] == 0, 0).square()
-    inside = squares.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
-    turns = (2 * outside / (place[:count] + 1) + inside / leading.square().cumsum(-1)).sqrt()
-    return turns.nan_to_num(math.inf, math.inf)  # of a matrix of zeros
-
-
-# How two Jacobians compare in the leading singular bases of one.
+from lit_layers.functional.jacobian.singular import EPS, Factors, likely_turns, singular_factors
 
 Sign = Literal["signed", "absolute"]
 Bases = Literal["uv", "vu"]
@@ -270,24 +91,136 @@ def miscoupling_from_factors(
     """`miscoupling_matrix` where the decompositions are at hand: `values` are those of `jacobians`."""
     check_option("sign", sign, "signed", "absolute")
     counts = _counts(k, jacobians.shape[-1])
-    count = max(counts)
-    norms = torch.stack([_norm(values[..., :number], p) for number in counts])  # (k, *n, blocks)
+    norms = _norms(values, counts, p, undefined)
+    rows = [
+        _lengths(compressed, values[..., block, :], counts, sign)
+        for block, (compressed, _) in enumerate(_compressions(jacobians, factors, max(counts), bases))
+    ]
+    result = torch.stack(rows, -2) / norms[..., None]  # (k, *n, blocks, others)
+    return result if isinstance(k, Sequence) else result[0]
+
+
+def miscoupling_with_error(
+    jacobians: Float[Tensor, "*n blocks dim dim"],
+    values: Float[Tensor, "*n blocks count"],
+    factors: Factors,
+    *,
+    k: Sequence[Directions],
+    p: float = 2.0,
+    sign: Sign = "signed",
+    undefined: Undefined = "raise",
+) -> tuple[Tensor, Tensor]:
+    """`miscoupling_from_factors`, and how far off each value likely is as the bases are inexact: a root mean square.
+
+    `Factors.bounds` hold for the worst direction of each vector, all in step. Here their signs are random:
+    turns among the first K are as large as `Factors.errors` make them, meet the product as it is, keep its norm and
+    change its trace with diag(s1) by J1's own gaps, so that ties which both have in the same place cancel. Turns out of
+    them bring in as much as J1 has there.
+
+    An estimate is never below the rounding of products, eps of the vectors' type or sqrt(dim) eps of float64: errors
+    that small are not told apart. Above that the largest of several pairs of Jacobians is within ten times the largest
+    real error, whatever their spectra; in one case of 200, of a tie that happens to be exact, it is larger than that.
+    """
+    check_option("sign", sign, "signed", "absolute")
+    dim = jacobians.shape[-1]
+    counts = _counts(k, dim)
+    norms = _norms(values, counts, p, undefined)
+    turns = _turns(factors, counts)
+    rows, likely = [], []
+    for block, (compressed, images) in enumerate(_compressions(jacobians, factors, max(counts), "uv")):
+        of_block = values[..., block, :]
+        rows.append(_lengths(compressed, of_block, counts, sign))
+        likely.append(_likely_changes(compressed, images, of_block, turns, counts, sign))
+    least = max(torch.finfo(factors.left.dtype).eps, math.sqrt(dim) * EPS)
+    errors = (torch.stack(likely, -2) / norms[..., None]).clamp(min=least)
+    return torch.stack(rows, -2) / norms[..., None], errors
+
+
+def _norms(values: Tensor, counts: Sequence[int], p: float, undefined: Undefined) -> Tensor:
+    """(k, *n, blocks), NaN for the matrix of zeros.
+
+    Raises:
+        ValueError: one of zeros, with undefined="raise".
+    """
+    norms = torch.stack([_norm(values[..., :number], p) for number in counts])
     if undefined == "raise" and bool((norms == 0).any()):
         where = (norms == 0).nonzero()[0, 1:].tolist()
         raise ValueError(f"miscoupling is undefined for a zero Jacobian, got one at index {where}")
-    rows = []
-    for block, compressed in enumerate(compressions(jacobians, factors, count=count, bases=bases)):
-        compared = compressed.abs() if sign == "absolute" else compressed
-        errors = (compared - torch.diag_embed(values[..., block, None, :count])).square()  # (*n, others, K, K)
-        rows.append(torch.stack([errors[..., :number, :number].sum((-2, -1)) for number in counts]).sqrt())
-    result = torch.stack(rows, -2) / norms.masked_fill(norms == 0, math.nan)[..., None]  # (k, *n, blocks, others)
-    return result if isinstance(k, Sequence) else result[0]
+    return norms.masked_fill(norms == 0, math.nan)
+
+
+def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
+    """|A - diag(s)|_F of one block at every K, (k, *n, others)."""
+    compared = compressed.abs() if sign == "absolute" else compressed
+    values = values[..., None, : max(counts)].to(compared.dtype)
+    squares = (compared - torch.diag_embed(values)).square()  # (*n, others, K, K)
+    return torch.stack([squares[..., :number, :number].sum((-2, -1)) for number in counts]).sqrt()
+
+
+class _Turns(NamedTuple):
+    """Likely angles between the directions of the bases: see `likely_turns`."""
+
+    common: Tensor  # (*n, others, K, K)
+    differing: Tensor  # the same
+    outside: list[Tensor]  # of each K (*n, others, K): squared angles out of the first K directions
+
+
+def _turns(factors: Factors, counts: Sequence[int]) -> _Turns:
+    count, dtype = max(counts), factors.left.dtype
+    common, differing = likely_turns(factors)
+    squares, strays = common + common.mT, factors.strays.square()
+    outside = [
+        (squares[..., :number, number:].sum(-1) + strays[..., :number]).clamp(max=1.0).to(dtype) for number in counts
+    ]
+    common, differing = (part[..., :count, :count].sqrt().to(dtype) for part in (common, differing))
+    return _Turns(common, differing, outside)
+
+
+def _likely_changes(
+    compressed: Tensor, images: Tensor, values: Tensor, turns: _Turns, counts: Sequence[int], sign: Sign
+) -> Tensor:
+    """How far |A - diag(s)|_F of one block likely is off at every K, (k, *n, others).
+
+    With a turn T within the K directions, |A'| = |A| and so |A' - S|^2 - |A - S|^2 = 2 tr(S (A - A')), to second order
+    `sum over i < j of (s_i - s_j) (T_ij (A_ij + A_ji) + T_ij^2 (A_jj - A_ii))`, twice. Out of them, to entries of J1
+    whose size is known as a mean, the rows and columns of A turn by themselves.
+    """
+    dim, count, scale = images.shape[-2], max(counts), values[..., :1]
+    compressed = compressed / scale[..., None, None].to(compressed.dtype)
+    diagonal = compressed.diagonal(dim1=-2, dim2=-1)
+    target = (values[..., :count] / scale)[..., None, :].to(compressed.dtype)
+    target = target * diagonal.sign() if sign == "absolute" else target  # the entries' own signs do not count there
+    below, beside = target[..., :, None] - target[..., None, :], target[..., :, None] + target[..., None, :]
+    first = (below * turns.common * (compressed + compressed.mT)).square()
+    first += (beside * turns.differing * (compressed - compressed.mT)).square()
+    second = below * turns.common.square() * (diagonal[..., None, :] - diagonal[..., :, None])
+    squares, of_entries = (compressed - torch.diag_embed(target)).square(), compressed.square()
+    energies = (torch.linalg.vector_norm(images, dim=-2) / scale[..., None]).square()
+    changes = []
+    for number, outside in zip(counts, turns.outside, strict=True):
+        of_first, of_second, square, whole = (
+            part[..., :number, :number] for part in (first, second, squares, of_entries)
+        )
+        further = (energies[..., :number].sum(-1) - whole.sum((-2, -1))).clamp(min=0) / (number * max(dim - number, 1))
+        weights = (square.sum(-1) + square.sum(-2)) * outside
+        linear = 4 * (of_first.sum((-2, -1)) + further * weights.sum(-1))
+        lost = whole.sum(-1) + whole.sum(-2) - 2 * (diagonal * target)[..., :number]
+        of_outside = outside * (2 * number * further[..., None] - lost)
+        change = linear.sqrt() + 2 * of_second.sum((-2, -1)).abs() + of_outside.sum(-1).abs()
+        length = square.sum((-2, -1))
+        changes.append(change / ((length + change).sqrt() + length.sqrt()).clamp(min=torch.finfo(change.dtype).tiny))
+    return torch.stack(changes) * scale
 
 
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int, bases: Bases = "uv"
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
     """Yields, block by block, `A = U' J V` in the leading `count` directions of every other block."""
+    return (compressed for compressed, _ in _compressions(jacobians, factors, count, bases))
+
+
+def _compressions(jacobians: Tensor, factors: Factors, count: int, bases: Bases) -> Iterator[tuple[Tensor, Tensor]]:
+    """Block by block A, and J V (*n, others, dim, count)."""
     check_option("bases", bases, "uv", "vu")
     left, right = factors.left[..., :count], factors.right[..., :count]
     if bases == "vu":
@@ -296,7 +229,7 @@ def compressions(
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
     for block in range(jacobians.shape[-3]):
         images = (jacobians[..., block, :, :].to(joined.dtype) @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
-        yield left.mT @ images
+        yield left.mT @ images, images
 
 
 def offdiagonal_ratio(
@@ -404,31 +337,6 @@ def random_miscoupling_from_norms(
     if sign == "absolute":
         square = square - 2 * math.sqrt(2 / math.pi) * frobenius * values.sum(-1) / dim
     return (square.sqrt() / _norm(values, p)).masked_fill(zero, math.nan)
-
-
-def error_estimate(
-    values: Float[Tensor, "*n k"],
-    frobenius: Float[Tensor, "*n"],
-    turns: Float[Tensor, "*n"],
-    *,
-    dim: int,
-    p: float = 2.0,
-    dtype: torch.dtype = torch.float64,
-) -> Float[Tensor, "*n"]:
-    """How far off `miscoupling` is likely to be, as a root mean square, where the bases of J2 are inexact by `turns`.
-
-    From the leading K singular values of J1 and its Frobenius norm, and `Factors.turns` of J2 at this K. With vectors
-    that are turned by e in directions which have nothing to do with J1, the entries of A = U' J1 V are off by
-    e |J1|_F / dim each, and of these K^2 errors the norm |A - diag(s)| takes the part along itself, so that m is off
-    by e |J1|_F / (dim |s|_p). `Factors.bounds` hold for the worst direction of each vector instead, all in step, which
-    is sqrt(K) dim times that.
-
-    It is never below the rounding of products, eps of `dtype` or sqrt(dim) eps of float64: errors that small are not
-    told apart. Above that it is within ten times the largest real error of several pairs of Jacobians with spectra
-    alike, of which J2 may have a tie. Where J1 has one in the same place, the real error is smaller.
-    """
-    turned = turns.double() * frobenius.double() / (dim * _norm(values.double(), p))
-    return torch.hypot(turned, turned.new_tensor(max(torch.finfo(dtype).eps, math.sqrt(dim) * EPS)))
 
 
 def excess_coupling(

@@ -207,7 +207,8 @@ def _streamed(model: LayeredModel, work: Work, analysis: LayerwiseAnalysis, *, s
     states = (analysis.carried + (0.0 if shared else 4.0)) * work.tokens * model.dim
     together = max((part.size[0] * part.size[1] for part in parts if part.kind == "blocks"), default=0)
     jacobians = work.device / model.num_layers if any(part.kind == "jacobians" for part in parts) else 0.0
-    directions = sum(8.0 * part.count * model.dim * part.size[0] for part in parts if part.kind == "directions")
+    vectors = (16.0 if model.dim <= 512 else 8.0) * model.dim  # left and right, as `singular_factors` has them
+    directions = sum(p.count * p.size[0] * (vectors + 4.0 * p.size[0]) for p in parts if p.kind == "directions")
     return replace(
         work,
         parts=tuple(parts),

@@ -9,7 +9,7 @@ import torch
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional import coupling
+from lit_layers.functional.jacobian import singular
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
 
@@ -307,7 +307,7 @@ def test_wide_blocks_have_the_values_of_whole_decompositions(monkeypatch):
 
     leading, warm = measured(), measured(warm_start=True)
     assert warm == leading
-    monkeypatch.setattr(coupling, "MIN_DIM", 1000)
+    monkeypatch.setattr(singular, "MIN_DIM", 1000)
     whole = measured()
     assert sum(name[0] == "coupling_pair" for name in whole) == 4
     for name, value in whole.items():

@@ -1,4 +1,5 @@
-"""Block Jacobians: how they are computed (`routes`) and what they show by themselves (`summaries`)."""
+"""Block Jacobians: how they are computed (`routes`), their leading singular directions (`singular`) and what they show
+by themselves (`summaries`)."""
 
 from lit_layers.functional.jacobian.routes import block_jacobian, token_places
 from lit_layers.functional.jacobian.summaries import (

@@ -1,0 +1,206 @@
+"""Leading singular vectors of square matrices, each with a bound on its error and how large that likely is."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_layers.functional._checks import wide_matrices
+
+# Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
+# but for tiny singular values, and is not relied on: how far they are off is measured on J itself.
+MIN_DIM = 257  # narrower matrices are decomposed whole in the same time
+EPS = torch.finfo(torch.float64).eps
+
+
+class Factors(NamedTuple):
+    """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
+
+    `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
+    with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
+    undetermined. The triples are those of the matrix and an error E, in their bases `errors` (.., count, count) times
+    the largest value: the mean of E_ij and E_ji at i <= j, half their difference below the diagonal.
+    `strays` (.., count): how far each pair of vectors is likely turned out of the space of all, a root mean square.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    bounds: Tensor
+    errors: Tensor
+    strays: Tensor
+
+
+def singular_factors(
+    matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
+) -> Factors:
+    """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
+
+    For dim > 256 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
+    matrices whose bound that does not bring to `tolerance` (ties, tiny singular values), by the whole decomposition in
+    float64. The same input gives the same output.
+
+    `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Vectors are in float64 for dim
+    <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
+
+    The bounds take from LAPACK (on a GPU cuSOLVER, with torch's default drivers) that its decompositions are backward
+    stable: which vectors are the leading ones is right but for an error of rounding. How far each is off is measured.
+
+    Raises:
+        ValueError: count outside 1..dim, a tolerance that is not positive.
+    """
+    matrices = wide_matrices(matrices)
+    dim = matrices.shape[-1]
+    if count is not None and not 1 <= count <= dim:
+        raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
+    if not tolerance > 0:
+        raise ValueError(f"expected a tolerance above 0, got {tolerance}")
+    dtype = torch.float64 if tolerance < 1e-5 else matrices.dtype
+    count = count or dim
+    flat = matrices.reshape(-1, dim, dim)
+    number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values to `dtype`
+    leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
+    # some 2 GB; a CPU gains nothing by more than one large matrix
+    size = 1 if leading and flat.device.type == "cpu" else max(1, 2**31 // (60 * dim**2))
+    parts = []
+    for piece in flat.split(size):
+        piece = piece.double()
+        if not leading:
+            parts.append(_whole(piece, count))
+            continue
+        factors = _leading(piece, count)
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= tolerance)  # also where they are NaN
+        if bool(failed.any()):
+            for part, whole in zip(factors, _whole(piece[failed], count), strict=True):
+                part[failed] = whole
+        parts.append(factors)
+    joined = (torch.cat(part) for part in zip(*parts, strict=True))
+    found = Factors(*(part.reshape(*matrices.shape[:-2], *part.shape[1:]) for part in joined))
+    return found._replace(left=found.left.to(dtype), right=found.right.to(dtype), bounds=found.bounds + rounding)
+
+
+def _leading(matrices: Tensor, count: int) -> Factors:
+    """From the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s. NaN for a zero or overflowing norm."""
+    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
+    usable = sizes.isfinite() & (sizes > 0)
+    scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
+    matrices = torch.where(usable, matrices / scale, 0)
+    squares, right = _leading_eigenvectors(matrices.mT @ matrices, count)
+    images = matrices @ right
+    values = torch.linalg.vector_norm(images, dim=-2)
+    left = images / values[:, None]
+    # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
+    further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
+    residuals = _residuals(matrices, left, values, right, count)
+    errors = _vector_errors(values, residuals.most, further)
+    factors = _factors(left, values, right, errors, residuals)
+    return factors._replace(values=values * scale[:, 0])
+
+
+def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors; NaN
+    where LAPACK finds no part of a spectrum, as of one with many equal values."""
+    if gram.device.type != "cpu":
+        values, vectors = torch.linalg.eigh(gram)
+        return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
+    from scipy.linalg import eigh  # torch has no driver for a part of the spectrum, which takes half the time
+
+    last = gram.shape[-1] - 1
+    # the transpose is in Fortran's order, so that LAPACK works in place
+    pairs: list[Any] = []
+    for each in gram:
+        try:
+            pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
+        except np.linalg.LinAlgError:
+            pairs.append((np.full(count + 1, np.nan), np.full((last + 1, count + 1), np.nan)))
+    values, vectors = (torch.stack([torch.from_numpy(part) for part in parts]) for parts in zip(*pairs, strict=True))
+    return values.flip(-1), vectors[..., 1:].flip(-1)
+
+
+def _whole(matrices: Tensor, count: int) -> Factors:
+    left, values, right = torch.linalg.svd(matrices)
+    residuals = _residuals(matrices, left, values, right.mT, count)
+    errors = _vector_errors(values, residuals.most, residuals.most[:, -1])
+    # copies: a view would keep the whole of both bases
+    left, right = left[..., :count].clone(), right[..., :count, :].mT.clone()
+    return _factors(left, values, right, errors[:, :count], residuals)
+
+
+class _Residuals(NamedTuple):
+    """Of triples that are not exact, [J v - s u; J'u - s v]."""
+
+    lengths: Tensor  # (n, triples)
+    most: Tensor  # with what rounding may hide of them
+    errors: Tensor  # `Factors.errors`
+
+
+def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor, count: int) -> _Residuals:
+    above, below = matrices @ right - left * values[:, None], matrices.mT @ left - right * values[:, None]
+    lengths = torch.linalg.vector_norm(torch.cat([above, below], -2), dim=-2)
+    most = lengths + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
+    # J v_i - s_i u_i has in the direction u_j what u_j' E v_i is, for i < j; J'u_i - s_i v_i in that of v_j u_i' E v_j
+    one = left[..., :count].mT @ above[..., :count]
+    two = right[..., :count].mT @ below[..., :count]
+    errors = (one + two).tril().mT + (one - two).tril(-1)
+    return _Residuals(lengths, most, (errors / (2 * values[:, None, :1])).float())
+
+
+def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor:
+    """Most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
+
+    For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
+    eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
+    the residual over the distance to the other singular values. Of those the computed ones are known up to residuals
+    of their own, and the rest lie below `further` (n). As J is square, none of the negative ones is closer than zero.
+    """
+    steps = values[:, :-1] - values[:, 1:]
+    under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)
+    above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
+    gaps = torch.minimum(under, above).minimum(values - further[:, None])
+    sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
+    return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
+
+
+def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, measured: "_Residuals") -> Factors:
+    """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
+    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
+    bounds = 2 * errors.square().cumsum(-1).sqrt()  # of both sides
+    count = errors.shape[-1]
+    strays = _likely_strays(values, measured.lengths[:, :count], left.shape[-2])
+    return Factors(left, values[:, :count], right, bounds, measured.errors, strays)
+
+
+def _likely_strays(values: Tensor, lengths: Tensor, dim: int) -> Tensor:
+    """Turns of the leading vectors towards all others. Of `values` (n, some of dim) those that are not known are taken
+    to fall evenly to zero."""
+    count, rest = lengths.shape[-1], dim - values.shape[-1]
+    values, lengths = values / values[:, :1], lengths / values[:, :1]  # whose squares are neither 0 nor infinite
+    squares = lengths.square() / (4 * dim)  # a residual has 2 dim parts, of which a turn takes the mean of two
+    leading, known = values[:, :count], values[:, None, count:]
+    towards = _squared_turns(leading[..., None] - known, squares[..., None]).sum(-1)
+    if rest:  # m steps further down each, the sum over m of 1 / gap^2
+        further = (leading - values[:, -1:] + values[:, -1:] / (2 * rest)) * leading
+        towards = towards + (squares * (rest - 0.5) / further).nan_to_num(1.0, 1.0)
+    return towards.clamp(max=1.0).sqrt()
+
+
+def likely_turns(factors: Factors) -> tuple[Tensor, Tensor]:
+    """Squared angles (*n, count, count), above the diagonal, by which two directions are likely turned into each other:
+    common to both sides, and by which the left turns more and the right less.
+
+    To first order the turn is the error over the difference of the two values, or over their sum. A tie leaves any.
+    """
+    errors = factors.errors.double()
+    values = factors.values / factors.values[..., :1] + errors.diagonal(dim1=-2, dim2=-1)
+    row, column = values[..., :, None], values[..., None, :]
+    squares = errors.square() + (EPS / 20) ** 2  # so little is lost when they are measured, at any width
+    common = _squared_turns(row - column, squares).triu(1)
+    return common, _squared_turns(row + column, squares.mT).triu(1)
+
+
+def _squared_turns(gaps: Tensor, squared_errors: Tensor) -> Tensor:
+    return (squared_errors / (gaps.square() + squared_errors)).nan_to_num(1.0)  # of a matrix of zeros all is open
