@@ -1,6 +1,7 @@
 """Runs side by side: means, bands and differences against scipy, and the page of the command."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -91,6 +92,26 @@ def test_the_difference_of_groups_is_welchs():
     assert difference(*single).high == pytest.approx(stats.norm.ppf(0.975) * np.sqrt(2) * np.array([0.3, 0.4]))
     assert np.isnan(difference(lines[0], single[0]).low).all()  # what a single run's seeds would give is not known
     assert difference(lines[0], single[0]).at.tolist() == [0, 1]
+
+
+def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs():
+    hard = 10 * RNG.normal(size=(12, 1))
+    rows = [hard + RNG.normal(size=(12, 4)) for _ in "ab"]
+    rows[0][5, 2] = np.nan  # this prompt is left out of the interval
+    given = {"analysis": "coupling", "metric": "coupling", "layer": None, "tags": {}, "at": np.array(STEPS)}
+    errors = {"stderr": np.full(4, 3.0)}
+    curves = [
+        StepCurve(run=run, values=np.nanmean(each, 0), prompts=each, prompts_of=f"{run} data 12", **given, **errors)
+        for run, each in zip("ab", rows, strict=True)
+    ]
+    whole = [np.delete(each, 5, 0) for each in rows]
+    result = stats.ttest_rel(*whole).confidence_interval(0.95)
+    found = difference(*(Line.of(each.run, [each]) for each in curves))
+    assert found.high - found.low == pytest.approx(result.high - result.low)
+    assert (found.high + found.low) / 2 == pytest.approx(curves[0].values - curves[1].values)
+    for other in (replace(curves[1], prompts_of="b others 12"), replace(curves[1], prompts=None)):
+        apart = difference(*(Line.of(each.run, [each]) for each in (curves[0], other)))
+        assert apart.high - apart.low == pytest.approx(2 * stats.norm.ppf(0.975) * np.sqrt(2) * errors["stderr"])
 
 
 def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):

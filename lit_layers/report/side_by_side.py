@@ -80,8 +80,9 @@ def difference(one: Line, other: Line) -> Line:
     """Returns `one` less `other` at the steps that both have.
 
     Of two groups of seeds the interval is Welch's, with Welch and Satterthwaite's degrees of freedom at each step (the
-    smallest of them is `df`). Of two single runs it takes their errors as independent: over the same prompts they are
-    not, and the interval is too wide. Of a group and a single run, whose seeds are unknown, there is none.
+    smallest of them is `df`). Of two single runs that keep the values of the same prompts it is Student's, over the
+    differences of single prompts; of others it takes their errors as independent, and is too wide where their prompts
+    are the same. Of a group and a single run, whose seeds are unknown, there is none.
     """
     common = np.intersect1d(one.at, other.at)
     (a, b), (of_a, of_b) = ((one, other), (np.isin(one.at, common), np.isin(other.at, common)))
@@ -94,12 +95,26 @@ def difference(one: Line, other: Line) -> Line:
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
         df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
+    elif (of_prompts := _of_same_prompts(a.curve, b.curve, common)) is not None:
+        error, df = of_prompts
     with np.errstate(over="ignore", invalid="ignore"):
         values = a.values[of_a] - b.values[of_b]
         half = np.array([_quantile(float(each)) for each in df]) * error
     ends = {"low": values - half, "high": values + half, "error": error, "df": float(df.min(initial=np.inf))}
     name = f"{a.group} \N{MINUS SIGN} {b.group}"
     return Line(group=name, curve=a.curve, at=common, values=values, num_runs=min(a.num_runs, b.num_runs), **ends)
+
+
+def _of_same_prompts(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
+    """The standard error of the mean difference over prompts that two runs share, and its degrees of freedom."""
+    same = a.prompts_of.removeprefix(f"{a.run} ") == b.prompts_of.removeprefix(f"{b.run} ")
+    if a.prompts is None or b.prompts is None or not same:
+        return None
+    apart = a.prompts[:, np.isin(a.at, common)].astype(np.float64) - b.prompts[:, np.isin(b.at, common)]
+    apart = apart[np.isfinite(apart).all(1)]
+    if len(apart) < 2:
+        return None
+    return apart.std(0, ddof=1) / np.sqrt(len(apart)), np.full(len(common), len(apart) - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
