@@ -185,6 +185,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
         assert "Over 3 seeds the verdict rests on Student's t with 2 degrees of freedom" in text
     assert "With 90% intervals" in page
     assert "of 6 flat curves some 0.6 would" in page
+    assert "<h1>3 runs</h1>" in page  # their mean is none
     called = write_run(tmp_path / "2 seeds", 5)
     assert main(["emerge", str(roots[0]), str(called), "--seeds", "--out", str(out)]) == 2
     assert "expected no run to be called 2 seeds" in capsys.readouterr().err

@@ -174,6 +174,8 @@ def _page(
 ) -> str:
     figures: Figures = []
     emerges = [times.emerges for times in clock.times]
+    # Without the mean over seeds.
+    runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     blocks = [_block("Timeline", charts.timeline, kind="scrolled")] if charts.timeline is not None else []
     for title, note, each in (
         ("Which layer first", "", charts.fronts),
@@ -188,12 +190,12 @@ def _page(
     return fill(
         "emergence.html.jinja",
         figures,
-        title=clock.runs[0] if len(clock.runs) == 1 else f"{len(clock.runs)} runs",
+        title=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
         sentences={run: [sentence(*pair, axis=axis) for pair in emerged_in_order(clock, run)] for run in clock.runs},
         still={
             run: [curve.title for curve, times in of_the_model(clock, run) if not times.emerges] for run in clock.runs
         },
-        facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(clock.runs))],
+        facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(runs))],
         notes=_notes(clock),
         left_out=clock.left_out,
         blocks=placed(blocks, figures),
