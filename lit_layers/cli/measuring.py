@@ -169,12 +169,14 @@ class Checkpoints(Measuring):
         steps: which checkpoints of a series: all, a list such as 0,1,1000, {log_spaced: N}, pythia, {every: N}
         revision: a branch, tag or commit of the Hub
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
+        untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
         plan: say what it would cost, and measure nothing
     """
 
     steps: Steps | None = None
     revision: str | None = None
     submodule: str | None = None
+    untrained: int | None = None
     plan: bool = False
 
     def are_series(self, model: str) -> bool:
@@ -188,6 +190,12 @@ class Checkpoints(Measuring):
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
+        if self.untrained is not None and self.steps is not None:
+            raise InputError("untrained: is for one model, and --steps, which are a series', were given: leave one out")
+        if is_series and self.untrained is not None:
+            raise InputError(f"untrained: is for one model, and {model} is a series: name one of its checkpoints")
+        if self.stream_blocks and self.untrained is not None:
+            raise InputError("untrained: new weights are in no file that --stream-blocks could read: leave one out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
         cases = [(of_series, not is_series, "is for series, and one model was named")]
         refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
@@ -202,7 +210,7 @@ class Checkpoints(Measuring):
         from lit_layers.series import OneModel, open_series, read_steps
 
         if not self.are_series(model):
-            return [OneModel(model, revision=self.revision)]
+            return [OneModel(model, revision=self.revision, untrained=self.untrained)]
         steps = "all" if self.steps is None else self.steps
         return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
 

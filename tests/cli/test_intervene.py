@@ -19,7 +19,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.models.build import save, vit
+from lit_layers.models.build import save, untrained, vit
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
@@ -213,6 +213,30 @@ def test_a_classifier_of_images_is_judged_by_their_labels(home, tmp_path, capsys
         assert the(found, "variant_accuracy", variant=variant).value == pytest.approx(sum(hits) / 40)
         assert the(found, "variant_loss", variant=variant).value == pytest.approx(sum(losses) / 40, rel=1e-5)
     assert cells(capsys.readouterr().out, "Interventions, Accuracy").keys() == {"blocks changed", "full model", "skip"}
+
+
+@pytest.mark.parametrize("kind", ["vit", "model"])
+def test_new_weights_run_in_that_order_beside_the_models_own(home, tmp_path, kind):
+    of_images = ["--images", "digits", "--num_images", 40]
+    of_text = ["--corpus", home / "corpus.jsonl", "--num_sequences", 6, "--num_tokens", 24]
+    chosen = [*(of_images if kind == "vit" else of_text), "--variants", "skip", "--middles", 3, "--root", tmp_path]
+    assert run(home / kind, *chosen) == run(home / kind, *chosen, "--untrained", 5) == 0
+    trained, fresh = records.read(tmp_path / "measurements.jsonl")
+    assert (fresh.run, fresh.provenance["untrained"]) == (f"{home / kind}@untrained-5", {"seed": 5})
+    model, losses = untrained(load(home / kind), seed=5), []
+    if kind == "vit":
+        batches = [(batch["pixel_values"], batch["labels"]) for batch in EvalImages("digits", num_images=40)]
+    else:
+        ids = EvalText(str(home / "corpus.jsonl"), str(home / kind), num_sequences=6, num_tokens=24).windows()
+        batches = [(ids, ids[:, 1:])]
+    for given, labels in batches:
+        with torch.no_grad(), running_order(model, [1]):
+            logits = model(given) if kind == "vit" else model(given).logits[:, :-1]
+        losses += F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").tolist()
+    assert the(fresh.records, "variant_loss", variant="skip").value == pytest.approx(statistics.mean(losses), rel=1e-5)
+    assert the(trained.records, "variant_loss", variant="skip").value != pytest.approx(
+        statistics.mean(losses), rel=1e-3
+    )
 
 
 # Tasks
@@ -414,6 +438,8 @@ WRONG = [
     ("bert", "--glue {tasks: [mnli]} --folder H/data", "task: there is no 'mnli'; did you mean wnli or qnli"),
     ("bert", "--glue {tasks: [cola]} --folder H/data", "recipe: num_tokens: BertForMaskedLM takes at most 32 tokens"),
     ("bert", "--glue H/glue.yaml --folder H/data --revision a", "revision: --glue trains what H/bert holds without"),
+    ("bert", "--glue H/glue.yaml --untrained 0", "untrained: --glue opens H/bert anew for each variant, with its wei"),
+    ("run", "CORPUS --untrained 0", "untrained: is for one model, and H/run is a series: name one of its checkpoints"),
     ("bert", "--glue H/glue.yaml --dtype float64", "dtype: --glue trains in the precision of its recipe: leave it out"),
     ("model", "--images digits", "images: H/model is a language model: take --tasks, --corpus, --glue or --speed"),
     ("vit", "CORPUS", "corpus: H/vit is a model of images: take --images or --speed"),

@@ -13,8 +13,11 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.measuring.targets import length_limit
+from lit_layers.models.build import save, untrained, weights_hash
+from lit_layers.models.saved import load
 from lit_layers.tasks.mteb_evaluation import Prepared
 from tests.support.labelled_texts import saved_gpt2
+from tests.support.rounding import close_records
 from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import Passes, write_tiny_data
 
@@ -65,6 +68,19 @@ def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch):
     monkeypatch.setattr(Prepared, "evaluate", None)
     assert run(home, tmp_path) == 0
     assert (tmp_path / "measurements.jsonl").read_bytes() == before
+
+
+def test_new_weights_are_scored_as_the_same_architecture_with_these_weights(home, tmp_path):
+    fresh = untrained(load(home / "model"), seed=3)
+    save(fresh, tmp_path / "fresh")
+    for file in (home / "model").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "fresh")
+    assert run(home, tmp_path / "a", "--untrained", 3, tasks="STSBenchmark") == 0
+    assert run(home, tmp_path / "b", model=str(tmp_path / "fresh"), tasks="STSBenchmark") == 0
+    (found,), (expected,) = (records.read(tmp_path / root / "measurements.jsonl") for root in "ab")
+    assert (found.run, found.step) == (f"{home / 'model'}@untrained-3", None)
+    assert found.provenance["weights_hash"] == expected.provenance["weights_hash"] == weights_hash(fresh)
+    close_records(found.records, expected.records)
 
 
 def test_more_layers_are_added_to_those_that_are_there(home, tmp_path, monkeypatch):

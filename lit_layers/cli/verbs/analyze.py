@@ -11,7 +11,7 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError
 from lit_layers.measuring.targets import Target
-from lit_layers.series import OneModel, Series
+from lit_layers.series import Series
 
 CORPUS = "python"
 USUAL = ("trajectory", "representation", "coupling")
@@ -27,7 +27,6 @@ def analyze(
     series: Series | None = None,
     corpus: str = OWN_CORPUS,
     tokenizer: str | None = OWN_TOKENIZER,
-    untrained: int | None = None,
     metrics: str | None = None,
     analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
@@ -42,7 +41,6 @@ def analyze(
         corpus: the text to measure on; in recipes ${corpus} stands for it
         tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it. Of several models each reads
             with its own
-        untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
         metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
         analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
             Trajectory, Representation, Coupling)
@@ -84,7 +82,7 @@ class Command:
         if options.series is None:
             if options.model is None:
                 raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
-            return self._opened(options)
+            return self._recipe.group(Checkpoints, options).opened(options.model)
         if options.untrained is not None:
             raise InputError("untrained: is for one model, and --series was given: leave one of them out")
         if options.submodule is not None:
@@ -96,20 +94,6 @@ class Command:
         if options.revision is not None:
             raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --series out")
         return [self._recipe.made("series", options)]
-
-    def _opened(self, options: Any) -> list[Series]:
-        checkpoints, seed = self._recipe.group(Checkpoints, options), options.untrained
-        if seed is None:
-            return checkpoints.opened(options.model)
-        if options.steps is not None:
-            raise InputError("untrained: is for one model, and --steps, which are a series', were given: leave one out")
-        if checkpoints.are_series(options.model):
-            raise InputError(
-                f"untrained: is for one model, and {options.model} is a series: name one of its checkpoints"
-            )
-        if options.stream_blocks:
-            raise InputError("untrained: new weights are in no file that --stream-blocks could read: leave one out")
-        return [OneModel(options.model, revision=options.revision, untrained=seed)]
 
     def analyses(self, target: Target) -> list[Analysis]:
         """What to measure: with the target's own tokenizer and corpus where none are named.

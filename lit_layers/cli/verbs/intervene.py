@@ -141,6 +141,8 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         raise InputError(f"revision: --glue trains what {model} holds without one: leave it out")
     if options.glue is not None and checkpoints.dtype != "float32":
         raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
+    if options.glue is not None and checkpoints.untrained is not None:
+        raise InputError(f"untrained: --glue opens {model} anew for each variant, with its weights: leave it out")
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
