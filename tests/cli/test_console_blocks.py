@@ -17,15 +17,17 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.sweep import read_grid
+from tests.cli import test_published_series as published_series
+from tests.cli import test_task_commands as task_commands
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# By test_published_series, test_published_papers, test_following; a correlation over a grid by tests/test_correlate.py;
-# on a store by test_remote_roots.
-ELSEWHERE = ("analyze", "watch", "audit", "reproduce", "correlate", "report checkpoints/llm_suite")
-RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3")} | {
+# By test_published_series, test_published_papers, test_following, test_task_commands; on a store by test_remote_roots.
+OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
+ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "watch", "reproduce")
+RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3", "study")} | {
     f"{folder}/shuffle_tokens={on},seed={seed}": {"data": {"shuffle_tokens": on}}
     for folder in ("grid", "four_papers")
     for on in (False, True)
@@ -39,7 +41,7 @@ def commands() -> Iterator[str]:
         for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if found := re.search(r"\blit-layers ([a-z].*?)( +#|$)", line):
-                    yield " ".join(found[1].rstrip("'").split())
+                    yield " ".join((found[1][:-1] if line.startswith("sbatch") else found[1]).split())
 
 
 COMMANDS = list(dict.fromkeys(commands()))
@@ -71,8 +73,20 @@ def place(folder, monkeypatch) -> Path:
 
 
 def test_every_console_command_is_run_somewhere():
-    assert len(COMMANDS) > 30
+    assert len(COMMANDS) > 50
     assert {command.split()[0] for command in HERE} == {"fit", "sweep", "report", "emerge"}
+    others = {command for command in COMMANDS if command not in HERE and "s3://" not in command}
+    run = {*published_series.COMMANDS, *task_commands.COMMANDS}
+    left = {command.removesuffix(" --engine ray") for command in others} - run
+    assert {command.split()[0] for command in left} == {"watch", "reproduce"}
+
+
+def test_no_command_and_no_example_stands_in_a_block_that_nothing_runs():
+    """What is run is known by the language: bash and python by tests/test_docs.py, console and py by others."""
+    for page in PAGES:
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            if re.search(r"^(?:\$ )?(?:lit-layers [a-z]|(?:from|import) \w)", text, re.MULTILINE):
+                assert language in ("bash", "console", "python", "py"), (page.name, text)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +107,8 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
     words = [stands_for.get(word, word) for word in words]
     out = words[words.index("--out") + 1] if "--out" in words else ""
     page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
-    if words[0] == "report" and words[1:2] == ["checkpoints/quickstart"]:
-        page = Path("checkpoints/quickstart/report.html")
+    if words[0] == "report" and words[1] in ("checkpoints/quickstart", "checkpoints/study"):  # a run alone
+        page = Path(words[1], "report.html")
     page.unlink(missing_ok=True)
     assert main(words) == 0
     assert page.stat().st_size > 10_000

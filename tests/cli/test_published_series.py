@@ -51,7 +51,7 @@ WEIGHTS = "audit EleutherAI/pythia-70m --level weights"
 def documented() -> Iterator[str]:
     """Every command on a published series or model: of the pages' blocks and of the headers of recipes."""
     for page in PAGES:
-        for block in re.findall(r"^```(?:console|sh)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if found := re.search(r"lit-layers ((?:analyze|audit) .*|report checkpoints/llm_suite)", line):
                     quoted = line.startswith("sbatch")

@@ -16,7 +16,7 @@ from tests.support.series_hub import make_series
 
 POSITIONS = 512
 PYTHIAS = {"14m": 6, "70m": 6, "160m": 12, "410m": 24, "1b": 16, "1.4b": 24, "2.8b": 32, "6.9b": 32, "12b": 36}
-STEPS = (1, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+STEPS = (0, 1, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
 SERIES = ("70m", "160m", "410m", "6.9b", "12b")  # of which branches are asked for
 MODELS = {  # repository: family and blocks
     "gpt2": ("gpt2", 12),
@@ -71,7 +71,7 @@ def words(chance: random.Random, least: int = 10, most: int = 18) -> str:
     return " ".join([*chance.choices(WORDS, k=chance.randint(least, most)), str(chance.randrange(10**6))])
 
 
-def write_hub(root: Path, names: Iterable[str] = MODELS) -> Path:
+def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, ...] = SERIES) -> Path:
     """The repositories, each with weights of its own; those of a series with a branch for each step."""
     chance = random.Random(0)
     tokenizer = train_bpe([words(chance) for _ in range(300)], 300)
@@ -89,7 +89,7 @@ def write_hub(root: Path, names: Iterable[str] = MODELS) -> Path:
             (folder / "tokenizer.json").unlink()
             (root / BORROWED[name] / "main").mkdir(parents=True, exist_ok=True)
             save_tokenizer(tokenizer, root / BORROWED[name] / "main")
-        if name.rpartition("pythia-")[2] in SERIES and "pythia" in name:
+        if name.rpartition("pythia-")[2] in series and "pythia" in name:
             folder.rename(root / name / "made")
             make_series(root / name / "made", root / name, STEPS)
             for file in (root / name / "made").iterdir():

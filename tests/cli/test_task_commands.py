@@ -1,0 +1,295 @@
+"""The commands of the pages on tasks, tables and texts run: each as it is written, with what it names there.
+
+Models are repositories of a stand-in Hub by their own names, or folders; each is tiny, with the published number of
+blocks. Splits have their published numbers of rows. Options behind a command (`LESS`) take fewer rows of them, shorter
+texts and fewer orders of the blocks.
+"""
+
+import _pydecimal as decimal
+import argparse
+import inspect
+import json
+import pydoc
+import re
+import shlex
+import shutil
+import subprocess
+import tarfile
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.data.shards import TokenShards
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.models.build import save, vit
+from lit_layers.records import Measurement, Record, ScalarLog
+from lit_layers.series import Retry
+from lit_layers.tasks.mteb_tasks import Sources
+from tests.support import layer_scores
+from tests.support.labelled_texts import labelled, saved_gpt2, write_csv, write_jsonl
+from tests.support.papers_world import wikitext_files, write_data, write_hub
+from tests.support.series_hub import let_downloads_end, served
+from tests.support.undrawn import leave_undrawn
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+VERBS = ("intervene", "mteb", "select", "correlate", "prepare")
+# By the verb, or what stands in a command of it: the last that fits.
+LESS = {
+    "intervene": "--limit 2 --max_new_tokens 2 --seeds 0 --loops 2",
+    "--variants all": "--folder data --limit 1 --max_new_tokens 1 --seeds 0 --loops 2 --middles 1",
+    "--corpus": "--num_sequences 4 --num_tokens 32 --seeds 0 --loops 2",
+    "--images": "--num_images 40",
+    "mteb": "--max_tokens 16",
+    "layerwise32": "--plan",  # 32 data sets of the Hub
+    "select": "--max_tokens 16 --max_iterations 100 --rounds 1",
+    "banking77": "--folder data --max_tokens 8 --max_iterations 100 --rounds 1",
+    "--regression": "--max_tokens 16 --rounds 1",
+    "--images cifar10": "--num_train 400 --num_test 100 --rounds 1",
+    "correlate": "--resamples 100",
+    "prepare": "",
+}
+
+
+def commands() -> Iterator[str]:
+    """Each once, without comment."""
+    for page in PAGES:
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if found := re.match(rf"lit-layers (({'|'.join(VERBS)}) .*?)( +#|$)", line):
+                    yield " ".join(found[1].split())
+
+
+COMMANDS = list(dict.fromkeys(commands()))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a Hub, which this process takes for the real one, and what the commands name beside it."""
+    import datasets
+    import huggingface_hub
+
+    folder = tmp_path_factory.mktemp("world")
+    names = [f"EleutherAI/pythia-{size}" for size in ("70m", "160m", "410m")]
+    hub = write_hub(folder / "hub", [*names, "gpt2", "bert-base-uncased"], series=("410m",))
+    small: dict[str, Any] = {"img_size": 4, "patch_size": 2, "embed_dim": 32, "depth": 12, "num_heads": 4}
+    save(
+        vit("deit_tiny_patch16_224", num_classes=10, **small).eval(),
+        hub / "timm" / "deit_tiny_patch16_224.fb_in1k" / "main",
+    )
+    files, load = wikitext_files(folder / "wikitext"), datasets.load_dataset
+
+    def loaded(path: str, *config: str | None, **options: Any) -> Any:
+        if path == "Salesforce/wikitext":
+            return load("parquet", data_files=files, split=options["split"], streaming=True)
+        if path == "uoft-cs/cifar10":
+            return datasets.DatasetDict({name: pictures(*of) for name, of in CIFAR.items()})
+        if path in TEXTS:
+            rows = datasets.Dataset.from_dict({TEXTS[path]: [text for text, _ in labelled(200)]}).to_iterable_dataset()
+            return rows if options["split"] else {"train": rows}
+        return load(path, *config, **options)  # lm-eval reads files by this, too
+
+    with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
+        patch.setattr(datasets, "load_dataset", loaded)
+        patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
+        patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
+        leave_undrawn(patch)
+        yield folder
+
+
+CIFAR = {"train": (50_000, 0), "test": (10_000, 1)}  # pictures, and a number that is in each of them
+PAIRS = {"STSBenchmark": 1_379, "STS16": 1_186}
+TEXTS = {"Skylion007/openwebtext": "text", "ORG/NAME": "content"}
+
+
+def pictures(number: int, split: int) -> Any:
+    """As many as the split has, of ten kinds, each another."""
+    import io
+
+    import datasets
+    from PIL import Image
+
+    labels = [n % 10 for n in range(number)]
+    pixels = np.zeros((4, 4, 3), dtype=np.uint8)
+    files = []
+    for n, label in enumerate(labels):
+        pixels[:], pixels[0, 0] = 20 * label, (n % 256, n // 256, split)
+        Image.fromarray(pixels).save(file := io.BytesIO(), "bmp")
+        files.append({"bytes": file.getvalue(), "path": None})
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(10)})
+    return datasets.Dataset.from_dict({"img": files, "label": labels}, features=features)
+
+
+@pytest.fixture(scope="module")
+def with_models(world: Path) -> Path:
+    """Where the models of this machine lie, and the data of true size."""
+    for step in (0, 10_000):
+        saved_gpt2(world / "models" / "checkpoints" / "gpt2" / f"step-{step:09d}", n_layer=6, n_positions=256)
+    digits: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 4}
+    save(vit("vit_tiny_patch16_224", num_classes=10, **digits).eval(), world / "models" / "checkpoints" / "vit")
+    rows = labelled(90)
+    stars = [(text, {"merry": "5", "sad": "1", "calm": "3"}[mood]) for text, mood in rows]
+    write_csv(world / "models" / "reviews" / "train.csv", stars, ("text", "stars"))
+    tickets = [{"subject": text[:12], "body": text, "queue": mood} for text, mood in rows]
+    write_jsonl(world / "models" / "tickets.jsonl", tickets)
+    write_data(world / "models" / "data")
+    return world / "models"
+
+
+@pytest.fixture(scope="module")
+def with_tables(world: Path) -> Path:
+    """Where the measurements lie that the commands of correlations name."""
+    folder, chance = world / "tables", np.random.default_rng(0)
+    rows = []
+    for number in range(6):
+        width, model = 40 + 20 * number, f"org/m{number}"
+        found = [
+            Record(metric=metric, value=value + 0.05 * number + share, tags={"k": round(share * width)})
+            for share in (0.05, 0.1, 0.2)
+            for metric, value in (("coupling", 0.2), ("random_coupling", -0.05), ("excess_coupling", 0.24))
+        ]
+        measured(folder / "checkpoints" / "suite", model, None, "coupling", found, width=width)
+        rows.append(
+            {
+                "model": f"m{number}",
+                "average": 40 + 3 * number + chance.normal(),
+                "width": width,
+                "depth": 6 + number % 4,
+            }
+        )
+    pd.DataFrame(rows).drop(columns=["width", "depth"]).to_csv(folder / "scores.csv", index=False)
+    everything = pd.DataFrame(rows).rename(columns={"average": "accuracy"})
+    everything.assign(coupling=chance.normal(size=6)).to_csv(folder / "everything.csv", index=False)
+    for name, k in (("grid", 19), ("vit_grid", 30)):
+        write_grid(folder / "checkpoints" / name, k)
+    for run, step in (("checkpoints/embeddings", None), ("RUN", 16_000)):
+        values, scores = layer_scores.tables(8)
+        layer_scores.add(folder / run, "m", step, metric=values, scores=scores, tags={"drop_first": 1})
+        for metric in ("infonce", "dime", "dataset_entropy"):
+            layer_scores.add(folder / run, "m", step, metric=values, name=metric, analysis=f"of_{metric}")
+    return folder
+
+
+def measured(folder: Path, run: str, step: int | None, analysis: str, found: list[Record], **provenance: Any) -> None:
+    line = Measurement(
+        run=run, step=step, tokens=None, analysis=analysis, records=found, seconds=0, provenance=provenance
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    records.append(folder / "measurements.jsonl", line)
+
+
+def write_grid(root: Path, k: int) -> None:
+    """Trained models: a folder each, with the scalars and options that correlations ask for, and their table."""
+    rows = []
+    for number in range(8):
+        drop, decay, cell = 0.1 * (number % 2), 0.01 * (number // 2), f"cell{number}"
+        names = {"coupling": 0.3, "random_coupling": -0.05, "excess_coupling": 0.33}
+        found = [
+            Record(metric=m, value=value + 0.1 * drop + 0.01 * number**1.5, tags={"k": k}) for m, value in names.items()
+        ]
+        measured(root / cell, cell, 10, "coupling", found, width=192)
+        log = ScalarLog(root / cell / "metrics.jsonl")
+        log.log(10, {"validation/accuracy": (accuracy := 0.6 + drop + 0.02 * (number * 7 % 5))})
+        log.close()
+        config = {"model": {"class_path": "x.Y", "init_args": {"drop_path_rate": drop, "weight_decay": decay}}}
+        (root / cell / "run.json").write_text(json.dumps({"run": cell, "config": config}))
+        rows.append({"name": cell, "validation/accuracy": accuracy})
+    pd.DataFrame(rows).to_csv(root / "sweep.csv", index=False)
+
+
+def write_pairs(folder: Path, most: int = 2_000) -> None:
+    """As many pairs as the test splits have, at most so many."""
+    folder.mkdir()
+    for task, number in ((task, min(number, most)) for task, number in PAIRS.items()):
+        texts = [text for text, _ in labelled(2 * number)]
+        table = {"sentence1": texts[::2], "sentence2": texts[1::2], "score": [float(n % 6) for n in range(number)]}
+        pd.DataFrame(table).to_parquet(folder / f"{task}.parquet")
+    (folder / "tasks.yaml").write_text(yaml.safe_dump({"mteb": {task: f"{task}.parquet" for task in PAIRS}}))
+
+
+def run(command: str, capsys: pytest.CaptureFixture) -> str:
+    more = next(options for part, options in reversed(LESS.items()) if part in command)
+    code = main([*shlex.split(command), *shlex.split(more)])
+    let_downloads_end()
+    said = capsys.readouterr()
+    assert code == 0, said.err[-3000:]
+    return said.out
+
+
+def of(*verbs: str) -> list[str]:
+    return [command for command in COMMANDS if command.startswith(verbs)]
+
+
+@pytest.mark.parametrize("command", of("intervene", "select"))
+def test_models_in_other_orders_and_cut_ones(command, with_models, monkeypatch, capsys):
+    monkeypatch.chdir(with_models)
+    said = run(command, capsys)
+    assert ("test, layer" in said or "chosen" in said) if command.startswith("select") else "variants.csv" in said
+
+
+@pytest.mark.parametrize("command", of("mteb"))
+def test_layers_as_embeddings(command, with_models, world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "data", **({"most": 40} if "--metrics" in command else {}))  # of 16 views of each text
+    (tmp_path / "checkpoints").symlink_to(with_models / "checkpoints")
+    if "STS16" in command:
+        command = f"{command} --folder data"
+    said = run(command, capsys)
+    assert "texts" in said if "layerwise32" in command else "best layer of each task" in said
+
+
+@pytest.mark.parametrize("command", of("correlate"))
+def test_metrics_beside_scores(command, with_tables, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(with_tables)
+    if "--metrics-file" in command:
+        monkeypatch.chdir(tmp_path)
+        values, scores = layer_scores.tables(8)
+        table = pd.DataFrame({"model": "m", "task": np.repeat(layer_scores.TASKS, 9), "layer": [*range(9)] * 6})
+        table.assign(score=scores.ravel()).to_csv("scores.csv", index=False)
+        table.assign(dime=values.ravel(), infonce=values.ravel() ** 2).to_parquet("metrics.parquet")
+    said = run(command, capsys)
+    assert "layers.html" in said or "correlation.html" in said
+
+
+def test_texts_are_prepared_in_the_order_of_the_page(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    for book in (argparse, decimal, inspect, pydoc, subprocess, tarfile, typing):
+        shutil.copy(inspect.getfile(book), tmp_path / "books" / f"{book.__name__}.txt")
+    (tmp_path / "play.txt").write_text("\n\n".join(text for text, _ in labelled(900)))
+    page = [*of("prepare")]
+    assert len(page) >= 5
+    save_tokenizer(train_bpe([text for text, _ in labelled(60)], 300), tmp_path / "data" / "python" / "tokenizer")
+    for command in page:
+        run(command, capsys)
+        TokenShards.open(shlex.split(command)[-1] if "--workers" not in command else "data/openwebtext", verify=True)
+
+
+@pytest.mark.parametrize("page", ["mteb.md", "correlate.md"])
+def test_the_examples_in_python(page, with_tables, tmp_path, monkeypatch, capsys):
+    (text,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").symlink_to(with_tables / "checkpoints")
+    write_pairs(tmp_path / "data")
+    whole = 'resolve(["layerwise32"], domains=["sts"])'
+    text = text.replace(whole, f'[each for each in {whole} if each.name == "STSBenchmark"]')
+    exec(
+        compile(text.replace('root="out"),', 'root="out", sources=DATA),'), page, "exec"),
+        {"DATA": Sources(folder=Path("data"))},
+    )
+    assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+def test_every_kind_of_command_is_here():
+    assert {command.split()[0] for command in COMMANDS} == {*VERBS}
+    assert len(COMMANDS) >= 27
