@@ -60,7 +60,7 @@ TIMELINE = IMAGES / "four_papers_timeline.png"
 COUPLING, BLOCKS = IMAGES / "four_papers_coupling.png", IMAGES / "four_papers_blocks.png"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
-OF_PAIRS = {"coupling_pair", "layer_cosine"}
+NORMAL_95 = 1.959964
 OF_BLOCKS = {"step_norm", "state_norm"}
 FOLDER = re.compile(r"shuffle_(?P<what>tokens|labels)=(?P<shuffled>True|False),seed_everything=(?P<seed>\d+)")
 MODELS = {"tokens": "GPT-2", "labels": "ViT"}
@@ -164,6 +164,17 @@ def unpack(path: Path, run: str | None = None) -> dict[str, list[Measurement]]:
         at: Any = {"run": run, "step": int(step), "tokens": _plain(part["tokens"].iloc[0]), "seconds": 0.0}
         runs.setdefault(run, []).append(Measurement(**at, analysis=analysis, records=found, provenance={}))
     return runs
+
+
+def with_intervals(measurement: Measurement) -> Measurement:
+    """The measurement as a page draws it: with 95% intervals, and without the cosines of neighbouring layers alone."""
+    shown = []
+    for record in measurement.records:
+        if record.metric != "layer_cosine":
+            half = None if record.stderr is None else NORMAL_95 * record.stderr
+            ends = {} if half is None else {"low": record.value - half, "high": record.value + half}
+            shown.append(replace(record, **ends))
+    return replace(measurement, records=shown)
 
 
 def _plain(value: Any) -> Any:
@@ -386,7 +397,7 @@ def main() -> int:
         if options.run.exists():
             raise SystemExit(f"--run: {options.run} is there already: name a new folder")
         for measurement in unpack(DATA, SAMPLE)[SAMPLE]:
-            records.append(options.run / "measurements.jsonl", measurement)
+            records.append(options.run / "measurements.jsonl", with_intervals(measurement))
         return 0
     if options.pack:
         pack(options.pack, DATA)

@@ -29,6 +29,7 @@ from lit_layers.metrics import METRICS, look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
 from lit_layers.report.reading import reading
+from lit_layers.report.sections import block
 from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
@@ -1082,3 +1083,18 @@ def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
     (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], figures)
     assert block["figures"][0]["numbers"] == [0]
     assert figures[0]["problem"].startswith("This figure could not be drawn: ValueError")
+
+
+def test_captions_are_those_of_the_choice_and_a_place_without_a_figure_is_not_shown():
+    def undrawn() -> Any:
+        raise ZeroDivisionError
+
+    figures: Figures = []
+    over, apart = ("Over layers", undrawn), ("Difference", undrawn)
+    (shown,) = placed([block("Loss", "", [("whole", [apart]), ("layers", [over, apart])])], figures)
+    first, second = shown["figures"]
+    assert (first["captions"], second["captions"]) == (["Difference", "Over layers"], ["", "Difference"])
+    assert (first["absent"], second["absent"]) == (False, True)
+    absent, other = (figures[number] for number in second["numbers"])
+    assert absent == {"absent": True}
+    assert other["problem"].startswith("This figure could not be drawn: ZeroDivisionError")

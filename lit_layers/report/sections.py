@@ -87,7 +87,7 @@ def training(run: RunData) -> list[Block]:
     return balanced(blocks)
 
 
-_NO_FIGURE = figure(None, problem="No figure shows these numbers; `--export` writes them.")
+_NO_FIGURE = figure(None, problem="No figure shows these numbers; --export writes them.")
 
 
 def block(
@@ -96,12 +96,13 @@ def block(
     """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide.
 
     `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
-    figures: a sentence stands where one has none.
+    places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
     """
     shown = [{"text": text, "figures": [_drawn(*each) for each in figures]} for text, figures in choices]
     places = max([1, *(len(choice["figures"]) for choice in shown)])
     for choice in shown:
-        choice["figures"] += [_NO_FIGURE] * (places - len(choice["figures"]))
+        choice["figures"] = choice["figures"] or [_NO_FIGURE]
+        choice["figures"] += [figure(None)] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
     readings = [each for metric in of if (each := reading(metric)) is not None]
     return {"title": title, "note": note, "wide": wide, "choices": shown, "readings": readings}

@@ -48,7 +48,9 @@ def table_of(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequen
 
 
 def figure(chart: Chart | None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Returns a figure of a block; without a chart stands the problem in its place. `kind` is a class of the page."""
+    """Returns a figure of a block. Without a chart the problem stands in its place, and without a problem nothing.
+    `kind` is a class of the page.
+    """
     return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
 
 
@@ -130,9 +132,10 @@ def placed(blocks: Sequence[Block], figures: Figures) -> list[Block]:
             heights = [max(heights)] * len(heights)
         places = [
             {
-                "caption": each["caption"],
+                "captions": [choice["figures"][place]["caption"] for choice in choices],
                 "numbers": [choice[place] for choice in numbers],
                 "problem": each["problem"],
+                "absent": _is_absent(each),
                 "height": height,
                 "kind": each["kind"],
             }
@@ -148,8 +151,12 @@ def _height(chart: Chart | None) -> int:
     return 40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0)
 
 
+def _is_absent(drawn: Mapping[str, Any]) -> bool:
+    return drawn["chart"] is None and not drawn["problem"]
+
+
 def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
-    content = {"problem": drawn["problem"]}
+    content = {"absent": True} if _is_absent(drawn) else {"problem": drawn["problem"]}
     if drawn["chart"] is not None:
         try:
             content = content_of(drawn["chart"])

@@ -93,10 +93,8 @@
     return isDark.matches ? dark(spec) : spec;
   }
 
-  const numberOf = (node) => {
-    const choice = node.closest(".metric").querySelector("select");
-    return Number(node.dataset.figures.split(" ")[choice ? choice.value : 0]);
-  };
+  const chosen = (node) => (node.closest(".metric").querySelector("select") || { value: 0 }).value;
+  const numberOf = (node) => Number(node.dataset.figures.split(" ")[chosen(node)]);
 
   function clear(node) {
     if (node.view) node.view.finalize();
@@ -108,6 +106,14 @@
     node.dataset.state = "failed";
     node.classList.add("failed");
     node.textContent = sentence;
+  }
+
+  // What a choice has no figure for is hidden with it; the captions are those of the choice.
+  function place(node, absent) {
+    const figure = node.closest("figure");
+    const caption = figure.querySelector("figcaption");
+    figure.hidden = Boolean(absent);
+    if (caption) caption.textContent = JSON.parse(caption.dataset.captions)[chosen(node)];
   }
 
   // A slider over the checkpoints below a figure that has several; at the last one to begin with.
@@ -134,7 +140,10 @@
   async function draw(node) {
     node.dataset.state = "drawing";
     const number = numberOf(node);
-    const { problem, frames } = figures[number];
+    const { absent, problem, frames } = figures[number];
+    place(node, absent);
+    if (absent) node.dataset.state = "drawn";
+    if (absent) return clear(node);
     if (problem) return fail(node, problem);
     if (node.classList.contains("failed")) {
       node.classList.remove("failed");
