@@ -1,4 +1,4 @@
-"""The `console` blocks of the pages: their commands run, on runs of the names that they have.
+"""The `console` blocks of pages and the headers of recipes: their commands run, on runs of the names that they have.
 
 What they are of takes hours or a cluster, so that trainings and grids go as far as their options: each `fit`, and the
 first and last cell of each `sweep`, is read whole. Published series and figures have tests of their own, with a
@@ -9,7 +9,6 @@ import glob
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,32 +18,24 @@ from lit_layers.cli.main import main
 from lit_layers.sweep import read_grid
 from tests.cli import test_published_series as published_series
 from tests.cli import test_task_commands as task_commands
+from tests.support.documented_commands import PAGES, ROOT, documented_commands
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # By test_published_series, test_published_papers, test_following, test_task_commands; on a store by test_remote_roots.
 OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
 ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "watch", "reproduce")
+GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")
+GRIDS |= {"four_papers_images": "shuffle_labels"}
 RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3", "study")} | {
-    f"{folder}/shuffle_tokens={on},seed={seed}": {"data": {"shuffle_tokens": on}}
-    for folder in ("grid", "four_papers")
+    f"{folder}/{option}={on},seed={seed}": {"data": {option: on}}
+    for folder, option in GRIDS.items()
     for on in (False, True)
     for seed in (1, 2)
 }
 
 
-def commands() -> Iterator[str]:
-    """Each once, without prompt, launcher and comment."""
-    for page in PAGES:
-        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if found := re.search(r"\blit-layers ([a-z].*?)( +#|$)", line):
-                    yield " ".join((found[1][:-1] if line.startswith("sbatch") else found[1]).split())
-
-
-COMMANDS = list(dict.fromkeys(commands()))
+COMMANDS = documented_commands()
 HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE) and "s3://" not in command]
 
 
@@ -78,7 +69,9 @@ def test_every_console_command_is_run_somewhere():
     others = {command for command in COMMANDS if command not in HERE and "s3://" not in command}
     run = {*published_series.COMMANDS, *task_commands.COMMANDS}
     left = {command.removesuffix(" --engine ray") for command in others} - run
-    assert {command.split()[0] for command in left} == {"watch", "reproduce"}
+    assert {command.split()[0] for command in left} == {"watch", "reproduce", "analyze"}
+    (of_images,) = (command for command in left if command.startswith("analyze"))  # by tests/test_recipes_begin.py
+    assert of_images == "analyze RUN --config recipes/analyses/images.yaml --corpus cifar10"
 
 
 def test_no_command_and_no_example_stands_in_a_block_that_nothing_runs():

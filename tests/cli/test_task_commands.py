@@ -1,8 +1,8 @@
-"""The commands of the pages on tasks, tables and texts run: each as it is written, with what it names there.
+"""The commands of pages and recipes on tasks, tables and texts run: each as it is written, with what it names there.
 
 Models are repositories of a stand-in Hub by their own names, or folders; each is tiny, with the published number of
 blocks. Splits have their published numbers of rows. Options behind a command (`LESS`) take fewer rows of them, shorter
-texts and fewer orders of the blocks.
+texts and fewer orders of the blocks, and so does the recipe of fine-tuning.
 """
 
 import _pydecimal as decimal
@@ -35,20 +35,20 @@ from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.series import Retry
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support import layer_scores
+from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv, write_jsonl
 from tests.support.papers_world import wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 from tests.support.undrawn import leave_undrawn
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 VERBS = ("intervene", "mteb", "select", "correlate", "prepare")
 # By the verb, or what stands in a command of it: the last that fits.
 LESS = {
     "intervene": "--limit 2 --max_new_tokens 2 --seeds 0 --loops 2",
     "--variants all": "--folder data --limit 1 --max_new_tokens 1 --seeds 0 --loops 2 --middles 1",
     "--corpus": "--num_sequences 4 --num_tokens 32 --seeds 0 --loops 2",
+    "--finetune": "--folder data --middles 1",
     "--images": "--num_images 40",
     "mteb": "--max_tokens 16",
     "layerwise32": "--plan",  # 32 data sets of the Hub
@@ -61,16 +61,7 @@ LESS = {
 }
 
 
-def commands() -> Iterator[str]:
-    """Each once, without comment."""
-    for page in PAGES:
-        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if found := re.match(rf"lit-layers (({'|'.join(VERBS)}) .*?)( +#|$)", line):
-                    yield " ".join(found[1].split())
-
-
-COMMANDS = list(dict.fromkeys(commands()))
+COMMANDS = [command for command in documented_commands() if command.startswith(VERBS)]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +134,12 @@ def with_models(world: Path) -> Path:
     tickets = [{"subject": text[:12], "body": text, "queue": mood} for text, mood in rows]
     write_jsonl(world / "models" / "tickets.jsonl", tickets)
     write_data(world / "models" / "data")
+    recipe = (ROOT / "recipes" / "finetune" / "arc.yaml").read_text()
+    for name, less in (("limit: null", "limit: 8"), ("num_tokens: 128", "num_tokens: 16")):
+        assert name in recipe
+        recipe = recipe.replace(name, less)
+    (world / "models" / "recipes" / "finetune").mkdir(parents=True)
+    (world / "models" / "recipes" / "finetune" / "arc.yaml").write_text(recipe)
     return world / "models"
 
 
@@ -170,7 +167,7 @@ def with_tables(world: Path) -> Path:
     pd.DataFrame(rows).drop(columns=["width", "depth"]).to_csv(folder / "scores.csv", index=False)
     everything = pd.DataFrame(rows).rename(columns={"average": "accuracy"})
     everything.assign(coupling=chance.normal(size=6)).to_csv(folder / "everything.csv", index=False)
-    for name, k in (("grid", 19), ("vit_grid", 30)):
+    for name, k in (("grid", 19), ("vit_grid", 30), ("digits_grid", 12)):
         write_grid(folder / "checkpoints" / name, k)
     for run, step in (("checkpoints/embeddings", None), ("RUN", 16_000)):
         values, scores = layer_scores.tables(8)
