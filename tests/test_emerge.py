@@ -400,7 +400,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     for sentence_, arguments in (
         ("times: few, Coupling: expected values at 6 checkpoints or more, got 5", [few]),
-        ("step 8 are suspect (equal to the final step)", [suspect]),
+        ("step 8 is suspect (equal to the final step)", [suspect]),
         ("two values at step 7 of", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
         ("expected numbers", [tmp_path / "text.csv"]),

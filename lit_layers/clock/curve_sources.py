@@ -115,9 +115,11 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
     for sentence in run_data.other_settings(run):
         logger.warning("%s: other settings are left out: %s; choose with --settings", root, sentence)
     if (suspect := run_data.suspects(run)) and not allow_suspect:
-        steps = listing("step", [step for steps in suspect.values() for step in steps])
+        steps = [step for steps in suspect.values() for step in steps]
+        are, them = ("is", "it") if len(steps) == 1 else ("are", "them")
         raise InputError(
-            f"{root}: {steps} are suspect ({next(iter(suspect))}): measure them anew, or say --allow-suspect"
+            f"{root}: {listing('step', steps)} {are} suspect ({next(iter(suspect))}): measure {them} anew, or say "
+            "--allow-suspect"
         )
     return run
 

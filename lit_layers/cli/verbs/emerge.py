@@ -110,9 +110,10 @@ def emerge(
     extra["states"] = states
     paths = write_emergence(clock, folder, axis=axis, seeds=seeds, **extra)
     _show(clock, axis)
-    print(*(forecast_sentences(forecasts) if forecasts else ()), sep="\n")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
-    print(*(path for path in paths if path not in pictures), f"{len(pictures)} pictures in {folder}", sep="\n")
+    files = [path for path in paths if path not in pictures]
+    lines = forecast_sentences(forecasts) if forecasts else []
+    print(*lines, *files, f"{len(pictures)} pictures in {folder}", sep="\n")
     return 0
 
 
@@ -138,6 +139,7 @@ def _show(clock: "Clock", axis: str) -> None:
     agreement = agreement_table(clock)
     for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
         print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
-    print(*filter(None, [agreement_sentence(agreement), few_seeds_sentence(clock)]), sep="\n")
+    for line in filter(None, [agreement_sentence(agreement), few_seeds_sentence(clock)]):
+        print(line)
     for why, number in clock.left_out.items():
         print(f"left out: {number} curve{'s' if number > 1 else ''}: {why}")
