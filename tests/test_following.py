@@ -69,18 +69,26 @@ def test_whole_checkpoints_are_measured_as_they_come_and_half_written_ones_wait(
     assert looks == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
 
 
-def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
+WRONG = {
+    "is being written by another": InputError("root: is being written by another"),
+    "no such file": FileNotFoundError(2, "No such file or directory", "checkpoint-20"),
+}
+
+
+@pytest.mark.parametrize(("says", "wrong"), WRONG.items())
+def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog, says, wrong):
+    """Also where a trainer removed a checkpoint while it was hashed."""
     calls = []
 
     def measure(series) -> SeriesResult:
         calls.append(len(series))
         if len(calls) == 1:
-            raise InputError("root: is being written by another")
+            raise wrong
         return SeriesResult(Audit("run", 0, ()))
 
     follow(run, measure, every=0.01, patience=0)
     assert calls == [3, 3]
-    assert "is being written by another" in caplog.text
+    assert says in caplog.text
 
 
 def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run, caplog):

@@ -57,10 +57,11 @@ def follow(
             try:
                 series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
                 result, seen, wrong = measure(series), complete, None
-            except InputError as error:  # it may be right at the next look
-                if str(error) != str(wrong):
-                    logger.warning("%s", error)
-                wrong = error
+            except (InputError, OSError) as error:  # right at the next look: a trainer removes old ones at any moment
+                before = str(wrong)
+                wrong = error if isinstance(error, InputError) else _told(error, root)
+                if str(wrong) != before:
+                    logger.warning("%s", wrong)
         if is_news:
             last_change = time.monotonic()
         elif not (goes_on or waits) and patience is not None and time.monotonic() - last_change >= patience:
@@ -85,6 +86,10 @@ def _complete(root: Path, settled: float) -> tuple[dict[str, float], bool]:
             else:
                 waits = True
     return complete, waits
+
+
+def _told(error: OSError, root: Path) -> InputError:
+    return InputError(f"{error.filename or root}: {(error.strerror or str(error)).lower()}")
 
 
 def _steps(root: Path, names: dict[str, float]) -> list[int]:
