@@ -109,7 +109,8 @@ class LayerSimilarity(DividedAnalysis):
         _, kept = complete(by_key["finite",])  # (prompts,)
         rows, prompts = by_key["rows",][:, kept.repeat_interleave(by_key["num_rows",][0])], int(kept.sum())
         least = 4 if self.debiased else 2
-        if rows.shape[1] < least:
+        enough = rows.shape[1] >= least
+        if not enough and kept.all():
             raise InputError(
                 f"{self.name}: layer_cka needs at least {least} rows, got {rows.shape[1]} ({self.rows}): give more "
                 "texts or longer ones"
@@ -119,11 +120,16 @@ class LayerSimilarity(DividedAnalysis):
             values = by_key[mode,].movedim(1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
-            yield from _stages("layer_cosine", mean_of_defined(values, dim=0), len(values), tags_of_mode)
+            whole = values.isfinite().flatten(1).all(1)  # of the same prompts at every layer, unless a layer has none
+            means = mean_of_defined(values[whole] if whole.any() else values, dim=0)
+            tags_of_stages = {**tags_of_mode, **left_out("", ~whole)}
+            yield from _stages("layer_cosine", means, int(whole.sum()), tags_of_stages)
         tags |= self.tags_of("rows")
         tags |= {} if self.debiased else {"debiased": "no"}
         tags |= left_out("", ~kept)
-        alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
+        alignment = torch.full((len(rows), len(rows)), math.nan)
+        if enough:
+            alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
         for layer, row in enumerate(alignment.tolist()):
             for other, value in enumerate(row):
                 if not math.isnan(value):
@@ -178,7 +184,7 @@ def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
 
 def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
     missing = matrix[1:, 1:].diagonal().isnan()
-    if missing.any():
+    if missing.any() or not num_prompts:
         for metric in (*SIZES, "block_contrast"):
             yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
         return

@@ -420,3 +420,36 @@ def test_figures_of_numbers_with_gaps_have_lines_that_break_off(home):
     plots.layer_matrix(table, "coupling_pair", tags={"k": 2})
     plots.emergence_curves(table[table["step"] == 1], "num_middle")
     plots.change_table(table)
+
+
+@pytest.mark.parametrize("name", ["LabelProbe", "AttentiveProbe", "LayerSimilarity"])
+def test_where_no_prompt_that_is_looked_at_has_a_value_the_analysis_says_that_and_nothing_else(home, name):
+    model, data = model_of(home), Data(home)
+    token = data.rows[0][0]
+    data.rows = [[token] * 8]
+    model.transformer.wte.weight.data[token] = torch.nan
+    error = taken(name, model, data).error
+    assert error is not None
+    assert "is undefined for every prompt at every layer" in error
+
+
+def test_stages_of_layers_count_the_prompts_that_they_are_of(home):
+    data = Data(home, extra=STRANGE)
+    broken = load_tokenizer(str(home / "model")).tokenizer.encode(STRANGE).ids[0]
+    model = model_of(home)
+    model.transformer.wte.weight.data[broken] = torch.nan
+    found, healthy = (taken("LayerSimilarity", model, each) for each in (data, Data(home)))
+    for one, other in zip(found.records, healthy.records, strict=True):
+        assert (one.metric, one.value, one.n) == (other.metric, pytest.approx(other.value, rel=1e-5), other.n)
+        assert one.tags["num_undefined"] == 1, one
+
+
+@pytest.mark.parametrize("name", ["LabelProbe", "AttentiveProbe"])
+def test_the_reference_of_a_probe_counts_the_rows_that_are_left_out_of_it_too(home, name):
+    broken = load_tokenizer(str(home / "model")).tokenizer.encode(STRANGE).ids[0]
+    model = model_of(home)
+    model.transformer.wte.weight.data[broken] = torch.nan
+    found = taken(name, model, Data(home, extra=STRANGE))
+    assert found.error is None
+    assert [record.tags["num_undefined"] for record in found.records] == [1] * len(found.records)
+    assert {record.n for record in found.records if record.metric == "accuracy"} == {5}

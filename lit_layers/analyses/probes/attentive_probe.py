@@ -109,7 +109,7 @@ class AttentiveProbe(Analysis):
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         if len(problem.train[in_train].unique()) < 2 or not in_test.any():
             return
-        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test], scored=in_test)
+        problem = problem.left(in_train, in_test)
         yield from self._rows.majority(problem)
         tags: TagDict = {**left_out("", ~kept)}
         for layer in layers.nonzero()[:, 0].tolist():

@@ -90,10 +90,10 @@ class LabelProbe(SplitProbe):
         train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
         parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
         layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
-        if not layers.any():
-            raise nothing_defined(self.name)
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
-        problem = problem._replace(train=problem.train[in_train], test=problem.test[in_test], scored=in_test)
+        if not in_train.any() or not in_test.any():
+            raise nothing_defined(self.name)
+        problem = problem.left(in_train, in_test)
         fittings = []
         for pooling in self._poolings():
             tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
@@ -138,7 +138,8 @@ class LabelProbe(SplitProbe):
                 f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
             )
         everyone = torch.ones(len(places), dtype=torch.bool)
-        return LabelProblem(kept, train_classes, places, everyone, len(classes), num_duplicates)
+        fitted = torch.ones(len(train_classes), dtype=torch.bool)
+        return LabelProblem(kept, train_classes, places, fitted, everyone, len(classes), num_duplicates)
 
     def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
         all_labels: list[Tensor] = []
@@ -177,6 +178,7 @@ class LabelProbe(SplitProbe):
             "num_classes": problem.num_classes,
             "num_train_rows": len(problem.train),
             "num_duplicates": problem.num_duplicates,
+            **left_out("", ~torch.cat([problem.fitted, problem.scored])),
         }
         yield from label_scores(problem, share.log().expand(len(problem.test), -1), tags)
 
@@ -190,9 +192,14 @@ class LabelProblem(NamedTuple):
     kept: Tensor  # (rows of train,) False for those of test
     train: Tensor  # (kept rows,) numbers of classes
     test: Tensor  # (test rows,)
+    fitted: Tensor  # (kept rows,) False for those left out of the training rows
     scored: Tensor  # (rows of test,) False for those left out of the test rows
     num_classes: int
     num_duplicates: int
+
+    def left(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
+        """Without the rows whose states are undefined."""
+        return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
 def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:

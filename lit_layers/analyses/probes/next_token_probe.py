@@ -205,11 +205,11 @@ class NextTokenProbe(SplitProbe):
         if self._gaps is None:
             defined = [states.isfinite().all(-1) for states in (train, test)]
             layers, kept = complete(torch.cat(defined, dim=1))
-            if not layers.any():
+            rows = kept.split([len(problem.train), len(problem.test)])
+            if not all(part.any() for part in rows):
                 raise nothing_defined(self.name)
             tags: TagDict = {**left_out("", ~kept)}
             if tags:  # drawn and counted anew without the texts of these rows
-                rows = kept.split([len(problem.train), len(problem.test)])
                 broken = [
                     frozenset(of.text[~there].tolist())
                     for of, there in zip((problem.train, problem.test), rows, strict=True)

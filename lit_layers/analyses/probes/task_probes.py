@@ -131,13 +131,13 @@ class OnTask(ProbeAnalysis):
         """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
 
         Raises:
-            ValueError: no layer is left.
+            ValueError: no layer is left, or no row of a part.
         """
         defined = {part: layers.defined() for part, layers in features.items()}
         layers, kept = complete(torch.cat(list(defined.values()), dim=1))
-        if not layers.any():
-            raise nothing_defined(self.name)
         parts = kept.split([rows.shape[1] for rows in defined.values()])
+        if not all(part.any() for part in parts):
+            raise nothing_defined(self.name)
         return layers, dict(zip(defined, parts, strict=True))
 
     def probe_options(self) -> ProbeOptions:
