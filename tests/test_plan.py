@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import statistics
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_layers.analyses import (
     Analysis,
+    AttentionPatterns,
     ConceptAlignment,
     Coupling,
     CouplingMatrices,
@@ -488,6 +490,39 @@ def test_plans_of_six_recipes_were_within_a_factor_of_two_of_what_was_measured()
         assert len({what.split(",")[0] for what in rows}) == 6
         assert {what.split(", ")[1] for what in rows} == {"seconds", "memory", "disk"}
         assert all(statistics.median(values) <= 2 for values in rows.values())
+
+
+def cpu_seconds(monkeypatch, model: LayeredModel, analysis: Analysis) -> tuple[float, float]:
+    """Planned and measured, of the processor: others use the machine, too. The median of three measurements."""
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    monkeypatch.setattr(calibration, "clock", time.process_time)
+    facts, seconds = {"run": "it", "step": 0, "weights_hash": "0"}, []
+    for _ in range(4):  # what a first run makes is no part
+        started = time.process_time()
+        (done,) = in_one_pass(model, [analysis], lambda analysis: None, **facts)
+        seconds.append(time.process_time() - started)
+        assert done.error is None
+    return planned(model, [analysis], device=CPU).seconds, statistics.median(seconds[1:])
+
+
+def test_scores_of_heads_take_on_a_narrow_model_what_is_planned(monkeypatch):
+    """Where a pass takes a tenth of them."""
+    model = LayeredModel(causal_lm("gpt2", n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=64))
+    planned_seconds, seconds = cpu_seconds(monkeypatch, model, AttentionPatterns(batches=Windows(16, 64, 8)))
+    assert 0.4 < planned_seconds / seconds < 2.5  # half of it are calls of a few microseconds
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["text", "images", "coupling", "interventions", "representation", "stream"])
+def test_seconds_of_a_recipe_are_those_of_a_plan_within_a_factor_of_two(name, tmp_path, monkeypatch):
+    """Of the processor, at reduced size: as `benchmarks/plan.py` keeps them, on whatever machine this is."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(calibration, "clock", time.process_time)
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    from plan import Case
+
+    case = Case(f"analyses/{name}.yaml", tmp_path)  # measures once, to warm up
+    assert 0.5 < case.plan().seconds / case.measure() < 2
 
 
 def test_memory_is_that_of_torch_within_a_factor_of_two():

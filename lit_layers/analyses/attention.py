@@ -1,5 +1,6 @@
 """What attention heads attend to, which of them complete repeated text, and what a model gains by context."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -114,7 +115,10 @@ class AttentionPatterns(HeadAnalysis):
     heads: bool = True
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return _reading(model, passes)
+        calls = Part(
+            "calls", passes.texts * model.num_layers, (passes.tokens // passes.texts,), _Scoring(_num_heads(model))
+        )
+        return _reading(model, passes) + Work(parts=(calls,))
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         trajectory = model.trajectory(part)
@@ -125,12 +129,10 @@ class AttentionPatterns(HeadAnalysis):
                 values[f"random_{metric}", layer] = torch.full((num_prompts, 1), torch.nan, dtype=torch.float64)
                 values[metric, layer] = values[f"random_{metric}", layer]
         lengths = trajectory.mask.sum(-1).tolist()
+        of_chance: dict[tuple[int, bool], dict[str, Tensor]] = {}
         for layer, heads in self.of_blocks(model, trajectory):
-            rows: list[dict[str, Tensor]] = []
-            for prompt, length in enumerate(lengths):
-                weights, chance = _weights(heads, prompt, length)
-                rows.append({metric: score(weights, undefined="nan").cpu() for metric, score in SCORES.items()})
-                rows[-1] |= {f"random_{m}": score(chance, undefined="nan").cpu() for m, score in SCORES.items()}
+            maps = (heads.attention.map_of(prompt)[:, :length, :length] for prompt, length in enumerate(lengths))
+            rows = [_scores(weights, of_chance) for weights in maps]
             values |= {(metric, layer): torch.stack([row[metric] for row in rows]) for metric in rows[0]}
         return values
 
@@ -188,8 +190,12 @@ class Induction(HeadAnalysis):
     def work(self, model: LayeredModel) -> Work:
         period = self._period(model)
         work = passes(model, texts=self.num_prompts, tokens=period * self.repeats, batch=self.num_prompts)
-        read = min(self.num_copied, self.num_prompts) * period * model.num_layers * model.dim / 64  # heads of 64
-        return work + _reading(model, work) + Work(parts=(Part("head", read),))
+        heads = _num_heads(model)
+        read = min(self.num_copied, self.num_prompts) * period * model.num_layers * heads
+        calls = Part(
+            "calls", self.num_prompts * model.num_layers, (period * self.repeats,), _Scoring(heads, repeats=True)
+        )
+        return work + _reading(model, work) + Work(parts=(Part("head", read), calls))
 
     def parts(self, model: LayeredModel) -> Iterator[Batch]:
         return pieces(model, [{"input_ids": self.sequences(model)}])
@@ -209,7 +215,8 @@ class Induction(HeadAnalysis):
             values |= {(metric, layer): nothing for metric in ("prefix_matching_score", "copying_score")}
             values["random_prefix_matching_score", layer] = nothing
         for layer, heads in self.of_blocks(model, trajectory):
-            pairs = [_weights(heads, prompt, ids.shape[1]) for prompt in range(len(ids))]
+            maps = [heads.attention.map_of(prompt) for prompt in range(len(ids))]
+            pairs = [(weights, _chance(weights)) for weights in maps]
             of = {"prefix_matching_score": 0, "random_prefix_matching_score": 1}
             for metric, which in of.items():
                 scores = [
@@ -301,10 +308,15 @@ class InContext(DividedAnalysis):
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         return Work(parts=(Part("head", 2 * passes.texts),))
 
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """Tokens of a text, where it is known: asking goes through the files of a corpus."""
+        size = self.batches.size()
+        return size.tokens if size else None
+
     def places(self, model: LayeredModel) -> tuple[int, int]:
         """The tokens early and late that this model and these texts have."""
-        size = self.batches.size()
-        longest = min(model.max_tokens or self.late, size.tokens if size and size.tokens else self.late)
+        longest = min(model.max_tokens or self.late, self._longest or self.late)
         if longest >= self.late:
             return self.early, self.late
         early = max(2, round(longest * self.early / self.late))
@@ -314,17 +326,18 @@ class InContext(DividedAnalysis):
 
     def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
         trajectory, places = model.trajectory(part), self.places(model)
-        losses = torch.full((len(trajectory.mask), places[1] - 1), torch.nan, dtype=torch.float64)
-        ids = part["input_ids"].to(trajectory.mask.device)
-        for row, real in enumerate(trajectory.mask):
-            tokens = real.nonzero()[:, 0]
-            if len(tokens) < places[1]:
-                continue
-            at = tokens[[place - 2 for place in places]]
-            targets = ids[row, tokens[[place - 1 for place in places]]]
-            logits = trajectory.logits_of((torch.full_like(at, row), at))
-            loss = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-            losses[row, [place - 2 for place in places]] = loss.cpu()
+        mask = trajectory.mask
+        losses = torch.full((len(mask), places[1] - 1), torch.nan, dtype=torch.float64)
+        ids = part["input_ids"].to(mask.device)
+        long = (mask.sum(-1) >= places[1]).nonzero()[:, 0]
+        if not len(long):
+            return in_context_score(losses, early=places[0], late=places[1], undefined="nan")
+        tokens = torch.stack([mask[row].nonzero()[: places[1], 0] for row in long])  # (texts, late)
+        before = [place - 2 for place in places]
+        rows, at = long[:, None].expand(-1, 2).flatten(), tokens[:, before].flatten()
+        targets = ids[rows, tokens[:, [place - 1 for place in places]].flatten()]
+        loss = torch.nn.functional.cross_entropy(trajectory.logits_of((rows, at)).double(), targets, reduction="none")
+        losses[long[:, None].cpu(), torch.tensor(before)] = loss.view(-1, 2).cpu()
         return in_context_score(losses, early=places[0], late=places[1], undefined="nan")
 
     def combine(self, model: LayeredModel, results: list[Tensor]) -> Iterable[Record]:
@@ -340,13 +353,52 @@ def _reading(model: LayeredModel, work: Work) -> Work:
     return Work(parts=(blocks,), device=4.0 * longest**2 * max(1, model.dim // 64) * 4)
 
 
-def _weights(heads: Heads, prompt: int, length: int) -> tuple[Tensor, Tensor]:
-    """What the heads attend to in a prompt of so many tokens, and what chance would: (heads, tokens, tokens) each."""
-    weights = heads.attention.map_of(prompt)[:, :length, :length]
-    is_causal = not bool((weights.triu(1) > 0).any())
-    real = torch.ones(length, dtype=torch.bool, device=weights.device)
-    chance = uniform_attention(real, causal=is_causal)
-    return weights, chance.masked_fill(~weights.isfinite().all(), torch.nan)  # of the same prompts
+def _num_heads(model: LayeredModel) -> int:
+    """Of a block; where its config does not say, as many as there are of 64 each."""
+    return getattr(getattr(model.model, "config", None), "num_attention_heads", None) or max(1, model.dim // 64)
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """What scoring the heads of one prompt takes: a plan times it on states (tokens, dim)."""
+
+    num_heads: int
+    repeats: bool = False  # the scores of repeated tokens
+
+    def __call__(self, states: Tensor) -> None:
+        weights = (states @ states.mT).float().softmax(-1).tril().repeat(self.num_heads, 1, 1)
+        if not self.repeats:
+            _scores(weights, {})
+            return
+        ids = torch.arange(len(states), device=states.device) % max(1, len(states) // 4)
+        for each in (weights, _chance(weights)):
+            prefix_matching_score(each, ids, undefined="nan")
+
+
+def _scores(weights: Tensor, of_chance: dict[tuple[int, bool], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of the heads of a prompt, and of chance, which is the same for all prompts of a length and kind."""
+    key = weights.shape[-1], _is_causal(weights)
+    if key not in of_chance:
+        chance = uniform_attention(_all_real(weights), causal=key[1])
+        of_chance[key] = {f"random_{m}": score(chance, undefined="nan").cpu() for m, score in SCORES.items()}
+    random = of_chance[key]
+    if not weights.isfinite().all():
+        random = {metric: torch.full_like(values, torch.nan) for metric, values in random.items()}
+    return random | {metric: score(weights, undefined="nan").cpu() for metric, score in SCORES.items()}
+
+
+def _chance(weights: Tensor) -> Tensor:
+    """Attention to all tokens alike, where that of a prompt is finite: (1, tokens, tokens)."""
+    chance = uniform_attention(_all_real(weights), causal=_is_causal(weights))
+    return chance.masked_fill(~weights.isfinite().all(), torch.nan)  # of the same prompts
+
+
+def _all_real(weights: Tensor) -> Tensor:
+    return torch.ones(weights.shape[-1], dtype=torch.bool, device=weights.device)
+
+
+def _is_causal(weights: Tensor) -> bool:
+    return not bool((weights.triu(1) > 0).any())
 
 
 def _mean_over_heads(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
