@@ -10,10 +10,8 @@ from lit_layers.functional.jacobian import block_jacobian, routes
 from lit_layers.models.view import LayeredModel, Trajectory
 from tests.support.tiny_models import PICTURES, RECURRENT, sees_images, tiny, tiny_batch
 
-ENCODERS = ("roberta", "distilbert", "modernbert")
-CASES = [
-    (name, p) for name in (*PICTURES, *ENCODERS, "mamba_lm", "rwkv_lm") for p in ((None,) if sees_images(name) else (None, "left"))
-]
+OTHERS = ("roberta", "distilbert", "modernbert", "mamba_lm", "rwkv_lm")
+CASES = [(name, p) for name in (*PICTURES, *OTHERS) for p in ((None,) if sees_images(name) else (None, "left"))]
 
 
 def of_the_branch(trajectory: Trajectory, layer: int, prompt: int) -> Tensor:
