@@ -1,5 +1,6 @@
 """What ends a command with one sentence."""
 
+import difflib
 import os
 import re
 import stat
@@ -21,6 +22,18 @@ class RunLostError(InputError):
 
     The command line prints the sentence and exits with code 1.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, else its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, most: int = 3) -> str:
+    """Returns `did you mean A or B?` of the names that are near, whatever their case, or what is said `otherwise`."""
+    spelt = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), spelt, n=most, cutoff=0.6 if most == 1 else 0.5)
+    return f"did you mean {' or '.join(spelt[name] for name in near)}?" if near else otherwise
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_layers.errors import first_line
 from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file
 from lit_layers.files.foreign_parquet import read_lists
@@ -153,7 +154,7 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.fl
             return f"{path.name} is too large: {size:,} bytes, at most {MAX_BYTES:,} are read"
         there = load(path.read_bytes())
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        return f"{path.name} is damaged: {str(error).splitlines()[0]}"
+        return f"{path.name} is damaged: {first_line(error)}"
     layers = {
         record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
     }

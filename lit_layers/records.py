@@ -246,7 +246,7 @@ def _read_chosen(places: Sequence[str | Path], choice: _Choice) -> list[list[Mea
     if choice.analysis is None:
         return [read(file) for file in files]
     tables = read_tables(files, analysis=choice.analysis, metric=choice.metric, layer=choice.layer)
-    return [[*known, *read_on(file, offset)[0]] for file, (known, offset) in zip(files, tables, strict=True)]
+    return [[*compacted, *read_on(file, offset)[0]] for file, (compacted, offset) in zip(files, tables, strict=True)]
 
 
 def _table(measurements: Iterable[Measurement], settings: Settings, choice: _Choice) -> pd.DataFrame:

@@ -141,7 +141,7 @@ def some_of(kind: type, *, without: tuple[str, ...] = ()) -> Any:
     hints = get_type_hints(kind, include_extras=True)
     names = [each.name for each in dataclasses.fields(kind) if each.init and each.name not in without]
     typed: Any = {name: NotRequired[hints[name]] for name in names}
-    return with_config(ConfigDict(extra="forbid"))(TypedDict(kind.__name__, typed))
+    return with_config(ConfigDict(extra="forbid"))(TypedDict(kind.__name__, typed))  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Names of what can be measured of any model: analyses that need nothing but batches, and their metrics."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from lit_layers.analyses.state_spread import PooledStates, StateGeometry
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, did_you_mean
 
 # Each with the groups of `metrics.toml` that its metrics stand in.
 _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
@@ -77,8 +76,7 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
             if chosen is not None:
                 chosen.add(name)
         else:
-            near = difflib.get_close_matches(name, [*NAMES, *of_metrics], n=3, cutoff=0.5)
-            remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(NAMES)}"
+            remedy = did_you_mean(name, [*NAMES, *of_metrics], f"expected one of {', '.join(NAMES)}")
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
     return metrics_of
 

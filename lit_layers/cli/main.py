@@ -1,6 +1,5 @@
 """`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
 
-import difflib
 import errno
 import gc
 import importlib
@@ -54,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command, rest = argv[0], argv[1:]
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(COMMANDS)}"
-        return _refuse(f"unknown command {command!r}{hint}")
+        from lit_layers.errors import did_you_mean
+
+        hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
+        return _refuse(f"unknown command {command!r}; {hint}")
     if command != "fit":  # their progress bars would write over ours
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     code = _run(command, rest, is_own_process)

@@ -108,7 +108,7 @@ class Recipe:
         self.argv = trust_code(argv) if self.takes_classes else argv
         self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
         if self.argv[:1] in (["-h"], ["--help"]) and self.argv[1:] in [[name] for name in self.parser.classes]:
-            self.parser.told, self.argv = self.argv[1], self.argv[:1]
+            self.parser.shown, self.argv = self.argv[1], self.argv[:1]
 
     @functools.cached_property
     def options(self) -> Namespace:

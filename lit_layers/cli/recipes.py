@@ -116,14 +116,14 @@ class RecipeParser(ArgumentParser):
     field that takes any value, and no function but of the user's own code.
 
     The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone: they are hundreds
-    of lines. `classes` are these options' names, `told` the one whose help is asked for.
+    of lines. `classes` are these options' names, `shown` the one whose help is asked for.
     """
 
     classes: tuple[str, ...] = ()
-    told: str = ""
+    shown: str = ""
 
     def format_help(self) -> str:
-        aside = [action for action in self._actions if (self._class_of(action) or "") != self.told]
+        aside = [action for action in self._actions if (self._class_of(action) or "") != self.shown]
         words = [action.help for action in aside]
         for action in aside:
             action.help = argparse.SUPPRESS

@@ -1,10 +1,9 @@
 """The recipes that come with the package, found by name where the working directory has no such file."""
 
-import difflib
 import functools
 from pathlib import Path
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("recipes", "wandb_configs")
@@ -20,8 +19,8 @@ def find_recipe(name: str | Path) -> Path:
         return Path(name)
     if (shipped := shipped_recipe(name)) is not None:
         return shipped
-    near = difflib.get_close_matches(_name(name)[:200], shipped_recipes(), n=1)
-    hint = f"did you mean {near[0]}?" if near else "of the package's recipes one is quickstart/gpt2"
+    otherwise = "of the package's recipes one is quickstart/gpt2"
+    hint = did_you_mean(_name(name)[:200], shipped_recipes(), otherwise, most=1)
     raise InputError(f"no recipe {str(name)[:200]!r}, neither a file nor one that comes with the package; {hint}")
 
 

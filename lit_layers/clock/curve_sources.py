@@ -21,7 +21,7 @@ from lit_layers.clock.step_curves import (
     text_of,
     with_prompts,
 )
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_line
 from lit_layers.figures.labels import listing
 from lit_layers.files.foreign_parquet import refuse_vast
 from lit_layers.identity import Settings
@@ -146,7 +146,7 @@ def _table(place: Path) -> Any:
             refuse_vast(place)
         return _TABLES[place.suffix](place)
     except (ValueError, OSError) as error:  # pandas' and pyarrow's are both
-        raise InputError(f"{place} cannot be read as a table: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{place} cannot be read as a table: {first_line(error)}") from error
 
 
 def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:

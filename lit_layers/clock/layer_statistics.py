@@ -127,18 +127,18 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
         there = np.isfinite(values[step])
         if there.sum() < _FEWEST:
             continue
-        known = np.isfinite(errors[step, there]).all()
-        noise = rng.standard_normal((_DRAWS if known else 0, there.sum())) * errors[step, there]
+        has_errors = np.isfinite(errors[step, there]).all()
+        noise = rng.standard_normal((_DRAWS if has_errors else 0, there.sum())) * errors[step, there]
         scores = values[step, there] + np.concatenate([np.zeros((1, there.sum())), noise])
         numbers = _statistics(scores, np.array(layer_numbers)[there], better)
         results[0, :, step] = numbers[0]
         defined = np.isfinite(numbers[1:]).any(0)  # constant curves have no rank correlation
-        if known:
+        if has_errors:
             results[1:, defined, step] = np.nanquantile(numbers[1:, defined], _TAILS, axis=0)
             stderr[defined, step] = np.nanstd(numbers[1:, defined], axis=0)
     for place, name in enumerate(names):
         value, low, high = results[:, place]
-        known = bool(np.isfinite(stderr[place][np.isfinite(value)]).all() and np.isfinite(value).any())
+        is_known = bool(np.isfinite(stderr[place][np.isfinite(value)]).all() and np.isfinite(value).any())
         curve = StepCurve(
             run=first.run,
             analysis=first.analysis,
@@ -147,7 +147,7 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
             tags={**first.tags, "of": first.metric},
             at=at,
             values=value,
-            stderr=stderr[place] if known else None,
+            stderr=stderr[place] if is_known else None,
         )
         undefined = (~np.isfinite(values)).sum(1)
         ends = {"low": low, "high": high, "num_layers": len(layers), "num_undefined": undefined}

@@ -107,8 +107,8 @@ def _map(
     ends = (min(table["value"].min(), 0.999), best) if best else (best, max(table["value"].max(), 1e-3))
     scheme: Any = "viridis" if best else {"name": "viridis", "extent": [1, 0]}
     axis = Axis(keys=keys, labels=labels, grid=False)
-    told = {"hover": hover, "texts": texts, "notes": notes}
-    cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, **told)
+    hovering = {"hover": hover, "texts": texts, "notes": notes}
+    cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, **hovering)
     return Chart(title=title, x=axis, y=axis, cells=cells, frames=frames, height=420, square=True)
 
 

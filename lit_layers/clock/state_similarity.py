@@ -235,8 +235,8 @@ def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
     for record in measurement.records:
         if record.metric == prompt_values.DIMENSION and record.layer in tensors:
             rows = tensors[record.layer][kept].double()
-            found = participation_ratio(rows, center=True, undefined="nan").item() if len(rows) == record.n else np.nan
-            if not abs(found - record.value) <= _SAME * record.value:
+            ratio = participation_ratio(rows, center=True, undefined="nan").item() if len(rows) == record.n else np.nan
+            if not abs(ratio - record.value) <= _SAME * record.value:
                 return f"those of {measurement.analysis} at step {measurement.step} are not what was measured"
     return ""
 

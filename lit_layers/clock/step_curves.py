@@ -247,7 +247,7 @@ def curve_of_points(
 ) -> StepCurve:
     """Of points (step, value, standard error); errors count where every value has one; else they are counted."""
     at, values, stderr = np.array(points, dtype=np.float64).T
-    known = np.isfinite(stderr[np.isfinite(values)])
+    has_error = np.isfinite(stderr[np.isfinite(values)])
     return StepCurve(
         run=run,
         analysis=analysis,
@@ -256,6 +256,6 @@ def curve_of_points(
         tags=tags,
         at=at,
         values=values,
-        stderr=stderr if known.all() else None,
-        num_without_stderr=int((~known).sum()) if known.any() else 0,
+        stderr=stderr if has_error.all() else None,
+        num_without_stderr=int((~has_error).sum()) if has_error.any() else 0,
     )

@@ -117,8 +117,8 @@ def read_layers(
     names = of_metrics[0].models
     depths: dict[str, int] = {}
     for model in models:
-        known = (each.provenance.get("depth") for each in model.measurements)
-        depths[model.name] = max((depth for depth in known if type(depth) is int), default=0)
+        measured = (each.provenance.get("depth") for each in model.measurements)
+        depths[model.name] = max((depth for depth in measured if type(depth) is int), default=0)
     for name in [*names, *(name for name in of_score.models if len(same_model(name, names)) != 1)]:
         try:
             tables.models.append(_model_tables(tables, name, of_score, of_metrics, step, depths.get(name, 0)))

@@ -183,7 +183,7 @@ class HubText(Source):
         """Opens the data set at `revision`, or at its newest commit."""
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
         with asking_the_hub(absent, _AGAIN):
-            self.revision, paths = self._found(revision)
+            self.revision, paths = self._commit(revision)
         self._folder = self._converted(paths)
         with asking_the_hub(absent, _AGAIN):
             splits = set(self._open(None))
@@ -195,7 +195,7 @@ class HubText(Source):
         self.splits = SPLITS if has_both else (None,)
         self.validation = None if has_both else self.share or 0.01
 
-    def _found(self, revision: str | None) -> tuple[str, list[str]]:
+    def _commit(self, revision: str | None) -> tuple[str, list[str]]:
         """The commit to read, and its files."""
         from huggingface_hub import HfApi
 

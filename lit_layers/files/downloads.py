@@ -51,11 +51,12 @@ def refuse_foreign_code(settings: Any, name: str | Path) -> None:
     for part in settings if isinstance(settings, list) else ():
         refuse_foreign_code(part, name)
     for key, value in settings.items() if isinstance(settings, dict) else ():
-        own = next((own for field, own in _OF_TORCH.items() if key.lstrip("_").startswith(field)), None)
-        chosen = [str(part) for part in (value.values() if isinstance(value, dict) else [value]) if part and own]
-        if own and any("/" in part or (has_kernels() and part.removeprefix("paged|") not in own) for part in chosen):
+        pair = next((names for field, names in _OF_TORCH.items() if key.lstrip("_").startswith(field)), None)
+        chosen = [str(part) for part in (value.values() if isinstance(value, dict) else [value]) if part and pair]
+        if pair and any("/" in part or (has_kernels() and part.removeprefix("paged|") not in pair) for part in chosen):
             raise InputError(
-                f"{name}: expected {key} {own[0]} or {own[1]} in its config.json, got {value}, which is code of the Hub"
+                f"{name}: expected {key} {pair[0]} or {pair[1]} in its config.json, got {value}, which is code of "
+                "the Hub"
             )
         if key == "attribute_map":
             raise InputError(f"{name}: expected no attribute_map in its config.json, which renames its other fields")

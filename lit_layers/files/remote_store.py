@@ -107,14 +107,14 @@ class Store:
         with _explained(self.url):
             try:
                 limits = self._limits() if folder else self._limits(LISTING)
-                found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True, **limits)
+                objects = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True, **limits)
             except FileNotFoundError as error:
                 if "bucket" in str(error):
                     raise
-                found = {}
+                objects = {}
         base = self._files._strip_protocol(self.url).strip("/") + "/"
         entries = {}
-        for path, facts in found.items():
+        for path, facts in objects.items():
             changed = [str(facts[each]) for each in _CHANGES if facts.get(each)]
             name = path.lstrip("/").removeprefix(base)
             if path.lstrip("/").startswith(base) and _is_below(name):
@@ -226,8 +226,8 @@ def _explained(url: str, *passed: type[BaseException]) -> Iterator[None]:
         raise
     except ImportError as error:
         package = {"s3": "'lit_layers[remote]'", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-        known = package.get(url.partition(":")[0])  # a package that is called as the protocol may be anybody's
-        advice = f"pip install {known}" if known else _without_secrets(str(error))
+        name = package.get(url.partition(":")[0])  # a package that is called as the protocol may be anybody's
+        advice = f"pip install {name}" if name else _without_secrets(str(error))
         raise InputError(f"{url}: its package is missing: {advice}") from error
     except Exception as error:  # each store has kinds of its own, which no class unites
         if isinstance(error, PermissionError):

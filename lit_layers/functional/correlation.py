@@ -103,8 +103,8 @@ def spearman(x: Values, y: Values) -> Correlation:
     Raises: as `pearson`.
     """
     x, y = _varying_columns(x, y)
-    found = pearson(_ranks(x), _ranks(y))
-    return found._replace(p=max(found.p, math.exp(math.log(2) - math.lgamma(found.n + 1))))
+    of_ranks = pearson(_ranks(x), _ranks(y))
+    return of_ranks._replace(p=max(of_ranks.p, math.exp(math.log(2) - math.lgamma(of_ranks.n + 1))))
 
 
 def kendall(x: Values, y: Values) -> Correlation:

@@ -181,7 +181,7 @@ def selection(
 
 
 def compared(
-    own: NDArray[np.float64],
+    at_chosen: NDArray[np.float64],
     scores: Table,
     *,
     chosen: NDArray[np.intp] | None = None,
@@ -194,7 +194,8 @@ def compared(
     means = scores.mean(0)
     best, middle = int(means.argmax()), (last_layer + 1) // 2 - first_layer
     last, at_best = scores[:, -1], scores[:, best]
-    columns = [own, last, at_best, scores.max(1), scores[:, middle], scores.mean(1), own - last, own - at_best]
+    columns = [at_chosen, last, at_best, scores.max(1), scores[:, middle], scores.mean(1)]
+    columns += [at_chosen - last, at_chosen - at_best]
     names = ("score", "last", "best", "oracle", "middle", "random", "minus_last", "minus_best")
     estimates = dict(zip(names, _means(np.stack(columns, axis=1), resamples, seed), strict=True))
     share = None

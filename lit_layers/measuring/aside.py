@@ -35,9 +35,9 @@ class MeasuringAside:
         self._measured: dict[int, set[str]] = {}
         self._offset = 0
         self._note(self._read())  # what was there is no news
-        if own := next((each for each in analyses if type(each).__module__ == "__main__"), None):
+        if local := next((each for each in analyses if type(each).__module__ == "__main__"), None):
             raise InputError(
-                f"measure: async sends the analyses to a second process, which cannot import {type(own).__name__} of "
+                f"measure: async sends the analyses to a second process, which cannot import {type(local).__name__} of "
                 "this script: put it into a module of its own"
             )
         try:

@@ -243,9 +243,9 @@ class StreamedModel(LayeredModel):
     ) -> list[tuple]:
         """Reads what a module holds; (module, name, tensor) of what was there before."""
         before, room = [], into or Room(self._device)
-        room.clear(sum(tensor.numel() for part in module.modules() for tensor in _own(part).values()), self._dtype)
+        room.clear(sum(tensor.numel() for part in module.modules() for tensor in _held_by(part).values()), self._dtype)
         for path, part in module.named_modules() if recurse else [("", module)]:
-            for name, tensor in _own(part).items():
+            for name, tensor in _held_by(part).items():
                 if tensor.device != META:
                     continue
                 full = ".".join(filter(None, (self._paths[id(module)], path, name)))
@@ -325,7 +325,7 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _held_by(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that a module holds itself and a checkpoint does too."""
     held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     return {

@@ -5,6 +5,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from lit_layers.errors import first_line
+
 
 class CallThread:
     """Takes calls without waiting for them; whoever does not keep up, or does not answer in time, gets no more.
@@ -51,7 +53,7 @@ class CallThread:
 
     def _failed(self, error: BaseException) -> None:
         """What a call raised."""
-        self._give_up(str(error).strip() or type(error).__name__)
+        self._give_up(first_line(error))
 
     def _give_up(self, reason: str) -> None:
         """No call is made from here on, and what waits for one goes on."""

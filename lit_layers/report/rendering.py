@@ -81,10 +81,10 @@ def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
     nothing = {"sentences": [], "still": [], "notes": [], "blocks": []}
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
-        told = None if run.compares_models else emergence_page.of_one_run(run.name, drawn, run.root)
+        emergence = None if run.compares_models else emergence_page.of_one_run(run.name, drawn, run.root)
     except Exception as error:  # the rest of the page is as good as before
-        told = {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
-    return told or nothing
+        emergence = {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
+    return emergence or nothing
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers import records
+from lit_layers.errors import first_line
 from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
@@ -124,7 +125,7 @@ class MLflowRun(Tracker):
             try:
                 self._client.log_param(self._id, _allowed(f"{_PLACE}/{name}"), value)
             except Exception as error:  # a run that goes on with others: MLflow keeps the first
-                logger.warning("MLflow: parameter %s/%s is not set: %s", _PLACE, name, _first_line(error))
+                logger.warning("MLflow: parameter %s/%s is not set: %s", _PLACE, name, first_line(error))
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
         Metric, now = sys.modules["mlflow"].entities.Metric, int(time.time() * 1000)
@@ -241,7 +242,7 @@ class TrackedRun(CallThread):
             try:
                 call()
             except Exception as error:  # whatever a tracker has
-                logger.warning("%s: %s is not logged: %s", self.tracker.name, what, _first_line(error))
+                logger.warning("%s: %s is not logged: %s", self.tracker.name, what, first_line(error))
 
         self._later(guarded, *limit)
 
@@ -268,7 +269,3 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _allowed(name: str) -> str:
     """A name that every server of MLflow takes."""
     return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

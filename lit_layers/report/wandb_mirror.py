@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from lit_layers import records
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError, first_line, refused
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
@@ -154,7 +154,7 @@ class WandbMirror:
         try:
             self._run.finish(exit_code=exit_code)
         except self._errors as error:
-            self.give_up(_first_line(error))
+            self.give_up(first_line(error))
         else:
             self._stop()
 
@@ -186,10 +186,8 @@ class WandbMirror:
         except self._errors as error:
             self._stop()
             if mode == "online":
-                raise InputError(
-                    f"wandb.mode online: W&B cannot be reached ({_first_line(error)}); try auto"
-                ) from error
-            self._say(f"W&B: cannot start ({_first_line(error)}), so nothing is mirrored; {self._adds_later()}")
+                raise InputError(f"wandb.mode online: W&B cannot be reached ({first_line(error)}); try auto") from error
+            self._say(f"W&B: cannot start ({first_line(error)}), so nothing is mirrored; {self._adds_later()}")
             return
         except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
             self._stop()
@@ -203,7 +201,7 @@ class WandbMirror:
         except self._errors as error:
             if mode == "online":
                 raise
-            logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", _first_line(error))
+            logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
             if self._wandb.run is None:
                 self._wandb.teardown()  # its service still holds the id of the run that did not start
         return None
@@ -297,7 +295,7 @@ class WandbMirror:
             axis = {} if step is None else {AXIS: step}
             self._run.log({**row, **axis}, step=number, commit=True)
         except self._errors as error:
-            self.give_up(_first_line(error))
+            self.give_up(first_line(error))
 
     def _log_table(self) -> None:
         """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
@@ -322,7 +320,7 @@ class WandbMirror:
 
     def give_up(self, reason: str) -> str:
         """Sends nothing more, and returns the sentence that says so."""
-        self._say(f"W&B: stopped ({reason.splitlines()[0]}); the run goes on, {self._adds_later()}")
+        self._say(f"W&B: stopped ({reason}); the run goes on, {self._adds_later()}")
         self._stop()
         return self._message
 
@@ -382,8 +380,3 @@ def _has_credentials(wandb: Any) -> bool:
     from requests.utils import get_netrc_auth  # which wandb needs, too
 
     return get_netrc_auth(settings.base_url) is not None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -27,7 +27,7 @@ NORMALIZED = "normalized_score"
 Row = dict[str, Any]
 EXAMPLES = "train"  # the split that worked examples are drawn from
 OWN_COLUMNS = ("context", "choices", "label")
-_OWN: dict[str, Any] = {
+_OWN_SETTINGS: dict[str, Any] = {
     "output_type": "multiple_choice",
     "doc_to_text": "context",
     "doc_to_choice": "choices",
@@ -72,7 +72,7 @@ def local_rows(task: str, folder: Path | None, limit: int | None = None, *, trai
         columns = dict.fromkeys(OWN_COLUMNS[:2], "text") | {"label": "label"}
         read = read_columns(task, ["test"], columns)
         name = Path(task).stem
-        return LocalRows(name, "test", {"test": _rows(name, read, _own, limit)}, settings=_OWN)
+        return LocalRows(name, "test", {"test": _rows(name, read, _own_row, limit)}, settings=_OWN_SETTINGS)
     official = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")
     assert folder is not None, "only a file needs no folder"
     row, copy = official.in_folder(folder), local_copy("benchmark", task, folder)
@@ -135,7 +135,7 @@ def _sciq(row: Row) -> Row:
     return {name: row[name] for name in ("question", "support", "correct_answer")} | wrong
 
 
-def _own(row: Row) -> Row:
+def _own_row(row: Row) -> Row:
     choices = json.loads(row["choices"]) if isinstance(row["choices"], str) else row["choices"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices: expected a list of two texts or more, got {choices!r}")

@@ -3,7 +3,6 @@
 Its rows are in `catalogue.yaml`, by use and name.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, did_you_mean
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import Task, Use
 
@@ -132,10 +131,8 @@ def resolve(
 
 def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:
     """What is said of a name that none of the tasks has: the nearest ones, or the first."""
-    names = {each.lower(): each for each in tasks}
-    near = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
-    first = list(names.values())[:12]
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"expected one such as {', '.join(first)}"
+    names = list(tasks)
+    remedy = did_you_mean(name, names, f"expected one such as {', '.join(names[:12])}")
     return InputError(f"task: there is no {name!r}; {remedy}{'; or ' if instead else ''}{instead}")
 
 

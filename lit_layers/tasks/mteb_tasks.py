@@ -16,7 +16,7 @@ from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
-from lit_layers.tasks.task_files import MAPPING, LocalCopy, local_copies
+from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
 
 INSTALL = "mteb is not installed: pip install lit_layers[eval]"
 DOCUMENTS = 2048  # that a clustering is made of, as in mteb's own newer clusterings
@@ -173,7 +173,7 @@ class Sources:
             facts["difference"] = difference
         return facts
 
-    def _copies(self) -> dict[str, LocalCopy]:
+    def _copies(self) -> dict[str, TaskFiles]:
         return {} if self.folder is None else local_copies("mteb", self.folder)
 
     def _mirrored(self, spec: ScoredTask) -> Path:
@@ -224,7 +224,7 @@ def _of_file(path: Path, changed: int) -> str:
         return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def _open_copy(spec: ScoredTask, copy: LocalCopy, seed: int) -> Any:
+def _open_copy(spec: ScoredTask, copy: TaskFiles, seed: int) -> Any:
     """The task of mteb with its data, as mteb's own reading would leave it."""
     import mteb
     from datasets import Dataset, DatasetDict

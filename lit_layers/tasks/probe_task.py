@@ -13,7 +13,7 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
-from lit_layers.tasks.task_files import Columns, LocalCopy, Task, is_local, is_one_file
+from lit_layers.tasks.task_files import Columns, Task, TaskFiles, is_local, is_one_file
 from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 
 _SHARE, _ROWS = "a share between 0 and 1", "at least 1, or null for all rows"
@@ -151,7 +151,7 @@ class ProbeTask(Task):
         place = Path(folder).expanduser()
         if not place.is_dir():
             raise self.refusal("folder", f"expected a folder of data, {place} is none")
-        return self.as_copied(LocalCopy(folder=place, files=self.local, options=self.local_options))
+        return self.as_copied(TaskFiles(folder=place, files=self.local, options=self.local_options))
 
 
 class Row(NamedTuple):

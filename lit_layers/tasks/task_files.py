@@ -171,7 +171,7 @@ def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalCopy:
+class TaskFiles:
     """Where a folder of local data has a task: one entry of its `tasks.yaml`.
 
     Args:
@@ -242,7 +242,7 @@ class Task:
     name: str
     source: str
     use: Use = field(default="probe", init=False)
-    copy: LocalCopy | None = field(default=None, init=False, repr=False, compare=False)
+    copy: TaskFiles | None = field(default=None, init=False, repr=False, compare=False)
 
     def refusal(self, option: str, sentence: str) -> InputError:
         """What is said of an option of this task."""
@@ -256,7 +256,7 @@ class Task:
         """
         return self if folder is None else self.as_copied(local_copy(self.use, self.name, folder))
 
-    def as_copied(self, copy: LocalCopy) -> Self:
+    def as_copied(self, copy: TaskFiles) -> Self:
         """The task with the options that are others in a copy, which it is read from.
 
         Raises:
@@ -294,7 +294,7 @@ _ENTRY = "a path, or files and where they differ columns, difference, options, w
 _Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]] | None]
 
 
-def local_copies(use: Use, folder: str | Path) -> dict[str, LocalCopy]:
+def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
     """The tasks of a use that a folder of local data has, by name.
 
     Raises:
@@ -312,7 +312,7 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, LocalCopy]:
     return _entries(path, path.stat().st_mtime_ns).get(use, {})
 
 
-def local_copy(use: Use, name: str, folder: str | Path) -> LocalCopy:
+def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
     """Where a folder of local data has a task.
 
     Raises:
@@ -329,15 +329,15 @@ def local_copy(use: Use, name: str, folder: str | Path) -> LocalCopy:
 
 
 @functools.lru_cache(maxsize=8)
-def _entries(path: Path, changed: int) -> dict[str, dict[str, LocalCopy]]:
+def _entries(path: Path, changed: int) -> dict[str, dict[str, TaskFiles]]:
     """By use and name."""
     content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
-    copies: dict[str, dict[str, LocalCopy]] = {}
+    copies: dict[str, dict[str, TaskFiles]] = {}
     for use, entries in content.items():
         copies[use] = {}
         for name, entry in (entries or {}).items():
             facts: Any = {"files": entry} if isinstance(entry, str) else entry
-            copies[use][name] = copy = LocalCopy(folder=path.parent, **facts)
+            copies[use][name] = copy = TaskFiles(folder=path.parent, **facts)
             for file in copy.names():
                 if not file or Path(file).is_absolute() or ".." in Path(file).parts:
                     raise InputError(

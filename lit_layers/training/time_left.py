@@ -44,10 +44,10 @@ class TimeLines(TimeLeft):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = -LONG
+        self._last_line = -LONG
 
     def measuring(self, step: int, analysis: str) -> None:
         super().measuring(step, analysis)
-        if max(self.elapsed, self.expected or 0.0) >= LONG and self._heard - self._told >= LONG:
-            self._told = self._heard
+        if max(self.elapsed, self.expected or 0.0) >= LONG and self._heard - self._last_line >= LONG:
+            self._last_line = self._heard
             rank_zero_info(", ".join(filter(None, [f"measuring {analysis} at step {step}", self.words()])))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from lit_layers.tasks.task_files import LocalCopy
+from lit_layers.tasks.task_files import TaskFiles
 
 MAPPING = Path(__file__).parent / "data_tasks.yaml"
 
@@ -25,10 +25,10 @@ def linked(data: Path, folder: Path) -> Path:
     return with_mapping(folder)
 
 
-def copies(use: str) -> dict[str, LocalCopy]:
+def copies(use: str) -> dict[str, TaskFiles]:
     """What the mapping says of a use, by task."""
     entries = yaml.safe_load(MAPPING.read_text())[use]
     return {
-        name: LocalCopy(folder=Path(), **({"files": entry} if isinstance(entry, str) else entry))
+        name: TaskFiles(folder=Path(), **({"files": entry} if isinstance(entry, str) else entry))
         for name, entry in entries.items()
     }

@@ -37,9 +37,9 @@ def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
     shown_at: dict[tuple[str, str], str] = {}
 
     def listening(parser: Any) -> str:
-        for told, width in itertools.product(("", *parser.classes), WIDTHS):
-            parser.told, os.environ["COLUMNS"] = told, width  # of one parser, which takes seconds to make
-            shown_at[told, width] = format_help(parser)
+        for name, width in itertools.product(("", *parser.classes), WIDTHS):
+            parser.shown, os.environ["COLUMNS"] = name, width  # of one parser, which takes seconds to make
+            shown_at[name, width] = format_help(parser)
         content["prog"] = parser.prog
         content["options"] = [option for option in parser._option_string_actions if option.startswith("--")]
         content["keys"] = list(parser.get_defaults(skip_validation=True).keys(branches=True))
@@ -48,19 +48,19 @@ def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
             def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
                 super().add_usage(usage, actions, groups, prefix)
                 shown = [each for each in filter_non_parsing_actions(actions) if each.help != argparse.SUPPRESS]
-                content["layouts"][parser.told].append(["add_usage", usage, [self.usage(each) for each in shown], []])
+                content["layouts"][parser.shown].append(["add_usage", usage, [self.usage(each) for each in shown], []])
 
             def start_section(self, heading: Any) -> None:
                 super().start_section(heading)
-                content["layouts"][parser.told].append(["start_section", heading])
+                content["layouts"][parser.shown].append(["start_section", heading])
 
             def end_section(self) -> None:
                 super().end_section()
-                content["layouts"][parser.told].append(["end_section"])
+                content["layouts"][parser.shown].append(["end_section"])
 
             def add_text(self, text: Any) -> None:
                 super().add_text(text)
-                content["layouts"][parser.told].append(["add_text", text])
+                content["layouts"][parser.shown].append(["add_text", text])
 
             def add_arguments(self, actions: Any) -> None:
                 super().add_arguments(actions)
@@ -69,7 +69,7 @@ def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
                     {"invocation": self._format_action_invocation(each), "help": self._expand_help(each)}
                     for each in shown
                 ]
-                content["layouts"][parser.told].append(["add_arguments", rows])
+                content["layouts"][parser.shown].append(["add_arguments", rows])
 
             def usage(self, action: Any) -> dict[str, Any]:
                 kind = "optional" if action.option_strings else "positional"
@@ -78,8 +78,8 @@ def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
                 return {"option_strings": action.option_strings[:1], "required": action.required, **value}
 
         parser._get_formatter = lambda: Listening(prog=parser.prog)
-        for told in ("", *parser.classes):
-            parser.told, content["layouts"][told] = told, []
+        for name in ("", *parser.classes):
+            parser.shown, content["layouts"][name] = name, []
             format_help(parser)
         return shown_at["", WIDTHS[0]]
 
@@ -98,10 +98,10 @@ def check() -> str:
         new, shown_at = record(verb)
         if new != records[verb]:
             return f"{verb}: {', '.join(name for name in new if new[name] != records[verb].get(name))} changed"
-        for (told, width), shown in shown_at.items():
+        for (name, width), shown in shown_at.items():
             os.environ["COLUMNS"] = width
-            if shown != quick_help.answer(verb, ["--help", *told.split()]):
-                return f"{verb} {told}: laid out otherwise at {width} columns"
+            if shown != quick_help.answer(verb, ["--help", *name.split()]):
+                return f"{verb} {name}: laid out otherwise at {width} columns"
     return ""
 
 

@@ -157,8 +157,8 @@ class Run:
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
         first = [_FinishStep(), self.folder, *(theirs if isinstance(theirs, list) else [theirs])]
-        own = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress, self.resumable]
-        given["callbacks"] = [*first, *own]
+        ours = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress, self.resumable]
+        given["callbacks"] = [*first, *ours]
         given["precision"] = given.get("precision") or best_precision(given["accelerator"])
         given["plugins"] = plugins_with_cluster(given.get("plugins"))
         given["default_root_dir"] = given.get("default_root_dir") or self.root

@@ -51,7 +51,7 @@ def octave_range(steps: ArrayLike, values: ArrayLike) -> tuple[int, int]:
     A gap is more than 3 octaves between two values, as between token 0 and the first checkpoint after it. NaN is no
     value. `steps` and `values` (checkpoints,); the last lies below the first where there is no half octave.
     """
-    x, _ = _known(steps, values)
+    x, _ = _finite(steps, values)
     if not len(x):
         return 0, -1
     stretch = max(np.split(x, np.flatnonzero(np.diff(x) > WIDEST_GAP) + 1), key=np.ptp)
@@ -68,7 +68,7 @@ def octave_increments(steps: ArrayLike, values: ArrayLike, first: int, last: int
     Raises:
         ValueError: the curve does not reach so far, or steps that do not increase or are negative.
     """
-    x, y = _known(steps, values)
+    x, y = _finite(steps, values)
     grid = np.arange(first, last + 1) / PER_OCTAVE
     if not len(x) or grid[0] < x[0] - 1e-9 or grid[-1] > x[-1] + 1e-9:
         raise ValueError(f"expected half octaves within the curve's, {octave_range(steps, values)}, got {first, last}")
@@ -77,7 +77,7 @@ def octave_increments(steps: ArrayLike, values: ArrayLike, first: int, last: int
     return np.diff(y[..., after - 1] * (1 - share) + y[..., after] * share)
 
 
-def _known(steps: ArrayLike, values: ArrayLike) -> tuple[Array, Array]:
+def _finite(steps: ArrayLike, values: ArrayLike) -> tuple[Array, Array]:
     at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if at.ndim != 1 or y.shape[-1:] != at.shape:
         raise ValueError(f"expected a value for each step, got steps {at.shape} and values {y.shape}")

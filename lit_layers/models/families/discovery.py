@@ -176,8 +176,8 @@ def _chosen(
     if len(fitting) > 1:  # of one block: the list that holds nothing but what transformers checkpoints
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
-        told = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
-        raise NotShown(f"its config says {depth} blocks, and its states pass {told}")
+        lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
+        raise NotShown(f"its config says {depth} blocks, and its states pass {lengths}")
     return fitting[0], ()
 
 

@@ -69,13 +69,13 @@ class Companions:
         else:
             return None
         trunk = None if trunk_of(model) is model else enter(outlined.features, probe.inputs)
-        own = passes["own"]
+        whole = passes["own"]
         is_trunk = (
             trunk is not None
-            and torch.equal(trunk.hidden, own.hidden)
+            and torch.equal(trunk.hidden, whole.hidden)
             and all(
                 alike(one.args, other.args) and alike(one.kwargs, other.kwargs)
-                for one, other in zip(trunk.calls, own.calls, strict=True)
+                for one, other in zip(trunk.calls, whole.calls, strict=True)
             )
         )
         try:

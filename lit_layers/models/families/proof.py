@@ -155,10 +155,10 @@ class Evidence:
         for together in (False, True) if self.probe.of_texts else (True,):
             family = replace(self.family, together=together)
             try:
-                found = family.read_out(self.model, self.states[-1])
-                if found.shape != self.logits.shape:
-                    raise NotShown(f"its readout has the shape {tuple(found.shape)}, not {tuple(self.logits.shape)}")
-                difference = self._same(apart(found, self.logits), "the readout of the last state gives other logits")
+                logits = family.read_out(self.model, self.states[-1])
+                if logits.shape != self.logits.shape:
+                    raise NotShown(f"its readout has the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}")
+                difference = self._same(apart(logits, self.logits), "the readout of the last state gives other logits")
                 moved = apart(family.read_out(self.model, shifted(self.states[-1])), self.logits)
             except NotShown as reason:
                 reasons.append(str(reason))
@@ -189,10 +189,10 @@ class Evidence:
     def _is_idle(self, number: int, without: Watched) -> bool:
         """Whether a block does the same without what blocks before it have made."""
         try:
-            found = self._as_called(without)(self.states[number - 1])
+            state = self._as_called(without)(self.states[number - 1])
         except CANNOT_CALL:
             return False
-        return apart(found, self.states[number]) <= 4 * torch.finfo(found.dtype).eps
+        return apart(state, self.states[number]) <= 4 * torch.finfo(state.dtype).eps
 
     def is_causal(self) -> bool:
         """Whether the last token of a text changes nothing before it."""

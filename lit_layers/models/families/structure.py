@@ -91,19 +91,19 @@ def by_structure(model: Network) -> Family:
             f"no layered view of {kind}: it is neither of transformers nor of timm; known families: {names}; others of "
             "these libraries are found by their structure; add a row to lit_layers/models/families/rows.py"
         )
-    found = _FOUND.setdefault(type(model), {})
+    families = _FOUND.setdefault(type(model), {})
     key = _digest(model)
     by, shown = (key, _state_of(model)), _SHOWN.get(model)
-    if key not in found or shown is None or shown[0] != by:
+    if key not in families or shown is None or shown[0] != by:
         try:
-            found[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
+            families[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
         except NotShown as reason:
-            if not (isinstance(reason, NotFinite) and key in found):
+            if not (isinstance(reason, NotFinite) and key in families):
                 raise InputError(
                     f"no layered view of {kind}: {reason}; nor has its class a row in "
                     "lit_layers/models/families/rows.py"
                 ) from reason
-        _SHOWN[model] = shown = by, found[key]
+        _SHOWN[model] = shown = by, families[key]
     return shown[1]
 
 
@@ -119,9 +119,9 @@ def _digest(model: Network) -> str:
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.named_parameters()]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
-    told = "" if config is None else config.to_json_string(use_diff=False)
+    options = "" if config is None else config.to_json_string(use_diff=False)
     device = next(model.parameters()).device == META
-    return hashlib.blake2b("\n".join([*shapes, told, str(attention), str(device)]).encode()).hexdigest()
+    return hashlib.blake2b("\n".join([*shapes, options, str(attention), str(device)]).encode()).hexdigest()
 
 
 def _proven_widely(model: Network) -> Structured:
@@ -192,13 +192,13 @@ def taken_apart(
     ):
         probe = probe_of(model, place)
         companions = None if outlined is None else Companions.of(model, outlined, probe)
-        family, beside, first = _found(model, probe, companions)
+        family, beside, first = _discovered(model, probe, companions)
         if companions is not None and family.layout is None and beside is None:
             if family.blocks != companions.path:
                 return family
             return _shown(EvidenceOfOneRead(model, family, probe, first, companions))
         if companions is not None:  # which are made for states (batch, tokens, dim)
-            family, beside, first = _found(model, probe)
+            family, beside, first = _discovered(model, probe)
         try:
             try:
                 family = _shown(Evidence(model, family, probe, first))
@@ -234,7 +234,7 @@ def _shown(evidence: Evidence) -> Structured:
     padding = evidence.takes_padding()
     causal = evidence.is_causal()
     limits = [evidence.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
-    known = [limit for limit in limits if limit and limit > 0]
+    positive = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": family.blocks,
         **({"beside": ", ".join(family.beside)} if family.beside else {}),
@@ -249,7 +249,7 @@ def _shown(evidence: Evidence) -> Structured:
     }
     return replace(
         family,
-        limit=min(known) if known else None,
+        limit=min(positive) if positive else None,
         causal=causal,
         padding=padding,
         together=together,
@@ -289,7 +289,7 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _found(
+def _discovered(
     model: Network, probe: Probe, companions: Companions | None = None
 ) -> tuple[Structured, Layout | None, Pass]:
     """The family as its structure is; the layout with which it may be, if it is not without; the pass that shows it."""
@@ -308,8 +308,8 @@ def _found(
             raise NotShown(
                 f"{two_rows}it cannot be called with {probe.columns[0]} alone ({type(error).__name__}: {words})"
             ) from error
-    found = row_of_blocks(model, calls, lists, probe)
-    row = found.calls
+    blocks = row_of_blocks(model, calls, lists, probe)
+    row = blocks.calls
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
         raise NotShown("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
     if is_timm(model):
@@ -320,8 +320,8 @@ def _found(
     family = Structured(
         name=type(model).__name__,
         classes=(type(model).__name__,),
-        blocks=found.path,
-        norm=_norm_behind(model, row, calls) if found.layout is None else None,
+        blocks=blocks.path,
+        norm=_norm_behind(model, row, calls) if blocks.layout is None else None,
         package=package,
         inputs=probe.columns,
         options=probe.options,
@@ -329,13 +329,13 @@ def _found(
         call=probe.call,
         features=probe.call if trunk is model and package == "transformers" else features,
         returned=tuple(num_values(call.output) for call in row),
-        dim=row[-1].after.shape[-1] if found.layout is None else found.layout.dim,
-        layout=found.layout,
-        order=found.order,
-        beside=found.beside,
+        dim=row[-1].after.shape[-1] if blocks.layout is None else blocks.layout.dim,
+        layout=blocks.layout,
+        order=blocks.order,
+        beside=blocks.beside,
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
-    beside = with_parts_beside(row, found.layout) if probe.of_texts and len(row) > 1 else None
+    beside = with_parts_beside(row, blocks.layout) if probe.of_texts and len(row) > 1 else None
     return family, beside, Pass(row, output, tables.limit)
 
 
