@@ -26,7 +26,7 @@ from lit_layers.functional.emergence.lead_lag import (
 Array = NDArray[np.float64]
 MOST_CURVES = 60  # of a run, the surest half-way points first: of more the pairs take hours and none of them is told
 LOSS = "logit_lens_loss"  # of the last layer, which is the model's
-LEVEL, LEAST = 0.05, 1e-3  # p-values that are told from chance, and the least that is written out
+LEVEL, LEAST = 0.05, 1e-3  # p-values that differ from chance, and the least that is written out
 _SIDES = ("analysis", "metric", "layer", "tags")
 _NUMBERS = ("lag", "lag_low", "lag_high", "correlation", "p_value", "q_value")
 GIVEN = "given_loss_"
@@ -172,14 +172,14 @@ def _benjamini_hochberg(p: Array) -> Array:
 
 
 def sentences(table: pd.DataFrame, run: str) -> list[str]:
-    """Returns a sentence for each pair of a run that is told from chance, the surest first, and how many are not."""
+    """Returns a sentence for each pair of a run that differs from chance, the surest first, and how many are not."""
     rows: list[Any] = table[table["run"] == run].to_dict("records")
     surest = sorted((row for row in rows if _surest(row)[0] <= LEVEL), key=_surest)
     lines = [_sentence(row) for row in surest[:_MOST_SENTENCES]]
     alone, given = (sum(row[f"{prefix}q_value"] <= LEVEL for row in rows) for prefix in ("", GIVEN))
     loss = rows[0]["loss"]
     also = f", and {given} given the loss ({loss})" if loss else "; no loss was found to hold fixed (--loss)"
-    lines.append(f"Of {count(len(rows))} pairs {alone} are told from chance (q of at most {LEVEL:g}){also}.")
+    lines.append(f"Of {count(len(rows))} pairs {alone} differ from chance (q of at most {LEVEL:g}){also}.")
     short = sum(not row["num_increments"] for row in rows)
     once = sum(bool(row["num_increments"]) and np.isnan(row["p_value"]) for row in rows)
     if once:

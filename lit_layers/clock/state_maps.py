@@ -75,7 +75,8 @@ def _steps(title: str, layer: int, table: pd.DataFrame) -> Chart:
     matrix = _matrix(table, "step", "other_step", keys)
     labels = {step: count(step) for step in spread(keys, _TICKS)}
     intervals = [_intervals(table, "step", "other_step", keys)]
-    return _map(f"{title}, layer {layer}", keys, labels, [matrix], intervals, "step {y}, step {x}{w}", table)
+    names = "Optimizer step", "step {y}, step {x}{w}"
+    return _map(f"{title}, layer {layer}", names, keys, labels, [matrix], intervals, table)
 
 
 def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
@@ -86,27 +87,28 @@ def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
     intervals = [_intervals(part, "run", "other_run", names) for part in by_step]
     labels = {number: f"{name}  {number + 1}" for number, name in enumerate(names)}
     keys = range(len(names))
-    chart = _map(f"{title}, layer {layer}", keys, labels, matrices, intervals, "{t}{w}", table, steps, names)
-    across = Axis(keys=keys, labels={number: str(number + 1) for number in labels}, grid=False)
+    chart = _map(f"{title}, layer {layer}", ("Run", "{t}{w}"), keys, labels, matrices, intervals, table, steps, names)
+    across = Axis(title="Run", keys=keys, labels={number: str(number + 1) for number in labels}, grid=False)
     return Chart(**{**vars(chart), "x": across, "square": False})
 
 
 def _map(
     title: str,
+    names: tuple[str, str],
     keys: Sequence[int],
     labels: dict[int, str],
     values: list[list[list[Any]]],
     notes: list[list[list[str]]],
-    hover: str,
     table: pd.DataFrame,
     frames: Sequence[int] = (),
     texts: Sequence[str] = (),
 ) -> Chart:
+    """`names` are those of both axes, and what touching a place says."""
     metric = str(table["metric"].iloc[0])
-    best = _BEST[metric]
+    best, (side, hover) = _BEST[metric], names
     ends = (min(table["value"].min(), 0.999), best) if best else (best, max(table["value"].max(), 1e-3))
     scheme: Any = "viridis" if best else {"name": "viridis", "extent": [1, 0]}
-    axis = Axis(keys=keys, labels=labels, grid=False)
+    axis = Axis(title=side, keys=keys, labels=labels, grid=False)
     hovering = {"hover": hover, "texts": texts, "notes": notes}
     cells = Cells(values=values, rows=keys, columns=keys, ends=ends, scheme=scheme, **hovering)
     return Chart(title=title, x=axis, y=axis, cells=cells, frames=frames, height=420, square=True)
