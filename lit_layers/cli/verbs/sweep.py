@@ -31,7 +31,7 @@ def sweep(
     plan: bool = False,
 ) -> int:
     """Train every run of a grid of options, its cells, once each. Run it again to continue. Exit code: 0, 1 where a
-    cell failed, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
+    cell failed, 3 where all that failed diverged, 2 wrong input, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         file: a W&B sweep with method: grid, e.g. recipes/sweeps/vit_grid.yaml
