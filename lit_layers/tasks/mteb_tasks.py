@@ -89,15 +89,15 @@ class Sources:
         """The tasks of the folder that mteb does not have, by name: its `tasks.yaml` says their domain and score.
 
         Raises:
-            InputError: one without them.
+            InputError: one without them, or options that a task does not have.
         """
         official, tasks = tasks_of("mteb"), {}
         for name, copy in self._copies().items():
-            if name not in official:
-                tasks[name] = task = ScoredTask(name, official=False).as_copied(copy)
-                if not (task.domain and task.score):
-                    remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
-                    raise unknown_task(name, official, remedy)
+            task = official.get(name, ScoredTask(name, official=False)).as_copied(copy)
+            if not (task.domain and task.score):
+                remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
+                raise unknown_task(name, official, remedy)
+            tasks |= {} if name in official else {name: task}
         return tasks
 
     def place(self, spec: ScoredTask) -> str:

@@ -285,7 +285,7 @@ class Task:
 class _Entry(TypedDict, total=False):
     files: Required[str | dict[str, str | list[str]]]
     columns: dict[str, str]
-    where: dict[str, str | int | float]
+    where: dict[str, str | int | float | bool]
     options: dict[str, Any]
     difference: str
 

@@ -54,6 +54,12 @@ def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
         copy.paths("train")
 
 
+def test_rows_are_chosen_by_true_and_false(tmp_path):
+    pq.write_table(pa.table({"a": ["x", "y"], "kept": [False, True]}), tmp_path / "rows.parquet")
+    write(tmp_path, "glue: {sst2: {files: rows.parquet, where: {kept: true}}}")
+    assert local_copy("glue", "sst2", tmp_path).read(["train"], {"a": "text"}).values == {"a": ["y"]}
+
+
 def test_a_mapping_that_changes_is_read_again(tmp_path):
     write(tmp_path, "probe: {sst2: 'a_{split}.csv'}")
     assert local_copy("probe", "sst2", tmp_path).paths("train") == [tmp_path / "a_train.csv"]

@@ -81,6 +81,12 @@ def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own(t
         assert (name in official) == (name not in own) == tasks[name].official
 
 
+def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_path):
+    (tmp_path / "tasks.yaml").write_text("mteb: {STS12: {files: a.csv, options: {sets: many}}}")
+    with pytest.raises(InputError, match="^task STS12: .*tasks.yaml: options: sets: expected .*, got 'many'"):
+        Sources(folder=tmp_path).check()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
