@@ -7,17 +7,23 @@ those that were quantized, rounded. The package gguf is optional.
 import functools
 import importlib
 import importlib.util
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from lit_layers.errors import InputError
 from lit_layers.files.downloads import has_kernels
 
 SUFFIX = ".gguf"
-_CANNOT_READ = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+_CANNOT_READ = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(ArithmeticError, MemoryError, struct.error, StrictDataclassError),  # of counts and values that a file claims
+)
 _NOT_READ = "which is not read from a GGUF file: take the model as a folder with config.json and safetensors"
 _SCALED = "rope_freqs.weight"  # what rotary frequencies are divided by, in files of Llama 3.1 and later
 _SCALINGS = (8.0, 32.0)  # of Llama 3.1 and of the small models of 3.2
@@ -65,10 +71,7 @@ class GgufFile:
         Raises:
             InputError: an architecture that transformers does not read from GGUF.
         """
-        from transformers import PreTrainedConfig
-
-        with self._reading():
-            settings, _ = PreTrainedConfig.get_config_dict(self.path.parent, gguf_file=self.path.name)
+        settings = dict(self._claims)
         settings.pop("_model_name_or_path", None)
         if settings.get("model_type") == "gpt2":  # transformers leaves both under names that GPT2Config does not know
             settings["n_positions"] = settings.pop("n_ctx", 1024)
@@ -78,6 +81,16 @@ class GgufFile:
         scaling = self._field("rope.scaling.type")
         if scaling not in (None, "none") and not {"rope_scaling", "rope_parameters"} & settings.keys():
             raise InputError(f"{self.path}: its rotary frequencies are scaled ({scaling}), {_NOT_READ}")
+        return settings
+
+    @functools.cached_property
+    def _claims(self) -> dict[str, Any]:
+        """The settings as transformers reads them, which believes no count beyond the end of the file."""
+        from transformers import AutoConfig, PreTrainedConfig
+
+        with self._reading():
+            settings, _ = PreTrainedConfig.get_config_dict(self.path.parent, gguf_file=self.path.name)
+            AutoConfig.for_model(**settings)  # values of other kinds than the model's
         return settings
 
     @functools.cached_property
@@ -180,6 +193,7 @@ class GgufFile:
     def _reader(self) -> Any:
         from gguf import GGUFReader
 
+        _ = self._claims  # this reader would count to 2^60
         with self._reading():
             return GGUFReader(self.path)
 

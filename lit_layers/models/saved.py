@@ -83,12 +83,13 @@ def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32) -> nn.Modul
     Raises:
         InputError: a file that is damaged, or of a model that transformers does not read from one.
     """
+    settings = file.settings
     try:
-        refuse_beyond_memory(SimpleNamespace(**file.settings))
+        refuse_beyond_memory(SimpleNamespace(**settings))
     except ValueError as error:
         raise InputError(f"{file.path} cannot be loaded: {error}") from error
     with quiet():
-        return file.load(class_of(file.settings, str(file.path)), dtype).eval()
+        return file.load(class_of(settings, str(file.path)), dtype).eval()
 
 
 def _load_transformers(name: str, settings: dict[str, Any], revision: str | None, dtype: torch.dtype) -> nn.Module:
