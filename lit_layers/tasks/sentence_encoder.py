@@ -3,6 +3,7 @@
 They are data; nothing in them is run. What a `type` of modules.json names decides only what is expected beside it.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _SWITCHES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _SIMILARITIES = ("cosine", "dot")
+_FOLDER = re.compile(r"(?!\.)[\w.-]{0,99}")  # beside modules.json: none outside, and a name that a disk can have
 _UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
 
 
@@ -131,7 +133,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     kinds = [module["type"].split(".")[-1] for module in modules]
     for module, kind in zip(modules, kinds, strict=True):
         usual = module["type"].startswith("sentence_transformers.") and kind in ("Transformer", "Pooling", "Normalize")
-        if not usual or {"/", "\\"} & set(module["path"]) or module["path"] == "..":
+        if not usual or not _FOLDER.fullmatch(module["path"]):
             raise _unlike(f"{MODULES}: expected Transformer, Pooling and Normalize of sentence_transformers", module)
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0]["path"]:
         raise _unlike(f"{MODULES}: expected Transformer at the top, Pooling, and perhaps Normalize", kinds)
@@ -217,4 +219,4 @@ def _is_offline(error: BaseException | None) -> bool:
 
 def _unlike(expected: str, got: Any) -> InputError:
     got = got["type"] + (f" in {got['path']}" if got["path"] else "") if isinstance(got, dict) else got
-    return InputError(f"{expected}, got {', '.join(got) if isinstance(got, list) else got}: {_ADVICE}")
+    return InputError(f"{expected}, got {(', '.join(got) or 'nothing') if isinstance(got, list) else got}: {_ADVICE}")

@@ -136,6 +136,11 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
         ),
         ({"modules": [{"type": "os.Pooling", "path": ""}]}, "got os.Pooling: with --modules none"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "../.."}]}, "got sentence_transformers.models.Pooling in ../.."),
+        *[
+            ({"modules": [FIRST[0], {**FIRST[1], "path": path}]}, "got sentence_transformers.models.Pooling in ")
+            for path in (".", "/etc", "a\0b", "C:\\x", "x" * 300)
+        ],
+        ({"modules": []}, "Pooling, and perhaps Normalize, got nothing"),
         ({"modules": [FIRST[1]]}, "expected Transformer at the top, Pooling, and perhaps Normalize, got Pooling"),
         ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "got Transformer, Pooling, Normalize, Normalize"),
         ({"modules": [{**FIRST[0], "path": "0_Transformer"}, FIRST[1]]}, "expected Transformer at the top"),
