@@ -60,13 +60,12 @@ _REWORDED = [
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
     (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
-    (r"Expected a (\w+)\. Got value:$", r"expected \1, got ''"),
     (r"Expected a (\w+)\. Got value: (.*)", r"expected \1, got \2"),
     (
         r"Not a valid subclass of (\w+)\. Got value: (.*?) Subclass types expect.*",
         r"expected a \1, by class_path, got \2",
     ),
-    (r"^argument (--\S+): ignored explicit argument (.*)", r"\1: it takes no value, got \2"),
+    (r"^argument (?:\S+/)?(--\S+): ignored explicit argument (.*)", r"\1: it takes no value, got \2"),
     (r"expected bool\b", "expected true or false"),
     (r"expected float\b", "expected a number"),
     (r"expected int\b", "expected a whole number"),
@@ -372,6 +371,7 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
     if len(message) > _MOST_TEXT:  # a value of megabytes, for which the patterns would take hours
         message = f"{message[: _MOST_TEXT // 2]} ... {message[-_MOST_TEXT // 2 :]}"
     text, options = " ".join(message.split()), list(options)
+    text += " ''" * text.endswith("Got value:")
     if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
         return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"
     if unknown := re.match(r"Group '([^']+)' does not accept option '([^']+)'", text):

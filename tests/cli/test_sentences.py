@@ -19,6 +19,8 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
             "unknown key kk in the recipe: no class given there has an option of that name",
         ),
         ("Parser key \"model.lr\":\n  Expected a <class 'float'>. Got value: a", "model.lr: expected a number, got a"),
+        ("Parser key \"x\":\n  Expected a typing.Literal['a', 3]. Got value: ", "x: expected one of 'a', 3, got ''"),
+        ("argument --with_it/--with-it: ignored explicit argument 'x'", "--with-it: it takes no value, got 'x'"),
         ("Parser key \"every\":\n  Expected a <class 'int'>. Got value: ", "every: expected a whole number, got ''"),
         ("Parser key \"config\": File does not exist: '/x/nope.yaml'", "config: File does not exist: '/x/nope.yaml'"),
         ("the following arguments are required: root", "missing: root; give it in the recipe or on the command line"),

@@ -76,7 +76,9 @@ def watch(
         _tell(result)
         return result
 
-    follow(folder, measure, every=every, settled=settled, patience=patience)
+    if follow(folder, measure, every=every, settled=settled, patience=patience) is None:
+        print(f"{folder}: no checkpoint appeared, nothing is measured", file=sys.stderr)
+        return 0
     for failure in sorted(failures):
         print(f"failed: {failure}", file=sys.stderr)
     print(root / "measurements.jsonl", flush=True)  # torchrun may end this process as soon as another one ends
