@@ -19,8 +19,9 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import COMMANDS
+from lit_layers.errors import InputError
 from tests.cli.test_fit import RECIPE
-from tests.support.fuzzing import WRONG_VALUES, Outcome, damaged, mutated, run_limited
+from tests.support.fuzzing import WRONG_VALUES, Outcome, damaged, mutated, run_limited, with_other_columns
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
 from tests.support.runs import make_run
 
@@ -66,18 +67,28 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
     (root / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
     manifest = {"repositories": [{"names": "org/a-{b,c}", "grammar": "step", "steps": "pythia", "last_step": 4}]}
     (root / "manifest.yaml").write_text(yaml.safe_dump(manifest))
+    measured = {"corpus": str(root / "long.jsonl"), "analyses": json.loads(json.dumps(RECIPE["analyses"][:1]))}
+    (root / "analyses.yaml").write_text(yaml.safe_dump(measured))
     scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
     (root / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
     pandas.DataFrame(scores).to_csv(root / "scores.csv", index=False)
     pandas.DataFrame(scores).to_parquet(root / "scores.parquet")
     shutil.copytree(root / "run", root / "compacted")
     records.compact(root / "compacted")
+    (root / "long.jsonl").write_text(
+        "".join(json.dumps({"text": f"Text number {n}. " * 20}) + "\n" for n in range(600))
+    )
     (root / "text.txt").write_text("One line.\nAnother one, of more words.\n" * 60)
     (root / "text.jsonl").write_text("".join(json.dumps({"text": f"Text number {n}."}) + "\n" for n in range(60)))
     return Home(root, corpus)
 
 
 Result = tuple[list[str], Outcome]
+
+
+def _watched(home: Home) -> list[str]:
+    """Options of `watch`: without its patience in one word it would wait for more, as it should."""
+    return ["--patience=0", "--settled=0", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
 
 
 def recipe(home: Home, folder: Path, chance: random.Random) -> Result:
@@ -122,6 +133,7 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
 
 def files(home: Home, folder: Path, chance: random.Random) -> Result:
     """A reader of a damaged file that is no run's: text, tables, manifests, sweeps, models, prepared data."""
+    watched = _watched(home)
     name, argv = chance.choice(
         [
             ("text.txt", ["prepare", "--source", "text.txt", "--tokenizer", "bpe:300", "--out", "out"]),
@@ -139,10 +151,13 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("scores.csv", ["emerge", "scores.csv", "--out", "out"]),
             ("scores.jsonl", ["emerge", "scores.jsonl", "--out", "out"]),
             ("scores.parquet", ["emerge", "scores.parquet", "--out", "out"]),
-            ("compacted/measurements.parquet", ["publish", "compacted", "--out", "out"]),
-            ("compacted/measurements.parquet", ["compact", "compacted"]),
+            ("compacted/measurements.parquet", ["read", "compacted"]),
             ("compacted/measurements.jsonl", ["publish", "compacted", "--out", "out"]),
-            ("series/step-000000001/config.json", ["watch", "series", "--patience=0", "--settled=0", "--root=out"]),
+            ("compacted/measurements.parquet", ["read", "compacted"]),
+            ("compacted/measurements.jsonl", ["read", "compacted"]),
+            ("series/step-000000001/config.json", ["watch", "series", *watched]),
+            ("series/step-000000001/model.safetensors", ["watch", "series", *watched]),
+            ("series/step-000000000/tokenizer.json", ["watch", "series", *watched]),
             ("tasks", ["select", str(home.root / "model"), "--task", "banking77", "--folder", "tasks", "--out", "out"]),
         ]
     )
@@ -158,9 +173,11 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text()), chance
         )
         file.write_text(json.dumps(content) if file.suffix == ".json" else yaml.safe_dump(content, allow_unicode=True))
+    elif file.suffix == ".parquet" and chance.random() < 0.6:
+        with_other_columns(file, chance)
     else:
         file.write_bytes(damaged(file.read_bytes(), chance))
-    return argv, run_limited(argv, folder)
+    return argv, run_limited(argv, folder, single_curves if argv[0] == "read" else None)
 
 
 def options(home: Home, folder: Path, chance: random.Random) -> Result:
@@ -181,8 +198,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
         "sweep": [str(home.root / "grid.yaml"), "--root", "out"],
-        # without its patience in one word it would wait for more, as it should
-        "watch": [str(home.root / "series"), "--patience=0", "--settled=0", "--root=out"],
+        "watch": [str(home.root / "series"), *_watched(home)],
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]
@@ -215,6 +231,17 @@ def losses_at_a_tenth(folder: Path, argv: list[str]) -> list[float]:
     rate = json.loads((folder / "out" / "run.json").read_text())["config"]["model"]["init_args"]["lr"]
     run_limited([*argv, "--root", "slower", "--model.lr", str(rate / 10)], folder)
     return losses_in(folder / "slower")
+
+
+def single_curves(argv: list[str]) -> int:
+    """What no command does: it asks for the numbers of one analysis, which are read from the table of a run."""
+    try:
+        for metric in (None, "coupling", "nothing"):
+            records.frame(argv[1], analysis="coupling", metric=metric, settings=("all",))
+    except InputError as refused:
+        sys.stderr.write(f"error: {refused}\n")
+        return 2
+    return 0
 
 
 def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:

@@ -44,8 +44,8 @@ class Outcome:
         return None
 
 
-def run_limited(argv: list[str], folder: Path) -> Outcome:
-    """Runs a command of ours in a fork, with `folder` as the working directory."""
+def run_limited(argv: list[str], folder: Path, call: Callable[[list[str]], int] | None = None) -> Outcome:
+    """Runs a command of ours, or another `call`, in a fork, with `folder` as the working directory."""
     from lit_layers.cli.main import main
 
     def limited() -> int:
@@ -54,7 +54,7 @@ def run_limited(argv: list[str], folder: Path) -> Outcome:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE, FILE))
         try:
-            return main(argv)
+            return (call or main)(argv)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
 
@@ -120,3 +120,30 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
             lambda: data.replace(b"\n", b"\r\n"),
         ]
     )()
+
+
+def with_other_columns(file: Path, chance: random.Random) -> None:
+    """Changes one column of a Parquet file: gone, of another name, twice, empty, of another kind or with wrong values;
+    what the file says of itself stays.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table, said = pq.read_table(file), pq.read_metadata(file).metadata
+    place = chance.randrange(table.num_columns)
+    name, rows = table.column_names[place], table.num_rows
+    kinds: list[Any] = [
+        *(pa.array([chance.choice(["", "{}", "[[", "NaN", "text"])] * rows), pa.array([[1, 2]] * rows)),
+        *(pa.array([{"a": 1}] * rows), pa.array([2**62] * rows), pa.array([-1.5] * rows), pa.array([b"\xff"] * rows)),
+        *(pa.nulls(rows), pa.array([math.inf] * rows), pa.array([True] * rows)),
+    ]
+    how: Callable[[], Any] = chance.choice(
+        [
+            lambda: table.drop_columns([name]),
+            lambda: table.append_column(name, table.column(place)),
+            lambda: table.append_column("unknown", table.column(place)),
+            lambda: table.slice(0, 0),
+            *[lambda: table.set_column(place, name, chance.choice(kinds))] * 6,
+        ]
+    )
+    pq.write_table(how().replace_schema_metadata(said), file)
