@@ -30,6 +30,7 @@ LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor 
 HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
 _FINE = 1e-5
+_SAME = 1e-7  # relative distance of equal values, by products in float64
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,26 @@ def out_of_line(path: Path) -> Iterator[Finding]:
         strange.add(count - 1)
         says = f"nothing in common with {path.steps[-2].label}: of another training?"
         yield finding("out of line", says, [path.steps[-1]])
-    yield from _tensors_out_of_line(path, strange)
+    borrowed = _borrowed(path)
+    pairs: dict[tuple[int, int], list[str]] = {}
+    for name, pair in borrowed.items():
+        pairs.setdefault(pair, []).append(name)
+    for pair, names in pairs.items():
+        says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
+        yield finding("out of line", says, [path.steps[place] for place in pair])
+    yield from _tensors_out_of_line(path, strange, borrowed.keys())
+
+
+def _borrowed(path: Path) -> dict[str, tuple[int, int]]:
+    """Of tensors that have the values of an earlier step again, after others between: the two places."""
+    borrowed = {}
+    for name, distance in path.of_tensor.items():
+        for first, second in itertools.combinations(range(len(path.steps)), 2):
+            between, norm = distance[first, first + 1 : second], path.norms[name][first]
+            again = distance[first, second] <= _SAME * norm
+            if again and len(between) and between.min() > path.rounding * norm:
+                borrowed[name] = first, second
+    return borrowed
 
 
 def _is_least(values: Mapping[int, float], place: int, limit: float) -> bool:
@@ -271,10 +291,10 @@ def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
     return len(widths) > 1 and widths[-1] <= 2 * max(widths[:-1])
 
 
-def _tensors_out_of_line(path: Path, strange: set[int]) -> Iterator[Finding]:
+def _tensors_out_of_line(path: Path, strange: set[int], without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
     tensors: dict[int, list[str]] = {}  # by checkpoint: names of those that lie off the way
-    for name, distance in path.of_tensor.items():
+    for name, distance in ((name, each) for name, each in path.of_tensor.items() if name not in without):
         detours = {place: _detour(distance, place) for place in range(1, count - 1)}
         for place in detours:
             least = min(distance[place - 1, place], distance[place, place + 1])

@@ -162,6 +162,11 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
     "other tokenizer": (other_tokenizer, "other tokenizer", (60,)),
     "rows permuted": (lambda root: changed(root, 60, permuted), "out of line", (60,)),
     "rows of the last step permuted": (lambda root: changed(root, 120, permuted), "out of line", (120,)),
+    "a matrix of another step": (
+        lambda root: changed(root, 60, lambda s: s.update({ATTENTION: load_file(at(root, 20))[ATTENTION]})),
+        "out of line",
+        (20, 60),
+    ),
     "another step in bfloat16": (
         lambda root: save_file(rounded(load_file(at(root, 20))), at(root, 60)),
         "rounded copy",
