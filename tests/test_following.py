@@ -337,3 +337,11 @@ def test_an_analysis_of_the_script_itself_is_refused_before_a_process_starts(tmp
     with pytest.raises(InputError, match="cannot import Mine of this script: put it into a module of its own"):
         MeasuringAside(tmp_path / "run", [mine])
     assert not (tmp_path / "run" / "measuring.log").exists()
+
+
+def test_where_nothing_appears_no_file_is_named_that_is_not_there(tmp_path, capsys):
+    assert main(["watch", str(tmp_path), "--patience=0", "--settled=0", "--metrics=coupling"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{tmp_path}: no checkpoint appeared, nothing is measured" in said.err
+    assert [*tmp_path.iterdir()] == []
