@@ -24,7 +24,7 @@ from lit_layers.measuring.undisturbed import DisturbedError, full_float32_precis
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
-from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
 
 class OneBatch(Batches):
@@ -340,6 +340,8 @@ def test_a_measurement_says_what_was_measured_on_what():
         "origin": "row",
         "width": 32,
         "depth": 3,
+        # embeddings and two norms a block; of a block 4 x 32 x 32 of attention, 8 x 32 x 32 around it, and biases
+        "parameters": (VOCAB + POSITIONS) * 32 + 3 * (12 * 32 * 32 + 13 * 32) + 2 * 32,
         "dtype": "float32",
         "attention": "eager",
         "device": "the one in the corner",

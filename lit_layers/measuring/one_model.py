@@ -321,6 +321,7 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
         **({} if view.family.proof is None else {"proof": dict(view.family.proof)}),
         "width": view.dim,
         "depth": view.num_layers,
+        "parameters": sum(parameter.numel() for parameter in view.model.parameters()),
         "dtype": str(view.dtype).removeprefix("torch."),
         "attention": view.attention,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
