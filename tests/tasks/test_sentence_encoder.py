@@ -201,7 +201,7 @@ class Meta:
 def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: Any = "last", **asked: Any) -> Any:
     """What mteb is handed of a layer."""
     said: Any = encoder_in(folder)
-    one, view = task("STSBenchmark", folder, folder, root, encoder=said, modules=modules), saved_model(folder)
+    one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
     how = embedding_of(folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last=said.pooling)
     with store_in(root).opened(view, how, task="S", weights_hash=weights_hash(view.model)) as embeddings:
         encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))

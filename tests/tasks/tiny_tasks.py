@@ -78,7 +78,7 @@ def embedding_of(folder: Path, **options: Any) -> Embedding:
     return Embedding(load_tokenizer(str(folder)), **(settings | options))
 
 
-def task(name: str, data: Path, model: Path, root: Path, **options: Any) -> MtebTask:
+def task(name: str, data: Path | None, model: Path, root: Path, **options: Any) -> MtebTask:
     sources = Sources(folder=data)
     (spec,) = resolve([name], own=sources.own_tasks())
     settings: dict[str, Any] = {"store": store_in(root / "embeddings"), "results": root / "mteb"}
