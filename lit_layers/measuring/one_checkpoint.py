@@ -33,7 +33,7 @@ from lit_layers.series.opening import UNAUDITED
 
 Dtype = Literal["float32", "float64"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
-STATE_FORMAT = "2"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
+STATE_FORMAT = "3"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
 UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
 
 
