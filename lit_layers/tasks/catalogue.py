@@ -41,13 +41,13 @@ class ScoredTask(Task):
         set_size: rows of each set.
     """
 
-    source: str = ""
-    _: KW_ONLY
-    use: Use = "mteb"
+    source: str = field(default="", kw_only=True)
     domain: Literal[Domain, ""] = ""
     score: str = ""
     subset: str = "default"
     official: bool = True
+    _: KW_ONLY
+    use: Use = "mteb"
     text: tuple[str, ...] = ()
     split: str = "test"
     num_classes: int | None = None

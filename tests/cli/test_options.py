@@ -157,7 +157,7 @@ def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(
     given: dict[str, object] = {"allow_suspect": True, "stream_blocks": True, "root": str(tmp_path), "device": "cpu"}
     given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
     given |= {"keep_downloads": False, "shard": "0/2"}
-    of_series = {"steps": [1], "revision": "r", "submodule": "s", "plan": True}
+    of_series = {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
     group, given = (Measuring, given) if verb == "watch" else (Checkpoints, given | of_series)
     assert given.keys() == {field.name for field in fields(group)}
     recipe = tmp_path / "recipe.yaml"
