@@ -505,6 +505,7 @@ def cpu_seconds(monkeypatch, model: LayeredModel, analysis: Analysis) -> tuple[f
     return planned(model, [analysis], device=CPU).seconds, statistics.median(seconds[1:])
 
 
+@pytest.mark.soak
 def test_scores_of_heads_take_on_a_narrow_model_what_is_planned(monkeypatch):
     """Where a pass takes a tenth of them."""
     model = LayeredModel(causal_lm("gpt2", n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=64))
