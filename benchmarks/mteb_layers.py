@@ -47,7 +47,8 @@ class Listener(LayerEncoder):
 def main() -> int:
     options = _options()
     sources = Sources(folder=options.folder)
-    tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in resolve(options.tasks.split(","))]
+    specs = resolve(options.tasks.split(","), own=sources.own_tasks())
+    tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in specs]
     complete = {task.spec.name: _texts(task) for task in tasks}
     texts = {name: each[: options.num_texts] for name, each in complete.items()}
     tokenizer = train_bpe([text for each in complete.values() for text in each], VOCABULARY)
