@@ -291,7 +291,7 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
     try:
         benchmark = find("prompts", name).in_folder(folder)
-        (column,) = benchmark.text
+        (column,) = benchmark.text  # one: `ScoredTask` refuses others
         rows = benchmark.read([benchmark.split], {column: "text"})
     except InputError as error:
         raise InputError(f"the prompts of {name}: {error}") from error

@@ -12,12 +12,17 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lit_layers.errors import InputError, did_you_mean
+from lit_layers.schema import COUNT_OR_NONE, MANY, Range, beginning, refuse_outside
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import Task, Use
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 SUITE, LOCAL = "layerwise32", "local"
+_OF_MTEB = ("domain", "official", "score", "scores", "subset")
+_TEXTS: Mapping[Use, tuple[int, str]] = {"prompts": (1, "one column"), "glue": (2, "one or two columns")}  # at most
+_CLASSES = Range(2, 10_000, whole=True)
+_RANGES = dict.fromkeys(("examples", "sets", "set_size"), COUNT_OR_NONE) | {"num_classes": _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,26 @@ class ScoredTask(Task):
     def __post_init__(self) -> None:
         object.__setattr__(self, "scores", self.scores or ((self.score,) if self.score else ()))
         object.__setattr__(self, "score", "".join(self.scores[:1]))
+
+    def checked_options(self, options: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Options that are those of this kind of task, and fit its use; `score` is foremost among the scores."""
+        chosen, place = super().checked_options(options, place), f"task {self.name}: {place}"
+        if self.use == "mteb":
+            fixed = _OF_MTEB if self.official else ("official",)
+            if told := [name for name in fixed if name in chosen]:
+                raise InputError(f"{place}: {told[0]}: mteb itself says it: leave it out")
+        refuse_outside(f"{place}: ", _RANGES, chosen)
+        sets, size = (chosen.get(name, getattr(self, name)) for name in ("sets", "set_size"))
+        if bool(sets) != bool(size):
+            raise InputError(f"{place}: sets: expected sets and set_size, both of at least 1, got {sets} and {size}")
+        if sets and chosen.get("domain", self.domain) != "clustering":
+            raise InputError(f"{place}: sets: are for tasks of the domain clustering: leave them out")
+        most, number = _TEXTS.get(self.use, (MANY, "one column or more"))
+        if "text" in chosen and not 1 <= len(chosen["text"]) <= most:
+            raise InputError(f"{place}: text: expected {number}, got {beginning([*chosen['text']])}")
+        if "score" in chosen:
+            chosen["scores"] = tuple(dict.fromkeys((chosen["score"], *chosen.get("scores", ()))))
+        return chosen
 
     @property
     def analysis(self) -> str:

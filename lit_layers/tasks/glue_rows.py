@@ -46,8 +46,12 @@ class GlueRows:
         return GlueRows(self.task, tuple(self.texts[row] for row in order), tuple(self.targets[row] for row in order))
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over texts and targets."""
-        return hashlib.sha256(json.dumps([self.task.name, self.texts, self.targets]).encode()).hexdigest()[:16]
+        """Sixteen hex digits over texts and targets, and what is asked of them where a copy asks otherwise."""
+        content: list[Any] = [self.task.name, self.texts, self.targets]
+        official = GLUE.get(self.task.name, self.task)
+        if (asked := (self.task.scores, self.task.num_classes)) != (official.scores, official.num_classes):
+            content.append(asked)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:
@@ -55,12 +59,13 @@ def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRo
 
     Raises:
         InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
-            a row without text, or a target that is none.
+            scores that are none of its targets, a row without text, or a target that is none.
     """
     if split not in SPLITS:
         raise InputError(f"split: expected train or validation, got {split!r}")
     try:
         task = task.in_folder(folder)
+        _check_scores(task)
         read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
     except InputError as error:
         raise InputError(f"task {task.name}: {error}") from error
@@ -88,6 +93,15 @@ _METRICS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
     "spearman": lambda targets, predictions: stats.spearmanr(targets, predictions)[0],
 }
 _CORRELATIONS = ("pearson", "spearman")
+
+
+def _check_scores(task: ScoredTask) -> None:
+    fit = [name for name in _METRICS if (name in _CORRELATIONS) == (task.num_classes is None)]
+    if task.num_classes not in (None, 2):
+        fit.remove("f1")
+    if other := [name for name in task.scores if name not in fit]:
+        targets = "values" if task.num_classes is None else f"{task.num_classes} classes"
+        raise InputError(f"scores: expected some of {', '.join(fit)} of {targets}, got {other[0]!r}")
 
 
 def glue_metrics(

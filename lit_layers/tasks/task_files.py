@@ -9,7 +9,8 @@ imported by the functions that need them: that takes 2 and 0.6 s.
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Required, Self
@@ -26,6 +27,7 @@ Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
 MAPPING = "tasks.yaml"
+_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # results and embeddings lie in folders of these names
 
 
 class Columns(NamedTuple):
@@ -77,7 +79,11 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
 
 
 def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
-    path = _file_of(source, split)
+    return _of_path(Path(source.replace(PATTERN, split)).expanduser(), split, columns)
+
+
+def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
+    path = _file_of(path, split)
     read = {".parquet": _read_parquet, ".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix)
     if read is None:
         raise InputError(f"source: expected a {', '.join(SUFFIXES)} file, got {path}")
@@ -86,8 +92,7 @@ def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     return Columns(read(path, columns), {}, str(path))
 
 
-def _file_of(source: str, split: str) -> Path:
-    path = Path(source.replace(PATTERN, split)).expanduser()
+def _file_of(path: Path, split: str) -> Path:
     if not path.is_dir():
         return path
     files = [path / f"{split}{suffix}" for suffix in SUFFIXES if (path / f"{split}{suffix}").is_file()]
@@ -196,8 +201,18 @@ class TaskFiles:
         return self.folder / self.files if isinstance(self.files, str) and is_one_file(self.files) else None
 
     def paths(self, split: str | None = None) -> list[Path]:
-        """The files of a split; None: all that are listed."""
-        return [self.folder / (name if split is None else name.replace(PATTERN, split)) for name in self.names(split)]
+        """The files of a split; None: all that are listed.
+
+        Raises:
+            InputError: none are listed, or the split's name leads out of the folder.
+        """
+        names = self.names(split)
+        if split is not None:
+            names = [name.replace(PATTERN, split) for name in names]
+            _refuse_outside(
+                f"{self.folder}: split {schema.beginning(split)}", [split, *names]
+            )  # of a folder a split names a file
+        return [self.folder / name for name in names]
 
     def names(self, split: str | None = None) -> list[str]:
         """The files of a split as they are listed; None: all."""
@@ -221,7 +236,7 @@ class TaskFiles:
         """
         here = {self.columns.get(name, name): use for name, use in columns.items()}
         here |= dict.fromkeys(self.where.keys() - here.keys(), "where")
-        parts = [read_columns(str(path), [split], here) for split in splits for path in self.paths(split)]
+        parts = [_of_path(path, split, here) for split in splits for path in self.paths(split)]
         values = {name: [value for part in parts for value in part.values[name]] for name in here}
         for name, kept in self.where.items():
             rows = [row for row, value in enumerate(values[name]) if value == kept]
@@ -336,11 +351,18 @@ def _entries(path: Path, changed: int) -> dict[str, dict[str, TaskFiles]]:
     for use, entries in content.items():
         copies[use] = {}
         for name, entry in (entries or {}).items():
+            if not _NAME.fullmatch(name):
+                raise InputError(
+                    f"folder: {path}: {use}: expected names of 1 to 99 letters, digits, '_', '-' and '.', none of them "
+                    f"with '.' first, got {schema.beginning(name)}"
+                )
             facts: Any = {"files": entry} if isinstance(entry, str) else entry
             copies[use][name] = copy = TaskFiles(folder=path.parent, **facts)
-            for file in copy.names():
-                if not file or Path(file).is_absolute() or ".." in Path(file).parts:
-                    raise InputError(
-                        f"folder: {path}: {use}: {name}: expected paths within the folder, got {schema.beginning(file)}"
-                    )
+            _refuse_outside(f"{path}: {use}: {name}", copy.names())
     return copies
+
+
+def _refuse_outside(place: str, files: Iterable[str]) -> None:
+    for file in files:
+        if not file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise InputError(f"folder: {place}: expected paths within the folder, got {schema.beginning(file)}")

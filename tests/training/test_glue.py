@@ -188,6 +188,15 @@ def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
         read_rows(GLUE["rte"], "test", tmp_path)
 
 
+def test_a_copy_says_what_its_task_is_judged_by(folder, tmp_path):
+    (tmp_path / "glue").symlink_to(folder / "glue")
+    entry = {"files": "glue/mrpc_{split}.parquet", "options": {"score": "f1"}}
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"glue": {"mrpc": entry}}))
+    data = LitGlueData("mrpc", str(folder / "bert"), folder=tmp_path)
+    data.setup()
+    assert (data.task.scores, find("glue", "mrpc").scores) == (("f1",), ("accuracy", "f1"))
+
+
 @pytest.mark.realdata
 def test_real_tasks_have_the_official_numbers_of_rows(realdata):
     counts = {"cola": (8551, 1043), "mrpc": (3668, 408), "rte": (2490, 277), "sst2": (67349, 872), "stsb": (5749, 1500)}

@@ -106,6 +106,7 @@ class LitGlueData(LitStepData):
         self.words = load_tokenizer(self.tokenizer)
         for split, count in zip(SPLITS, (self.num_train, self.num_validation), strict=True):
             self.rows[split] = read_rows(self.task, split, self.folder).take(count, seed=self.seed)
+        self.task = self.rows["train"].task  # with the options of the folder
         self.encoded = {
             split: EncodedRows(self.words, rows, max_tokens=self.num_tokens) for split, rows in self.rows.items()
         }
