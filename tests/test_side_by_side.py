@@ -15,11 +15,14 @@ from lit_layers.figures.labels import DASH, whole
 from lit_layers.records import Measurement, Record
 from lit_layers.report.side_by_side import (
     Line,
+    SideBySide,
     _blocks,
     difference,
     last_values,
+    of_difference,
     over_layers,
     over_training,
+    page_of,
     read_side_by_side,
 )
 
@@ -97,18 +100,27 @@ def test_the_difference_of_groups_is_welchs():
 def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs():
     hard = 10 * RNG.normal(size=(12, 1))
     rows = [hard + RNG.normal(size=(12, 4)) for _ in "ab"]
-    rows[0][5, 2] = np.nan  # this prompt is left out of the interval
+    rows[0][5, 2] = rows[1][4, 2] = np.nan  # at this step they are left out of interval and centre
+    rows[1][4:, 3] = rows[0][:3, 3] = np.nan  # one pair: too few
     given = {"analysis": "coupling", "metric": "coupling", "layer": None, "tags": {}, "at": np.array(STEPS)}
     errors = {"stderr": np.full(4, 3.0)}
     curves = [
         StepCurve(run=run, values=np.nanmean(each, 0), prompts=each, prompts_of=f"{run} data 12", **given, **errors)
         for run, each in zip("ab", rows, strict=True)
     ]
-    whole = [np.delete(each, 5, 0) for each in rows]
-    result = stats.ttest_rel(*whole).confidence_interval(0.95)
     found = difference(*(Line.of(each.run, [each]) for each in curves))
-    assert found.high - found.low == pytest.approx(result.high - result.low)
-    assert (found.high + found.low) / 2 == pytest.approx(curves[0].values - curves[1].values)
+    for step in range(3):
+        pairs = [(a, b) for a, b in zip(rows[0][:, step], rows[1][:, step], strict=True) if np.isfinite(a + b)]
+        assert len(pairs) == (10 if step == 2 else 12)
+        result = stats.ttest_rel(*np.transpose(pairs)).confidence_interval(0.95)
+        assert (found.low[step], found.high[step]) == (pytest.approx(result.low), pytest.approx(result.high))
+        assert found.values[step] == pytest.approx(np.mean([a - b for a, b in pairs]))
+    assert found.values[3] == pytest.approx(np.nanmean(rows[0][:, 3]) - np.nanmean(rows[1][:, 3]))
+    assert found.high[3] - found.values[3] == pytest.approx(stats.norm.ppf(0.975) * 3 * np.sqrt(2))
+    assert of_difference(found).title.endswith("a \N{MINUS SIGN} b, without up to 2 of 12 prompts")
+    two = {each.run: Line.of(each.run, [each]) for each in curves}
+    content = SideBySide(groups={run: [run] for run in two}, lines={curves[0].key: two})
+    assert "where some have one in a single run alone: curve Coupling." in page_of(content)
     for other in (replace(curves[1], prompts_of="b others 12"), replace(curves[1], prompts=None)):
         apart = difference(*(Line.of(each.run, [each]) for each in (curves[0], other)))
         assert apart.high - apart.low == pytest.approx(2 * stats.norm.ppf(0.975) * np.sqrt(2) * errors["stderr"])

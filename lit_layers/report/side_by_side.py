@@ -39,7 +39,8 @@ class Line:
     """One number of a run, or of all seeds of a group, over the steps that they have in common, (checkpoints,).
 
     `low` and `high` are a 95% interval: over seeds by Student's t, of a single run over prompts where it has errors.
-    `error` is the standard error behind it and `df` its degrees of freedom, infinite over prompts.
+    `error` is the standard error behind it and `df` its degrees of freedom, infinite over prompts. `left_out` says
+    which prompts a difference is without.
     """
 
     group: str
@@ -51,6 +52,7 @@ class Line:
     error: Array
     df: float
     num_runs: int
+    left_out: str = ""
 
     @classmethod
     def of(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
@@ -81,13 +83,16 @@ def difference(one: Line, other: Line) -> Line:
 
     Of two groups of seeds the interval is Welch's, with Welch and Satterthwaite's degrees of freedom at each step (the
     smallest of them is `df`). Of two single runs that keep the values of the same prompts it is Student's, over the
-    differences of single prompts; of others it takes their errors as independent, and is too wide where their prompts
-    are the same. Of a group and a single run, whose seeds are unknown, there is none.
+    differences of the prompts that have a value in both at a step, and where some have one in a single run alone the
+    difference is theirs, too, and `left_out` says so; of others it takes their errors as independent, and is too wide
+    where their prompts are the same. Of a group and a single run, whose seeds are unknown, there is none.
     """
     common = np.intersect1d(one.at, other.at)
     (a, b), (of_a, of_b) = ((one, other), (np.isin(one.at, common), np.isin(other.at, common)))
     error_a, error_b = a.error[of_a], b.error[of_b]
     error, df = np.hypot(error_a, error_b), np.full(len(common), np.inf)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values, left_out = a.values[of_a] - b.values[of_b], ""
     if (a.num_runs > 1) != (b.num_runs > 1):
         error = np.full(len(common), np.nan)
     elif a.num_runs > 1:
@@ -95,26 +100,42 @@ def difference(one: Line, other: Line) -> Line:
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
         df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
-    elif (of_prompts := _of_same_prompts(a.curve, b.curve, common)) is not None:
-        error, df = of_prompts
+    elif (apart := _of_same_prompts(a.curve, b.curve, common)) is not None:
+        values, error, df, left_out = _over_pairs(*apart, values, error)
     with np.errstate(over="ignore", invalid="ignore"):
-        values = a.values[of_a] - b.values[of_b]
         half = np.array([_quantile(float(each)) for each in df]) * error
     ends = {"low": values - half, "high": values + half, "error": error, "df": float(df.min(initial=np.inf))}
+    about = {"num_runs": min(a.num_runs, b.num_runs), "left_out": left_out}
     name = f"{a.group} \N{MINUS SIGN} {b.group}"
-    return Line(group=name, curve=a.curve, at=common, values=values, num_runs=min(a.num_runs, b.num_runs), **ends)
+    return Line(group=name, curve=a.curve, at=common, values=values, **about, **ends)
 
 
 def _of_same_prompts(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
-    """The standard error of the mean difference over prompts that two runs share, and its degrees of freedom."""
+    """The differences of the prompts of two runs at each step, and how many of them have a value in either."""
     same = a.prompts_of.removeprefix(f"{a.run} ") == b.prompts_of.removeprefix(f"{b.run} ")
     if a.prompts is None or b.prompts is None or not same:
         return None
-    apart = a.prompts[:, np.isin(a.at, common)].astype(np.float64) - b.prompts[:, np.isin(b.at, common)]
-    apart = apart[np.isfinite(apart).all(1)]
-    if len(apart) < 2:
-        return None
-    return apart.std(0, ddof=1) / np.sqrt(len(apart)), np.full(len(common), len(apart) - 1.0)
+    one, other = (each[:, np.isin(of.at, common)] for each, of in ((a.prompts, a), (b.prompts, b)))
+    return one.astype(np.float64) - other, (np.isfinite(one) | np.isfinite(other)).sum(0)
+
+
+def _over_pairs(apart: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
+    """The mean difference, its error and degrees of freedom, over the pairs of each step, and what these leave out.
+
+    A step of fewer than two pairs keeps its `values` and `error`; one of all prompts its `values`, as they are not
+    rounded to the precision of prompts.
+    """
+    apart = np.where(np.isfinite(apart), apart, np.nan)
+    n = np.isfinite(apart).sum(0)
+    paired, lost = n > 1, either - n
+    values, error, df = values.copy(), error.copy(), np.where(paired, n - 1.0, np.inf)
+    error[paired] = np.nanstd(apart[:, paired], axis=0, ddof=1) / np.sqrt(n[paired])
+    partly = paired & (lost > 0)
+    values[partly] = np.nanmean(apart[:, partly], axis=0)
+    if not partly.any():
+        return values, error, df, ""
+    most = int(np.argmax(np.where(partly, lost, 0)))
+    return values, error, df, f"up to {lost[most]:,} of {either[most]:,} prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +245,8 @@ def of_difference(line: Line, *, axis: AxisName = "step") -> Chart:
         width=1.4,
     )
     look = {"color": INK, "width": 2.2, "mark": "circle", "apart": "diamond", "name": line.group}
-    return _chart(
-        f"{line.curve.title}: {line.group}", line.curve.metric, [zero, _series(line, **look)], axis, signed=True
-    )
+    title = f"{line.curve.title}: {line.group}{f', without {line.left_out}' if line.left_out else ''}"
+    return _chart(title, line.curve.metric, [zero, _series(line, **look)], axis, signed=True)
 
 
 def _series(line: Line, **look: Any) -> Series:
@@ -337,6 +357,10 @@ def _notes(content: SideBySide) -> list[str]:
     notes = [of_seeds] if any("seeds" in each for each in over) else []
     if "prompts" in over:
         notes.append("Bands of a single run are over prompts (or test rows): another seed may lie outside of them.")
+    pairs = [[*lines.values()] for lines in content.lines.values() if len(lines) == len(content.groups) == 2]
+    if partly := dict.fromkeys(one.curve.title for one, other in pairs if difference(one, other).left_out):
+        where = f"where some have one in a single run alone: {listing('curve', partly, most=8)}."
+        notes.append(f"A difference is over the prompts that both runs have, not that of the two means, {where}")
     return notes
 
 
