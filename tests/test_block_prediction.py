@@ -112,18 +112,19 @@ def test_harms_and_predictors_are_those_of_the_records(run):
     root, written = run
     skip, switch = block_tables(root)
     assert (skip.harm, switch.harm, skip.steps) == ("skip_one", "switch", list(STEPS))
-    assert list(skip.predictors) == ["coupling, k = 4", "influence", "norm step"]
+    coupled, turned, stepped = ("coupling, k = 4", "coupling"), ("influence", "similarity"), ("norm step", "trajectory")
+    assert list(skip.predictors) == [coupled, turned, stepped]
     for number, step in enumerate(STEPS):
         truth = written[step]
         assert skip.harms[number] == pytest.approx(truth["skips"])  # the loss, never the divergence
         influence, norm_step = 1 - truth["cosines"], truth["steps"] / truth["states"][:-1]
-        assert skip.predictors["coupling, k = 4"][number] == pytest.approx(truth["coupling"])
-        assert skip.predictors["influence"][number] == pytest.approx(influence)
-        assert skip.predictors["norm step"][number] == pytest.approx(norm_step)
+        assert skip.predictors[coupled][number] == pytest.approx(truth["coupling"])
+        assert skip.predictors[turned][number] == pytest.approx(influence)
+        assert skip.predictors[stepped][number] == pytest.approx(norm_step)
         assert switch.harms[number] == pytest.approx(truth["switches"])
         both = [(truth["pairs"][b, b + 1] + truth["pairs"][b + 1, b]) / 2 for b in range(BLOCKS - 1)]
-        assert switch.predictors["coupling, k = 4"][number] == pytest.approx(both)
-        assert switch.predictors["influence"][number] == pytest.approx((influence[1:] + influence[:-1]) / 2)
+        assert switch.predictors[coupled][number] == pytest.approx(both)
+        assert switch.predictors[turned][number] == pytest.approx((influence[1:] + influence[:-1]) / 2)
 
 
 def test_of_several_couplings_the_one_of_most_directions_is_held_fixed(run):
@@ -135,7 +136,11 @@ def test_of_several_couplings_the_one_of_most_directions_is_held_fixed(run):
             line["records"] = [r | {"tags": {"k": k}, "value": r["value"] ** k} for k in (12, 4, 32) for r in few]
     (root / "measurements.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     skip, _ = block_tables(root)
-    assert list(skip.predictors) == [*(f"coupling, k = {k}" for k in (4, 12, 32)), "influence", "norm step"]
+    assert [name for name, _ in skip.predictors] == [
+        *(f"coupling, k = {k}" for k in (4, 12, 32)),
+        "influence",
+        "norm step",
+    ]
     given = set(prediction_table([skip]).query("predictor == 'influence'")["given"])
     assert given == {"", "depth", "depth and coupling, k = 32 and norm step"}
 
@@ -154,8 +159,8 @@ def test_two_analyses_that_measure_the_same_stand_side_by_side(run):
         (analysis, harm) for harm in ("skip_one", "switch") for analysis in ("interventions", "interventions/other")
     ]
     skip, other = tables[:2]
-    names = [f"{name}, {of}" for name, of in itertools.product(["coupling, k = 4"], ["coupling", "coupling/other"])]
-    names += ["influence, similarity", "influence, similarity/other", "norm step"]
+    names = [*itertools.product(["coupling, k = 4"], ["coupling", "coupling/other"])]
+    names += [("influence", "similarity"), ("influence", "similarity/other"), ("norm step", "trajectory")]
     assert list(skip.predictors) == names
     for number, step in enumerate(STEPS):
         truth = written[step]
@@ -165,6 +170,7 @@ def test_two_analyses_that_measure_the_same_stand_side_by_side(run):
         assert skip.harms[number] == pytest.approx(truth["skips"])
         assert other.harms[number] == pytest.approx(3 - (3 + truth["skips"]) ** 2 - 1)
     table = prediction_table(tables)
+    assert list(table["predictor"].unique()) == [*map(", ".join, names[:4]), "norm step"]
     # What is held fixed is of another kind, and of each kind one.
     given = set(table.query("predictor == 'influence, similarity'")["given"])
     assert given == {"", "depth", "depth and coupling, k = 4, coupling/other and norm step"}
@@ -225,6 +231,37 @@ def test_a_checkpoint_with_a_gap_is_counted_and_seeds_are_pooled(run, tmp_path):
     partly = prediction_table([*tables, replace(skip, run="third")], pooled=True)
     pooled = partly[partly["run"].str.endswith("seeds")]
     assert {(each.run, each.harm) for each in pooled.itertuples()} == {("3 seeds", "skip_one"), ("2 seeds", "switch")}
+
+
+def test_what_all_seeds_share_is_pooled_where_one_has_a_second_analysis_of_the_kind(run, tmp_path, caplog):
+    """The second seed also has influence and skips of other analyses; the truth is of the records, by scipy."""
+    root, written = tmp_path / "second", {"planted": run[1]}
+    written["second"] = write_run(root, 1)
+    lines = (root / "measurements.jsonl").read_text().splitlines()
+    more = [json.loads(line) for line in lines if json.loads(line)["analysis"] in ("similarity", "interventions")]
+    lines += [json.dumps(line | {"analysis": f"{line['analysis']}/other"}) for line in more]
+    (root / "measurements.jsonl").write_text("\n".join(lines) + "\n")
+    tables = [table for each in (run[0], root) for table in block_tables(each)]
+    table = prediction_table(tables, pooled=True)
+    assert [each.getMessage().rpartition(": ")[2] for each in caplog.records] == ["influence, similarity/other"]
+    pooled = table[table["run"] == "2 seeds"]
+    assert set(pooled["predictor"]) == {"coupling, k = 4", "influence, similarity", "norm step"}
+    both = row(pooled, step=None, harm="skip_one", predictor="influence, similarity", given="")
+    truth = [
+        stats.spearmanr(1 - of["cosines"], of["skips"]).statistic
+        for steps in written.values()
+        for step, of in steps.items()
+        if step > 0
+    ]
+    assert both["rho"] == pytest.approx(np.mean(truth))
+    titles = {
+        name: [chart.title.split(":")[0] for chart in prediction_charts(table, tables, name)]
+        for name in ("2 seeds", "planted", "second")
+    }
+    own = ["Skipping a block (interventions)", "Switching a block with the next (interventions)"]
+    assert titles["2 seeds"] == titles["planted"] == own
+    assert set(titles["second"]) == {*own, *(title.replace(")", "/other)") for title in own)}
+    assert sentences(table, "2 seeds")[0].startswith("Skipping a block (interventions) harms")
 
 
 def test_the_command_writes_table_figure_and_section_and_a_run_without_harms_has_none(run, tmp_path):

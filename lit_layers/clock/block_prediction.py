@@ -1,5 +1,6 @@
 """Which blocks can be spared: the harm of changing one block against what is measured of it, over training."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from lit_layers.functional.correlation import BlockCorrelation, UndefinedError, 
 from lit_layers.identity import UNKNOWN, Settings, settings_of, short
 from lit_layers.records import PLACES, Record
 
+logger = logging.getLogger(__name__)
 Array = NDArray[np.float64]
+Predictor = tuple[str, str]  # its name, the analysis that gives it
 COLUMNS = ("run", "step", "analysis", "harm", "predictor", "given", "rho", "low", "high", "over", "p_value")
 COLUMNS = (*COLUMNS, "null_low", "null_high", "num_blocks", "num_checkpoints", "num_undefined")
 HARMS = {
@@ -32,6 +35,7 @@ HARMS = {
     "repeat_one": "running a block twice",
 }
 DEPTH = "depth"
+_DEPTH: Predictor = (DEPTH, "")  # no analysis measures it
 INFLUENCE, NORM_STEP = "influence", "norm step"
 _OF_BLOCKS = {"variant_loss", "kl_to_full", "coupling_pair", "layer_cosine", "step_norm", "state_norm"}
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
@@ -40,9 +44,8 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
     """Of one run and kind of change: the harm to each block and what may predict it, (checkpoints, blocks), NaN where
-    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`, with the analysis
-    behind them (`influence, similarity/wiki`) where several of the run give one; `settings` are those of each analysis
-    that they or the harms are of."""
+    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`, each with the
+    analysis that gives it; `settings` are those of each analysis that they or the harms are of."""
 
     run: str
     analysis: str
@@ -50,7 +53,7 @@ class BlockTable:
     steps: Sequence[int]
     tokens: Mapping[int, int | None]
     harms: Array
-    predictors: Mapping[str, Array]
+    predictors: Mapping[Predictor, Array]
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,9 +95,9 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
                 f"{root}: expected {HARMS[kind[1]]} of at most {_MOST_BLOCKS:,} blocks, got block {blocks}"
             )
         predicted = [by_step[step].predictors(blocks, of_pairs=kind[1] == "switch") for step in steps]
-        names = _names({of for each in predicted for of in each})
+        found = sorted({of for each in predicted for of in each}, key=_rank)
         nothing = np.full(blocks, np.nan)
-        if names and blocks >= _FEWEST_BLOCKS:
+        if found and blocks >= _FEWEST_BLOCKS:
             tables.append(
                 BlockTable(
                     run=run.name,
@@ -103,29 +106,28 @@ def block_tables(root: str | Path, *, settings: Settings = ()) -> list[BlockTabl
                     steps=steps,
                     tokens={step: by_step[step].tokens for step in steps},
                     harms=np.stack([_by_block(by_step[step].harms[kind], blocks) for step in steps]),
-                    predictors={
-                        name: np.stack([each.get(of, nothing) for each in predicted]) for of, name in names.items()
-                    },
+                    predictors={of: np.stack([each.get(of, nothing) for each in predicted]) for of in found},
                     settings=settings_by_analysis,
                 )
             )
     return tables
 
 
-def _names(predictors: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """What predictors, each with its analysis, are called, in their order: `coupling, k = 4` before `k = 12`."""
-    in_order = sorted(predictors, key=lambda of: (of[0].partition(" = ")[0], _number(of[0]), of))
-    often = Counter(name for name, _ in in_order)
-    return {(name, analysis): f"{name}, {analysis}" if often[name] > 1 else name for name, analysis in in_order}
+def _rank(predictor: Predictor) -> tuple[str, int, Predictor]:
+    """The order of predictors: `coupling, k = 4` before `k = 12`."""
+    kind, _, number = predictor[0].partition(" = ")
+    return kind, int(number) if number.isdecimal() else 0, predictor
 
 
-def _number(name: str) -> int:
-    number = name.partition(" = ")[2]
-    return int(number) if number.isdecimal() else 0
+def _names(tables: Iterable[BlockTable]) -> dict[Predictor, str]:
+    """What predictors are called, the same in all tables: with the analysis where several of them give one."""
+    predictors = {of for table in tables for of in table.predictors}
+    often = Counter(name for name, _ in predictors)
+    return {of: ", ".join(of) if often[of[0]] > 1 else of[0] for of in predictors}
 
 
-def _kind(name: str) -> str:
-    return name.partition(",")[0]
+def _kind(predictor: Predictor) -> str:
+    return predictor[0].partition(",")[0]
 
 
 class _Checkpoint:
@@ -134,8 +136,8 @@ class _Checkpoint:
     def __init__(self) -> None:
         self.tokens: int | None = None
         self.harms: dict[tuple[str, str], dict[int, float]] = {}
-        self.pairs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}  # couplings, and cosines of layers
-        self.norms: dict[tuple[str, str], tuple[dict[int, float], dict[int, float]]] = {}  # of steps, of states
+        self.pairs: dict[Predictor, dict[tuple[int, int], float]] = {}  # couplings, and cosines of layers
+        self.norms: dict[Predictor, tuple[dict[int, float], dict[int, float]]] = {}  # of steps, of states
 
     def add(self, analysis: str, records: Iterable[Record], tokens: int | None) -> None:
         self.tokens = tokens if tokens is not None else self.tokens
@@ -164,10 +166,10 @@ class _Checkpoint:
         if all(norms):
             self.norms[NORM_STEP, analysis] = norms[0], norms[1]
 
-    def predictors(self, blocks: int, *, of_pairs: bool) -> dict[tuple[str, str], Array]:
+    def predictors(self, blocks: int, *, of_pairs: bool) -> dict[Predictor, Array]:
         """Of each block, or of each and the next."""
         last = blocks + of_pairs
-        predictors: dict[tuple[str, str], Array] = {}
+        predictors: dict[Predictor, Array] = {}
         for of, pairs in self.pairs.items():
             table = np.full((last + 1, last + 1), np.nan)
             for (a, b), number in pairs.items():
@@ -206,20 +208,22 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> p
 
     Args:
         tables: of one run or more.
-        pooled: also over those of these runs that have a change, as seeds of one, called `3 seeds`.
+        pooled: also over those of these runs that have a change, as seeds of one, called `3 seeds`; of predictors that
+            all of them have, and a warning names the others.
 
     Raises:
         InputError: seeds that are pooled, of which an analysis had other settings.
     """
     if pooled:
         _refuse_other_settings(tables)
-    rows = []
+    alone, rows, names = set[Predictor](), [], {_DEPTH: DEPTH, **_names(tables)}
     kinds = list(dict.fromkeys((table.analysis, table.harm) for table in tables))
     for analysis, harm in kinds:
         mine = [table for table in tables if (table.analysis, table.harm) == (analysis, harm)]
         groups = [(table.run, [table]) for table in mine]
         if pooled and len(mine) > 1:
             groups.insert(0, (f"{len(mine)} seeds", mine))
+            alone |= {of for table in mine for of in table.predictors}.difference(_common_predictors(mine))
         for name, group in groups:
             common = sorted(set.intersection(*(set(table.steps) for table in group)))
             for predictor in _common_predictors(group):
@@ -228,8 +232,11 @@ def prediction_table(tables: Sequence[BlockTable], *, pooled: bool = False) -> p
                     for step, steps in ((None, trained), *((step, [step]) for step in common)):
                         if (result := _correlation(group, predictor, given, steps)) is not None:
                             head = {"run": name, "step": step, "analysis": analysis, "harm": harm}
-                            what = {"predictor": predictor, "given": " and ".join(given)}
+                            what = {"predictor": names[predictor], "given": " and ".join(names[each] for each in given)}
                             rows.append({**head, **what, **_numbers(result, group)})
+    if alone:
+        of_some = ", ".join(names[of] for of in sorted(alone, key=_rank))
+        logger.warning("blocks: what predicts their harm is not pooled where not all seeds have it: %s", of_some)
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64"})
     return table
 
@@ -246,35 +253,35 @@ def _refuse_other_settings(tables: Sequence[BlockTable]) -> None:
                 )
 
 
-def _common_predictors(group: Sequence[BlockTable]) -> list[str]:
-    return [name for name in group[0].predictors if all(name in table.predictors for table in group)]
+def _common_predictors(group: Sequence[BlockTable]) -> list[Predictor]:
+    return [of for of in group[0].predictors if all(of in table.predictors for table in group)]
 
 
-def _givens(group: Sequence[BlockTable], predictor: str) -> list[tuple[str, ...]]:
+def _givens(group: Sequence[BlockTable], predictor: Predictor) -> list[tuple[Predictor, ...]]:
     """Of several of a kind the last: the most directions of coupling."""
-    others = {_kind(name): name for name in _common_predictors(group) if _kind(name) != _kind(predictor)}
-    return [(), (DEPTH,), *([(DEPTH, *others.values())] if others else [])]
+    others = {_kind(of): of for of in _common_predictors(group) if _kind(of) != _kind(predictor)}
+    return [(), (_DEPTH,), *([(_DEPTH, *others.values())] if others else [])]
 
 
 def _correlation(
-    group: Sequence[BlockTable], predictor: str, given: Sequence[str], steps: Sequence[int]
+    group: Sequence[BlockTable], predictor: Predictor, given: Sequence[Predictor], steps: Sequence[int]
 ) -> BlockCorrelation | None:
     at = [[table.steps.index(step) for step in steps] for table in group]
-    columns = lambda name: [_column(table, name)[rows] for table, rows in zip(group, at, strict=True)]  # noqa: E731
+    columns = lambda of: [_column(table, of)[rows] for table, rows in zip(group, at, strict=True)]  # noqa: E731
     try:
         return block_correlation(
             columns(predictor),
             [table.harms[rows] for table, rows in zip(group, at, strict=True)],
-            [columns(name) for name in given],
+            [columns(each) for each in given],
         )
     except UndefinedError:
         return None
 
 
-def _column(table: BlockTable, name: str) -> Array:
-    if name == DEPTH:
+def _column(table: BlockTable, of: Predictor) -> Array:
+    if of == _DEPTH:
         return np.broadcast_to(np.arange(1.0, table.harms.shape[1] + 1), table.harms.shape)
-    return table.predictors[name]
+    return table.predictors[of]
 
 
 def _numbers(result: BlockCorrelation, group: Sequence[BlockTable]) -> dict[str, Any]:
@@ -295,7 +302,7 @@ def sentences(table: pd.DataFrame, run: str) -> list[str]:
         alone, depth = by_given.get(""), by_given.get(DEPTH)
         if alone is None:
             continue
-        change = _change(whole, analysis, harm)
+        change = _change(table, analysis, harm)
         text = f"{change} harms {'less' if alone['rho'] < 0 else 'more'} where {predictor} is higher"
         parts = [f"Spearman {_rho(alone)}", *([f"given depth {_rho(depth)}"] if depth is not None else [])]
         if alone["p_value"] >= 0.05:
@@ -304,9 +311,9 @@ def sentences(table: pd.DataFrame, run: str) -> list[str]:
     return lines
 
 
-def _change(rows: Any, analysis: str, harm: str) -> str:
-    """`Skipping a block`, with its analysis where several have changed blocks so."""
-    several = rows.loc[rows["harm"] == harm, "analysis"].nunique() > 1
+def _change(table: Any, analysis: str, harm: str) -> str:
+    """`Skipping a block`, the same for all runs of a table: with its analysis where several have changed blocks so."""
+    several = table.loc[table["harm"] == harm, "analysis"].nunique() > 1
     return HARMS[harm].capitalize() + (f" ({analysis})" if several else "")
 
 
@@ -346,7 +353,7 @@ def prediction_charts(
         training = Training.of(rows["step"].astype(int), tokens)
         charts.append(
             Chart(
-                title=f"{_change(mine, analysis, harm)}: harm against what is measured of the block",
+                title=f"{_change(table, analysis, harm)}: harm against what is measured of the block",
                 x=Axis(),
                 y=Axis(title="Spearman's rho over blocks", ends=(-1.05, 1.05)),
                 series=series,
