@@ -15,7 +15,7 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror
-from lit_layers.report.logged_numbers import values_of
+from lit_layers.report.logged_numbers import of_the_whole_run, values_of
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_runs
 from tests.support.runs import make_run, measurement
@@ -106,8 +106,9 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
     assert staged, "tables are staged inside the run's folder"
 
 
-@pytest.mark.slow
-def test_times_of_emergence_are_a_table_beside_the_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stepped(tmp_path: Path) -> Path:
+    """Coupling jumps from 0 to 1 between steps 4 and 8."""
     root, steps = tmp_path / "run", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
     root.mkdir()
     for step in steps:
@@ -117,6 +118,25 @@ def test_times_of_emergence_are_a_table_beside_the_long_one(tmp_path: Path, monk
             root / "measurements.jsonl",
             Measurement(run="run", step=step, tokens=None, analysis="a", records=of_step, seconds=0.1, provenance={}),
         )
+    return root
+
+
+def test_a_timeline_that_cannot_be_drawn_costs_the_table_nothing_and_is_told_as_what_it_is(
+    stepped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lit_layers.report.logged_numbers._draws", lambda: True)
+    monkeypatch.setattr("lit_layers.report.logged_numbers.timeline", lambda clock: 1 / 0)
+    tables, pictures = of_the_whole_run(stepped, [*records.read(stepped / "measurements.jsonl")], {})
+    columns, rows = tables["emergence_times"]
+    (halfway,) = [row[columns.index("halfway")] for row in rows if "coupling" in row]
+    assert 4 <= halfway <= 8
+    assert pictures == {}
+    assert [each.getMessage() for each in caplog.records] == ["no picture of when metrics emerge: division by zero"]
+
+
+@pytest.mark.slow
+def test_times_of_emergence_are_a_table_beside_the_long_one(stepped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = stepped
     run = mirror_all(root)
     assert len(run.media("image-file")["emergence_times/timeline"]) == 1
     table = run.tables["emergence_times"]

@@ -177,7 +177,7 @@ def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str
         try:
             charts |= surface_charts(measurements, name)
         except (InputError, ValueError) as error:  # no picture is worth the run's end
-            logger.warning("no maps over layers of %s: %s", name, str(error).partition("\n")[0])
+            logger.warning("no maps over layers of %s: %s", name, _first_line(error))
     return _drawn(charts, "layers by steps") if charts else {}
 
 
@@ -208,14 +208,22 @@ def of_the_whole_run(
         return {}, {}
     tables: dict[str, Table] = {TABLE: ([*TABLE_COLUMNS], rows[:_TABLE_LIMIT])}
     pictures = layer_maps(measured, plain)
+    clock = None
     try:
         run = read_run(root)
         shown = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
         if not run.compares_models and (clock := times_of_run(run.name, shown, root)) is not None:
             times = times_table(clock).drop(columns="run").astype(object)
             tables[TIMES] = [*map(str, times)], times.where(times.notna(), None).values.tolist()
-            if _draws() and any(times.emerges for times in clock.times):
-                pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
     except Exception as error:  # no table is worth the run's end
-        logger.warning("no table of emergence times: %s", (str(error) or type(error).__name__).partition("\n")[0])
+        logger.warning("no table of emergence times: %s", _first_line(error))
+    try:
+        if clock is not None and _draws() and any(times.emerges for times in clock.times):
+            pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
+    except Exception as error:  # nor is a picture
+        logger.warning("no picture of when metrics emerge: %s", _first_line(error))
     return tables, pictures
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
