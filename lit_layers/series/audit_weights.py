@@ -251,25 +251,34 @@ def out_of_line(path: Path) -> Iterator[Finding]:
         strange.add(count - 1)
         says = f"nothing in common with {path.steps[-2].label}: of another training?"
         yield finding("out of line", says, [path.steps[-1]])
-    borrowed = _borrowed(path)
-    pairs: dict[tuple[int, int], list[str]] = {}
-    for name, pair in borrowed.items():
-        pairs.setdefault(pair, []).append(name)
-    for pair, names in pairs.items():
+    borrowed = _borrowed(path, strange)
+    for places, names in borrowed.items():
         says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
-        yield finding("out of line", says, [path.steps[place] for place in pair])
-    yield from _tensors_out_of_line(path, strange, borrowed.keys())
+        yield finding("out of line", says, [path.steps[place] for place in places])
+    yield from _tensors_out_of_line(path, strange, {*itertools.chain.from_iterable(borrowed.values())})
 
 
-def _borrowed(path: Path) -> dict[str, tuple[int, int]]:
-    """Of tensors that have the values of an earlier step again, after others between: the two places."""
-    borrowed = {}
+def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
+    """Names of tensors that have the values of an earlier step again, after others between, by the places that share
+    them.
+
+    Strange steps are none of these, nor do they show that a tensor moved; what most steps share was never trained.
+    """
+    borrowed: dict[tuple[int, ...], list[str]] = {}
+    kept = [place for place in range(len(path.steps)) if place not in strange]
     for name, distance in path.of_tensor.items():
-        for first, second in itertools.combinations(range(len(path.steps)), 2):
-            between, norm = distance[first, first + 1 : second], path.norms[name][first]
-            again = distance[first, second] <= _SAME * norm
-            if again and len(between) and between.min() > path.rounding * norm:
-                borrowed[name] = first, second
+        groups: dict[int, list[int]] = {}  # by the first place
+        for place in kept:
+            first = next((one for one in groups if distance[one, place] <= _SAME * path.norms[name][one]), place)
+            groups.setdefault(first, []).append(place)
+        for first, same in groups.items():
+            pairs = [(a, [one for one in kept if a < one < b], b) for a, b in itertools.pairwise(same)]
+            if 2 * len(same) > len(kept) and not all(between for _, between, _ in pairs):
+                continue
+            least = path.rounding * path.norms[name][first]
+            again = {end for a, between, b in pairs if between and distance[a, between].min() > least for end in (a, b)}
+            if again:
+                borrowed.setdefault(tuple(sorted(again)), []).append(name)
     return borrowed
 
 

@@ -7,12 +7,14 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from lit_layers.series import Audit, StepFolders, audit
+from lit_layers.series import Audit, StepFolders, audit, audit_weights
+from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.weight_files import Memory
 from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, series
@@ -135,6 +137,13 @@ def trainer_states(root: Path) -> None:
     for step in EVEN:
         said = 80 if step == 60 else step
         at(root, step, "trainer_state.json").write_text(json.dumps({"global_step": said}))
+
+
+def frozen(root: Path, odd: Path | None = None) -> None:
+    """One matrix is that of step 0 everywhere, but at step 60 where this is another's."""
+    for step in EVEN:
+        source = at(odd, step) if odd is not None and step == 60 else at(root, 0)
+        changed(root, step, lambda state, source=source: state.update({WTE: load_file(source)[WTE]}))
 
 
 PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
@@ -307,3 +316,24 @@ def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
 def test_a_step_of_another_seed_is_found(root, other_seed, step):
     shutil.copy(at(other_seed, step), at(root, step))
     assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_frozen(root, other_seed, alone):
+    frozen(root, other_seed if alone else None)
+    if not alone:
+        shutil.copy(at(other_seed, 60), at(root, 60))
+    assert found_in(audit(StepFolders(root))) == {("out of line", (60,))}
+
+
+def test_a_matrix_that_comes_from_several_steps_names_all_of_them(tmp_path):
+    """All is on a straight way but one matrix: step 5 has that of 1, and 7 and 10 have that of 3."""
+    line = np.arange(12.0)
+    whole = np.abs(line[:, None] - line)
+    line[[5, 7, 10]] = 1, 3, 3
+    apart = np.abs(line[:, None] - line)
+    source = FolderSource(tmp_path)
+    steps = [Checkpoint(series="s", name=f"step{step}", source=source, step=step) for step in range(12)]
+    path = audit_weights.Path(steps, whole, np.ones((12, 12)), {"w": apart}, {"w": np.full(12, 20.0)}, 1e-5)
+    says = "hold the same w, which moved between: a part of another step's file?"
+    assert [each.steps for each in audit_weights.out_of_line(path) if says in each.message] == [(1, 5), (3, 7, 10)]
