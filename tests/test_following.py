@@ -105,6 +105,29 @@ def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run
     assert caplog.text.count("it fits no analysis") == 1
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_measured_ends_the_wait_as_nothing_new_does(run, tmp_path, caplog):
+    shutil.copytree(run, tmp_path / "run")
+    last, calls, looks = max((tmp_path / "run").glob("step-*")), [], []
+    shutil.move(last, tmp_path / "later")
+
+    def measure(series) -> SeriesResult:
+        calls.append(len(series))
+        if len(calls) == 2:
+            shutil.rmtree(last)
+            raise FileNotFoundError(2, "no such file", str(last))
+        return SeriesResult(Audit("run", 0, ()))
+
+    def wait(_: float) -> None:
+        looks.append(len(calls))
+        assert len(looks) < 10, "endless"
+        if len(looks) == 1:
+            shutil.move(tmp_path / "later", last)
+
+    assert follow(tmp_path / "run", measure, patience=0, wait=wait) is not None
+    assert calls == [2, 3]
+    assert "no such file" in caplog.text
+
+
 def test_a_checkpoint_may_be_removed_while_its_files_are_looked_at(run, tmp_path, monkeypatch):
     """As the HF Trainer does with `save_total_limit`."""
     shutil.copytree(run / "step-000000000", tmp_path / "checkpoint-1")

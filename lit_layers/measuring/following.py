@@ -46,18 +46,19 @@ def follow(
         InputError: what was wrong with the last look.
     """
     seen: dict[str, float] = {}  # what was measured last
-    tried: dict[str, float] = {}
+    shown: dict[str, float] = {}  # by the look before
     result, wrong, last_change = None, None, time.monotonic()
     while True:
         goes_on = run_lock.is_training(root)  # before the look: what is saved last is seen
         complete, waits = _complete(root, settled)
-        is_news = bool(complete) and complete != tried
-        if complete and complete != seen:
-            tried = complete
+        is_news, shown = bool(complete) and complete != shown, complete
+        if not complete or complete == seen:
+            wrong = None  # what could not be measured is gone
+        else:
             try:
                 series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
                 result, seen, wrong = measure(series), complete, None
-            except (InputError, OSError) as error:  # right at the next look: a trainer removes old ones at any moment
+            except (InputError, FileNotFoundError, NotADirectoryError) as error:  # a trainer may have removed one
                 before = str(wrong)
                 wrong = error if isinstance(error, InputError) else _told(error, root)
                 if str(wrong) != before:
