@@ -68,6 +68,9 @@ class MirrorAside(CallThread):
             super()._failed(error)
 
     def _give_up(self, reason: str) -> None:
-        super()._give_up(reason)
+        self._is_off = True
         abandoned.append(self)
-        self._last_words = self.mirror.give_up(reason)
+        try:
+            self._last_words = self.mirror.give_up(reason)
+        finally:
+            super()._give_up(reason)  # last: who waits asks for these words
