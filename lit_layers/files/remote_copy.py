@@ -77,6 +77,7 @@ class LocalCopy:
         self.token: str = state.get("token") or uuid.uuid4().hex
         self.sent: dict[str, list[int]] = state.get("sent", {})
         self.seen: dict[str, str] = state.get("seen", {})
+        self.fresh: set[str] = set()  # sent by this process: what others removed since is not sent again
         self.cuts: dict[str, int] = state.get("cuts", {})
         self.gone: list[str] = state.get("gone", [])
         self.doubtful: list[str] = state.get("doubtful", [])  # of which a sending was given up: it may arrive late
@@ -266,7 +267,9 @@ class LocalCopy:
         """
         listing, files = self.store.listing(), self.files()
         sizes = {name: entry.size for name, entry in listing.items()}
-        late = {name for name in files if name in self.sent and sizes.get(name) != self.sent[name][0]}
+        late = {
+            name for name in self.fresh if name in files and name in self.sent and sizes.get(name) != self.sent[name][0]
+        }
         late.update(name for name in self.doubtful if name in files)
         self.sent = {name: stat for name, stat in self.sent.items() if name not in late}
         self.doubtful = []
@@ -280,6 +283,7 @@ class LocalCopy:
             self.store.put(path, name)
             if _stat(path) == stat:
                 self.sent[name] = stat
+                self.fresh.add(name)
         except (FileNotFoundError, InputError):
             if path.exists():  # else it went meanwhile
                 self.doubtful += [name] * numbers(name)  # weights of a name are not written twice

@@ -212,9 +212,14 @@ class Writer:
             try:
                 self.copy.send(self.ends, self._may_write, is_last=True)
                 self.copy.join_parts(self.ends)
-                if checks and not self.copy.is_all_there(self.ends):
-                    checks -= 1
-                    continue
+                if not self.copy.is_all_there(self.ends):
+                    if checks:
+                        checks -= 1
+                        continue
+                    logger.warning(
+                        "%s: what was sent is not seen there; all is in %s, and the same command sends it again",
+                        *(self.copy.store.url, self.copy.folder),
+                    )
                 self._sent.set()
                 self._beater.join()
                 self.copy.store.renew(self.claim, is_over=True)
