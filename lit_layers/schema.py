@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -211,7 +212,7 @@ class Range:
 
     def expected(self, value: Any) -> str | None:
         """What is expected in place of `value`; None where it is in the range."""
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
             return self.words or self.low_words or ("a whole number" if self.whole else "a number")
         if not (value > self.low if self.above else value >= self.low):
             return self.words or self.low_words or f"{'more than' if self.above else 'at least'} {self.low:,}"

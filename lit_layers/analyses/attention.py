@@ -355,7 +355,8 @@ def _reading(model: LayeredModel, work: Work) -> Work:
 
 def _num_heads(model: LayeredModel) -> int:
     """Of a block; where its config does not say, as many as there are of 64 each."""
-    return getattr(getattr(model.model, "config", None), "num_attention_heads", None) or max(1, model.dim // 64)
+    heads = getattr(getattr(model.model, "config", None), "num_attention_heads", None)
+    return heads if heads and isinstance(heads, int) else max(1, model.dim // 64)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import logging
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -146,7 +147,7 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
             no token.
     """
     for row, text in enumerate(texts):
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        if not text.isascii() and re.search("[\ud800-\udfff]", text):
             raise InputError(f"text {row}: expected letters, got half of a pair of UTF-16: {text[:60]!a}")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     added = loaded.tokenizer.num_special_tokens_to_add(is_pair=False)

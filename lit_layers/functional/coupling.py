@@ -97,6 +97,7 @@ def miscoupling_from_factors(
         for block, (compressed, _) in enumerate(_compressions(jacobians, factors, max(counts), bases))
     ]
     result = torch.stack(rows, -2) / norms[..., None]  # (k, *n, blocks, others)
+    result = result.to(factors.left.dtype)
     return result if isinstance(k, Sequence) else result[0]
 
 

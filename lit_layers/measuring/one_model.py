@@ -56,6 +56,7 @@ def measure(
     refuse_outside(
         "", dict.fromkeys(("step", "tokens"), Range(0, math.inf, whole=True)), {"step": step, "tokens": tokens}
     )
+    step, tokens = (None if number is None else int(number) for number in (step, tokens))
     attempt = Attempt()
     attempt.make(model, analysis, lambda view: collect(analysis, analysis.run(view)), weights_hash)
     attempt.end(model, analysis)

@@ -390,7 +390,7 @@ class Watch:
             refuse_outside("", {"step": Range(self.now, MANY, whole=True)}, {"step": number})
         if self._is_over:
             raise InputError("step: this watch is closed: make another one to go on")
-        self.now = self.now + 1 if number is None else number
+        self.now = self.now + 1 if number is None else int(number)
         self._visit(due=self.now in self.schedule or self.now == self._final)
 
     def close(self, *, is_last: bool = True) -> None:
