@@ -304,3 +304,22 @@ def _read(folder: Path, root: str, analysis: Mapping[str, Any]) -> list[Any]:
     recipe = Recipe(analyze, ["model", "--config", str(folder / "recipe.yaml"), "--root", root])
     of_run = recipe.parser.parse_object({"analyses": [analysis]})  # as analyze reads a run.json
     return [made for options in (recipe.read(), of_run) for made in recipe.made("analyses", recipe.checked(options))]
+
+
+def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
+    options = {"domain": "classification", "score": "accuracy"}
+
+    def sources(files: Any) -> Sources:
+        write(tmp_path, json.dumps({"mteb": {"Songs": {"files": files, "options": options}}}))
+        return Sources(folder=tmp_path)
+
+    spec = sources("{split}.csv").own_tasks()["Songs"]
+    assert sources("{split}.csv").local_names() == []
+    assert sources("{split}.csv").data_hash(spec) is None
+    for split in ("test", "train"):
+        (tmp_path / f"{split}.csv").write_text(f"text,label\n{split},1\n")
+    assert sources("{split}.csv").local_names() == ["Songs"]
+    each = sources({"test": "test.csv", "train": "train.csv"}).data_hash(spec)
+    assert sources("{split}.csv").data_hash(spec) == each
+    (tmp_path / "train.csv").write_text("text,label\nother,1\n")
+    assert sources("{split}.csv").data_hash(spec) != each
