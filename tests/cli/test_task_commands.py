@@ -230,6 +230,8 @@ def of(*verbs: str) -> list[str]:
 @pytest.mark.parametrize("command", of("intervene", "select"))
 def test_models_in_other_orders_and_cut_ones(command, with_models, monkeypatch, capsys):
     monkeypatch.chdir(with_models)
+    if command.startswith("intervene") and "--root" not in command:  # "gpt2" and "checkpoints/gpt2" share the default
+        command += f" --root roots/{of('intervene', 'select').index(command)}"
     said = run(command, capsys)
     assert ("test, layer" in said or "chosen" in said) if command.startswith("select") else "variants.csv" in said
 
