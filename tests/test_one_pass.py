@@ -14,6 +14,7 @@ from lit_layers.analyses import (
     LabelProbe,
     LayerSimilarity,
     Lens,
+    NextTokenProbe,
     NextTokenResidual,
     PathsInPlane,
     PromptStudies,
@@ -133,6 +134,24 @@ def test_images_and_a_probe_that_announces_its_batches_share():
     found = together(model, [probe, Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 5, 3))])
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert sum(rows) == 11
+
+
+def test_contexts_of_a_probe_that_are_equal_or_that_others_read_pass_once():
+    """Those of texts that differ in their last token alone: within a batch, in several, and in both splits."""
+    model, whole = tiny("gpt2", torch.float64), texts()["input_ids"]
+    counts, ending = passed(model), torch.arange(8)[:, None]
+    train = [torch.cat([some, last], 1) for some, last in ((whole[[0, 1, 1, 2]], ending[:4]), (whole[2:6], ending[4:]))]
+    test = torch.cat([whole[[3, 7]], ending[[6, 7]]], 1)
+    probe = NextTokenProbe(
+        train=Listed(*({"input_ids": ids} for ids in train)), test=Listed({"input_ids": test}), num_classes=8
+    )
+    found = together(model, [Trajectory(batches=Listed({"input_ids": whole[:2]})), probe])
+    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
+    for count in counts:
+        assert count == Counter({tuple(whole[row].tolist()): 1 for row in (0, 1, 2, 3, 4, 5, 7)})
+    alone = measure(model, probe, **FACTS).records
+    for one, other in zip(found[probe.name].records, alone, strict=True):
+        assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
 
 
 def test_the_head_reads_what_somebody_judges_and_no_more():

@@ -123,13 +123,14 @@ class SharedPass(LayeredModel):
         if keys is None:
             return self.view.trajectory(batch)
         rows = self._ledger.rows
-        missing = [number for number, key in enumerate(keys) if key not in rows]
+        first = {key: number for number, key in reversed([*enumerate(keys)])}  # a text may be there twice
+        missing = sorted(number for key, number in first.items() if key not in rows)
         fresh = self._passed(batch, missing, keys) if missing else None
         if fresh is not None and len(missing) == len(keys):
             trajectory, sources = fresh, []
         else:
-            passed = {number: _Row(fresh, index) for index, number in enumerate(missing) if fresh is not None}
-            sources = [passed.get(number) or rows[key] for number, key in enumerate(keys)]
+            passed = {keys[number]: _Row(fresh, index) for index, number in enumerate(missing) if fresh is not None}
+            sources = [passed.get(key) or rows[key] for key in keys]
             trajectory = None
         for key in keys:
             self._asked(key)

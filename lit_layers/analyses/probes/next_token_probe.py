@@ -20,7 +20,7 @@ from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import macro_f1
 from lit_layers.functional.probes.record_probe import NUM_FOLDS
 from lit_layers.models import workload
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
@@ -54,6 +54,10 @@ class Pass(NamedTuple):
     row: Tensor  # (k,) indices into the rows
     context: Tensor  # (k,) which context holds the row
     position: Tensor  # (k,)
+
+    @property
+    def batch(self) -> Batch:
+        return {"input_ids": self.input_ids}
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
@@ -190,6 +194,9 @@ class NextTokenProbe(SplitProbe):
             rows = problem.test if split == "test" else problem.train
             for each in passes(rows, max_tokens=max_tokens, together=model.predicts_next_token):
                 yield split, each
+
+    def reads(self, model: LayeredModel, part: tuple["_Split", Pass]) -> Sequence[Batch]:
+        return [part[1].batch]
 
     def of_part(self, model: LayeredModel, part: tuple["_Split", Pass]) -> tuple["_Split", "_Seen"]:
         split, each = part
@@ -401,7 +408,7 @@ def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _
 
     On the CPU; of the forward pass only the rows' own states and logits are kept.
     """
-    trajectory = model.trajectory({"input_ids": part.input_ids})
+    trajectory = model.trajectory(part.batch)
     states, head = trajectory.hidden[:, part.context, part.position].cpu(), None
     if problem is not None and model.predicts_next_token:
         logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
