@@ -230,7 +230,10 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
         "probe_probe_accuracy_share_over_layers.png",
         "probe_probe_accuracy_share_difference_shuffle_tokens_false_less_shuffle_tokens_true.png",
     }
-    assert main(["report", str(roots[0]), str(roots[3]), "--out", "two.html"]) == 0
+    capsys.readouterr()
+    for out, page in (("two", "two.html"), ("pictures", "pictures/report.html")):
+        assert main(["report", str(roots[0]), str(roots[3]), "--out", out]) == 0
+        assert capsys.readouterr().out.splitlines() == [page]
     assert "over prompts (or test rows)" in (tmp_path / "two.html").read_text()
 
 

@@ -13,7 +13,8 @@ __all__ = ["MirrorAside", "WandbMirror", "write_report"]
 def write_report(
     root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False, settings: Settings = ()
 ) -> Path:
-    """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path.
+    """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path. `out`
+    need not end with `.html`, and may be a folder, which then has the page as report.html.
 
     The page opens anywhere, without a network. Whatever an interrupted run has left is drawn. A folder whose
     measurements all lack a step compares their models; in a run's folder they are counted, not drawn. Checkpoints that
@@ -26,9 +27,9 @@ def write_report(
             vl-convert-python or jinja2 is not installed.
     """
     try:  # here, so that a training process without them can import this package
-        from lit_layers.report.rendering import write_page
+        from lit_layers.report.rendering import page_of_folder
 
-        return write_page(root, out, allow_suspect=allow_suspect, settings=settings)
+        return page_of_folder(root, out, allow_suspect=allow_suspect, settings=settings)
     except ImportError as error:
         raise InputError(
             f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"

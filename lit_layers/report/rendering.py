@@ -10,26 +10,22 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records, run_data
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
 from lit_layers.figures import Chart, vega
 from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table
 from lit_layers.figures.task_means import with_task_means, with_task_medians
-from lit_layers.files.durable import replace_file
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence_page, sections, variant_sections
-from lit_layers.report.template import Figures, charts_in, fill, placed
+from lit_layers.report.template import Figures, charts_in, fill, placed, write_page
 
 
-def write_page(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
+def page_of_folder(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
     """Writes the page of a folder, as `lit_layers.report.write_report` says, and returns its path."""
     run = run_data.read_run(root, settings=settings)
     page = render(run, allow_suspect=allow_suspect)
-    out = Path(out) if out is not None else run.root / "report.html"
-    with refused(f"cannot write {out}", "; --out names another place"):
-        replace_file(out, page)
-    return out
+    return write_page(page, Path(out) if out is not None else run.root / "report.html")
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:

@@ -7,13 +7,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 
+from lit_layers.errors import refused
 from lit_layers.figures.axes import AxisName
 from lit_layers.figures.chart import Chart, columns_of
 from lit_layers.figures.vega import script
+from lit_layers.files.durable import replace_file
 
 Figures = list[dict[str, Any]]  # of one page, as its script takes them
 Block = dict[str, Any]  # the figures of a metric, with what stands above them
@@ -164,3 +167,18 @@ def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
             content = {"problem": f"This figure could not be drawn: {type(error).__name__}: {error}"}
     figures.append(content)
     return len(figures) - 1
+
+
+def write_page(page: str, out: Path) -> Path:
+    """Writes a page, whole or not at all, and returns its path: `out` with `.html`, by which a browser knows a page,
+    or `report.html` in it where that is a folder.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    path = out / "report.html" if out.is_dir() else out
+    if path.suffix.lower() not in (".html", ".htm"):
+        path = path.with_name(f"{path.name}.html")
+    with refused(f"cannot write {path}", "; --out names another place"):
+        replace_file(path, page)
+    return path

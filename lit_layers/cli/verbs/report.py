@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
 
 
 def report(
@@ -33,7 +33,7 @@ def report(
         runs: a run's folder, with measurements.jsonl or metrics.jsonl; several are drawn side by side on one page
         seeds: the runs are seeds of one training: draw their mean, with a band over them
         group: runs with one value of this field of their recipe, such as data.shuffle_tokens, are seeds of one training
-        out: the page (default: RUN/report.html; of several runs.html)
+        out: the page, or the folder for report.html (default: RUN/report.html; of several runs.html)
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B what it does not have yet
@@ -117,8 +117,8 @@ def _side_by_side(
     settings: Sequence[str],
     allow_suspect: bool,
 ) -> int:
-    from lit_layers.files.durable import replace_file
     from lit_layers.report.side_by_side import last_values, page_of, read_side_by_side, write_pictures
+    from lit_layers.report.template import write_page
 
     content = read_side_by_side(runs, seeds=seeds, group=group, settings=settings, allow_suspect=allow_suspect)
     for note in content.notes:
@@ -130,9 +130,7 @@ def _side_by_side(
         print(export)
     if pictures is not None:
         print(*write_pictures(content, pictures), sep="\n")
-    with refused(f"cannot write {out}", "; --out names another place"):
-        replace_file(out, page_of(content))
-    print(out)
+    print(write_page(page_of(content), out))
     return 0
 
 
