@@ -18,9 +18,13 @@ that were measured last, such as an analysis whose options were changed and that
 
 # pyright: strict, reportUnknownVariableType=false
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +110,47 @@ class Measurement:
         def frame(self) -> "pd.DataFrame":
             """The tidy table of `lit_layers.records.frame`, which gives the class this method."""
             ...
+
+
+def hash_of(config: Any, spelled: Mapping[str, str] | None = None) -> str:
+    """Returns sixteen hex digits of plain JSON data, with other words in place of those that `spelled` has."""
+    config = config if not spelled else _respelled(config, spelled)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def spelled_as(measured: Iterable[Mapping[str, Any]], config: Any) -> dict[str, str]:
+    """Returns what to call the places on this machine that a config names, so that its hash is that of a measurement
+    whose provenance is given: as they are named, absolute, as seen from the working directory, or as the model was
+    named then. Nothing where none of that is.
+    """
+    hashes = {str(each.get("config_hash")): str(each.get("checkpoint")) for each in measured}
+    paths = sorted({word for word in _words(config) if os.path.exists(word)}) if hashes else []
+    ways: list[Iterable[str]] = []
+    for path in paths:
+        name = os.path.basename(os.path.abspath(path))
+        models = {each for each in hashes.values() if os.path.basename(os.path.abspath(each)) == name}
+        ways.append(dict.fromkeys((path, os.path.abspath(path), os.path.relpath(path), *sorted(models))))
+    for way in itertools.product(*ways):
+        if hash_of(config, spelled := dict(zip(paths, way, strict=True))) in hashes:
+            return spelled
+    return {}
+
+
+def _respelled(config: Any, spelled: Mapping[str, str]) -> Any:
+    if isinstance(config, dict):
+        return {name: _respelled(each, spelled) for name, each in cast("dict[str, Any]", config).items()}
+    if isinstance(config, list):
+        return [_respelled(each, spelled) for each in cast("list[Any]", config)]
+    return spelled.get(config, config) if isinstance(config, str) else config
+
+
+def _words(config: Any) -> Iterator[str]:
+    if isinstance(config, str):
+        yield config
+    elif isinstance(config, dict | list):
+        config = cast("dict[str, Any] | list[Any]", config)
+        for each in config.values() if isinstance(config, dict) else config:
+            yield from _words(each)
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:

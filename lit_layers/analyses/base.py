@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
+from lit_layers.identity import hash_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.shared_pass import SharedPass, pieces
@@ -47,6 +47,7 @@ class Analysis(ABC):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
     ADDED: ClassVar[Mapping[str, Any]] = {}  # options younger than measurements: at this value no part of the config
+    spelled: Mapping[str, str] = {}  # what earlier measurements call the places that its options name
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -227,7 +228,7 @@ class Analysis(ABC):
 
     def config_hash(self) -> str:
         """Sixteen hex digits of the config: a change of any option, also of the data's, changes it."""
-        return hashlib.sha256(json.dumps(self.config(), sort_keys=True).encode()).hexdigest()[:16]
+        return hash_of(self.config(), self.spelled)
 
     def data_hash(self) -> str | None:
         """Hash of the data measured on, over every field that has a `content_hash()`; None where there is none."""

@@ -14,7 +14,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.identity import settings_name
+from lit_layers.identity import settings_name, spelled_as
 from lit_layers.measuring import canary
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
 from lit_layers.measuring.over_workers import over_workers
@@ -213,8 +213,15 @@ class _Measuring:
             raise InputError("analyses: expected at least one, got none")
         for analysis in analyses:
             analysis.check_data()
+            analysis.spelled = spelled_as(self._same_data(analysis), analysis.config())
         if self.measurer.stream_blocks:
             layerwise(analyses)
+
+    def _same_data(self, analysis: Analysis) -> list[dict[str, Any]]:
+        """The provenance of what the analysis measured before on these very data, in these tokens."""
+        earlier = [m.provenance for m in self.earlier.store if m.analysis == analysis.name]
+        same = [each for each in earlier if each.get("data_hash") == analysis.data_hash()]
+        return [each for each in same if each.get("tokenizer_hash") == analysis.tokenizer_hash()]
 
     def run(self, device_of_workers: Device | None) -> SeriesResult:
         """Measures in this process, or where workers are to have a device on these."""

@@ -101,11 +101,14 @@ def test_a_folder_of_a_model_without_a_row_is_measured_streamed_or_whole_with_th
     assert numbers.frame["value"].notna().all()
 
 
-def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path):
+def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path, monkeypatch):
     assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run", "--stream-blocks") == 0
     found = records.read(tmp_path / "run" / "measurements.jsonl")
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
     assert {m.provenance["audit"] for m in found} == {"unaudited"}, "one model alone is compared with nothing"
+    monkeypatch.chdir(model.parent)
+    assert analyze(model.name, "--corpus", os.path.relpath(corpus), "--root", tmp_path / "run", "--stream-blocks") == 0
+    assert len(records.read(tmp_path / "run" / "measurements.jsonl")) == 3, "the same model and text, named otherwise"
 
 
 def test_texts_longer_than_the_model_reads_are_refused_before_it_is_opened(model, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """`lit-layers mteb`: what it prints, writes and leaves when it fails, and what is said of wrong input."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,21 @@ def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch):
     before = (tmp_path / "measurements.jsonl").read_bytes()
     monkeypatch.setattr(Prepared, "evaluate", None)
     assert run(home, tmp_path) == 0
+    for folder in (home, home / "data"):  # the same model, named otherwise
+        monkeypatch.chdir(folder)
+        assert run(Path(os.path.relpath(home)), tmp_path) == 0
     assert (tmp_path / "measurements.jsonl").read_bytes() == before
+
+
+def test_a_model_that_was_named_from_elsewhere_is_the_same_one(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(home)
+    assert run(Path(), tmp_path, tasks="STSBenchmark") == 0
+    before = (tmp_path / "measurements.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert run(home, tmp_path, tasks="STSBenchmark") == 0
+    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+    assert run(home, tmp_path, "--seed", "7", tasks="STSBenchmark") == 0
+    assert len(records.read(tmp_path / "measurements.jsonl")) == 2, "other options are other numbers"
 
 
 def test_new_weights_are_scored_as_the_same_architecture_with_these_weights(home, tmp_path):
