@@ -2,10 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TextIO, cast
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, RunLostError
 from lit_layers.files.remote_store import is_remote
 
 MEASURING = ("analyze", "intervene", "mteb")
@@ -45,11 +47,41 @@ def in_local_copies(command: str, argv: list[str], environment: Mapping[str, str
                 folder = remote_runs.read(url, wanted)
                 copies.append(remote_runs.Additions(url))
             line[number] = argv[number].replace(url, str(folder))
-        yield line
+        with _in_addresses(remote_runs.addressed, remote_runs.copies):
+            yield line
         for copy in copies:
             copy.send()
-    for number in places if is_first else ():
-        print(f"{argv[number].removeprefix('--root=')}: all is there", file=sys.stderr)
+    for url in dict.fromkeys(argv[number].removeprefix("--root=") for number in places) if is_first else ():
+        print(f"{url}: all is there", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _in_addresses(addressed: Callable[[str], str], copies: Mapping[str, str]) -> Iterator[None]:
+    """What is printed has addresses on the store in place of the local copies' paths; what is refused has both."""
+    try:
+        with contextlib.redirect_stdout(cast("TextIO", _Addressed(sys.stdout, addressed))):
+            yield
+    except RunLostError:
+        raise
+    except InputError as error:
+        named = [f"{url} is worked on in {folder}" for folder, url in copies.items() if folder in str(error)]
+        if not named:
+            raise
+        raise InputError("; ".join([addressed(str(error)), *named])) from error
+
+
+@dataclass(frozen=True)
+class _Addressed:
+    """A stream that puts addresses into what is written to it."""
+
+    stream: TextIO
+    addressed: Callable[[str], str]
+
+    def write(self, text: str) -> int:
+        return self.stream.write(self.addressed(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _option(before: str, word: str) -> str | None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 LEASE, HEARTBEAT, LOOK = 60.0, 5.0, 0.5  # seconds
 PATIENCE, TRIES = 120.0, 3  # at the end: seconds that a silent store is waited for; what it refuses is tried as often
 _writers: "list[Writer]" = []
+copies: dict[str, str] = {}  # the local copies that this process has worked in, and what they are copies of
 
 
 def read(place: str | Path, wanted: Wanted = numbers) -> Path:
@@ -41,7 +42,7 @@ def read(place: str | Path, wanted: Wanted = numbers) -> Path:
     """
     if not is_remote(place):
         return Path(place)
-    copy = LocalCopy(place)
+    copy = _known(place)
     if not any(writer.copy.home == copy.home for writer in _writers):
         copy.refresh(wanted)
     if not copy.folder.is_dir():
@@ -60,8 +61,21 @@ def written(place: str | Path, wanted: Wanted = numbers) -> Iterator[Path]:
     if not is_remote(place):
         yield Path(place)
         return
-    with Writer(LocalCopy(place), wanted) as writer:
+    with Writer(_known(place), wanted) as writer:
         yield writer.copy.folder
+
+
+def _known(place: str | Path) -> LocalCopy:
+    copy = LocalCopy(place)
+    copies[str(copy.folder)] = copy.store.url
+    return copy
+
+
+def addressed(text: str) -> str:
+    """Returns a text with addresses on a store where it names files of its local copies."""
+    for folder, url in copies.items():
+        text = text.replace(folder, url)
+    return text
 
 
 def check(path: Path) -> None:

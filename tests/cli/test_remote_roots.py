@@ -97,6 +97,16 @@ def test_a_training_killed_and_gone_on_with_elsewhere_leaves_on_the_store_what_a
         assert secret not in said + capfd.readouterr().err
 
 
+def test_a_damaged_line_is_refused_with_the_address_and_the_local_copy(bucket, tmp_path, capsys):
+    url, lines = f"{bucket}/damaged/run", tmp_path / "measurements.jsonl"
+    lines.write_text('{"run": 1}\n{}\n')
+    Store(url).put(lines, lines.name)
+    assert main(["compact", url]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {url}/measurements.jsonl, line 1: " in said
+    assert f"; {url} is worked on in {remote_copy.LocalCopy(url).folder}\n" in said
+
+
 def test_what_reads_a_run_writes_its_page_there_and_nothing_else(bucket, tmp_path, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
     url, store = f"{bucket}/read/run", Store(f"{bucket}/read/run")
@@ -106,6 +116,8 @@ def test_what_reads_a_run_writes_its_page_there_and_nothing_else(bucket, tmp_pat
     there = store.listing()
     assert main(["report", url]) == 0
     assert main(["compact", url]) == 0
+    page, _, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (page, row[0]) == ([f"{url}/report.html"], url), "and not the local copy's paths"
     assert {*store.listing()} - {*there} == {"report.html", "measurements.parquet"}
     assert {name: store.listing()[name] for name in there} == there
     assert "secret" not in capsys.readouterr().err

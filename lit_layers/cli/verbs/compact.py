@@ -16,6 +16,7 @@ def compact(roots: list[Path]) -> int:
         roots: folders of runs
     """
     from lit_layers import records
+    from lit_layers.files.remote_runs import addressed
 
     if not roots:
         raise InputError("missing: roots: expected a run's folder, or several")
@@ -24,7 +25,7 @@ def compact(roots: list[Path]) -> int:
         made = records.compact(root)
         rows.append(
             {
-                "run": str(root),
+                "run": addressed(str(root)),
                 "measurements": f"{made.measurements:,}",
                 "numbers": f"{made.numbers:,}",
                 "lines, MB": f"{made.log_bytes / 1e6:.2f}",
