@@ -10,7 +10,7 @@ from typing import Any
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
 from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, at_once
+from lit_layers.series.checkpoint_sources import TOKENIZER, TOKENIZER_CONFIG, at_once
 from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
 
 # Kinds of what a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
@@ -247,7 +247,15 @@ def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note:
 CONFIG = "config.json"
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
-_OF_A_FILE = {"transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"}
+_OF_A_FILE = {
+    *("transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"),
+    *("name_or_path", "tokenizer_file", "special_tokens_map_file"),
+}
+# Fields of tokenizer_config.json that decide which tokens a text has.
+_OF_A_TEXT = {
+    *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "cls", "add_bos", "add_eos")),
+    *("add_prefix_space", "do_lower_case", "model_max_length"),
+}
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
 
 
@@ -313,11 +321,7 @@ def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 def _config(text: str) -> str | None:
     from lit_layers.models.build import with_defaults  # torch, which an audit of a listing need not wait for
 
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError):  # nested without end
-        return None
-    if not isinstance(settings, dict):
+    if (settings := _keys_and_values(text)) is None:
         return None
     kept = {
         name: value
@@ -325,6 +329,14 @@ def _config(text: str) -> str | None:
         if not name.startswith("_") and name not in _OF_A_FILE
     }
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _keys_and_values(text: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):  # nested without end
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _differences(value: str, usual: str) -> str:
@@ -342,6 +354,23 @@ def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
         files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
         values = _contents(chosen, name, _tokenizer) if name == TOKENIZER else files
         yield from _findings("other tokenizer", values, lambda *_, name=name: f"another {name} than at the other steps")
+    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+        settings = _contents(chosen, name, _keys_and_values)
+        for one in (one for one, each in settings if each is None):
+            yield finding("damaged", f"its {name} is no JSON", [one])
+        for decides in (True, False):
+            values = [(one, _settings(each, decides)) for one, each in settings if each is not None]
+            for checkpoints, value, usual, note in odd(values):
+                says = f"{name}: {_differences(value, usual)}"
+                yield finding("other tokenizer", says, checkpoints, note=note or not decides)
+
+
+def _settings(settings: Mapping[str, Any], decides: bool) -> str:
+    """The settings that decide which tokens a text has, or all others; a token with its options is that token."""
+    chosen = {name: value for name, value in settings.items() if (name in _OF_A_TEXT) == decides}
+    if decides:
+        chosen = {name: value.get("content") if isinstance(value, dict) else value for name, value in chosen.items()}
+    return json.dumps({name: value for name, value in chosen.items() if name not in _OF_A_FILE}, sort_keys=True)
 
 
 def _tokenizer(text: str) -> str:

@@ -23,6 +23,7 @@ LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mos
 TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
 FAR_LESS = 0.6  # of the next least
 SWAP, SWAP_AT_END = 0.9, 0.8  # length of the path with two steps exchanged: healthy from 0.96, at the ends from 0.85
+STRANGER = 0.9  # 1 - cosine to the nearer neighbour over the median one: healthy to 0.84, other trainings' from 0.97
 UNLIKE = 0.5  # cosine to both neighbours over theirs with each other: healthy from 1
 ENDS_ELSEWHERE = (0.2, 0.6)  # cosine of the last step, where those of all other neighbours are above the second
 JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
@@ -55,8 +56,6 @@ class Path:
             for name, _ in (set.intersection(*shapes) if shapes else ())
             if is_matrix(prints[steps[0].name].tensors[name])
         )
-        count = len(steps)
-        squares, inner = np.zeros((count, count)), np.zeros((count, count))
         of_tensor, norms = {}, {}
         for name in names:
             values = torch.stack([prints[one.name].samples[name] for one in steps]).double().nan_to_num(0.0, 0.0, 0.0)
@@ -65,13 +64,44 @@ class Path:
             here = np.diag(products)
             apart = np.maximum(here[:, None] + here[None] - 2 * products, 0)
             of_tensor[name], norms[name] = np.sqrt(apart), np.sqrt(here)
-            inner += products
+        stored = {precision(prints[one.name]) for one in steps}
+        rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
+        return cls._joining(steps, of_tensor, norms, rounding)
+
+    @classmethod
+    def _joining(
+        cls,
+        steps: Sequence[Checkpoint],
+        of_tensor: Mapping[str, np.ndarray],
+        norms: Mapping[str, np.ndarray],
+        rounding: float,
+    ) -> "Path":
+        count = len(steps)
+        squares, inner = np.zeros((count, count)), np.zeros((count, count))
+        for name, distance in of_tensor.items():
+            apart, here = distance**2, norms[name] ** 2
+            inner += (here[:, None] + here[None] - apart) / 2
             if (mean := apart.sum() / max(count * (count - 1), 1)) > 0:
                 squares += apart / mean
         lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
-        stored = {precision(prints[one.name]) for one in steps}
-        rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
         return cls(steps, np.sqrt(squares), inner / lengths[:, None] / lengths, of_tensor, norms, rounding)
+
+    @property
+    def turns(self) -> float:
+        """Length of the path without the lengths of the weights."""
+        return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
+
+    def without(self, names: Collection[str]) -> "Path":
+        """The path of the other tensors, or of all where there are no others."""
+        rest = {name: distance for name, distance in self.of_tensor.items() if name not in names}
+        return self._joining(self.steps, rest, self.norms, self.rounding) if names and rest else self
+
+    def at(self, places: Sequence[int]) -> "Path":
+        """The path through some of its checkpoints, or through all in another order."""
+        square, norms = np.ix_(places, places), {name: norms[places] for name, norms in self.norms.items()}
+        of_tensor = {name: distance[square] for name, distance in self.of_tensor.items()}
+        steps = [self.steps[place] for place in places]
+        return Path(steps, self.distance[square], self.cosine[square], of_tensor, norms, self.rounding)
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
@@ -174,24 +204,39 @@ def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
     return sum(int((here != there).sum()) for here, there in pairs) / total if total else 1.0
 
 
-def swapped(path: Path) -> Finding | None:
-    """Two steps that make the path shorter when they change places, and regular."""
+def swapped(whole: Path) -> tuple[Finding, Path] | None:
+    """Two steps that make the path shorter when they change places, and regular; and the path once they have."""
+    path = _of_their_own(whole)
     count = len(path.steps)
     best = max(_exchanges(path.distance), key=lambda exchange: exchange.saved, default=None)
     if best is None or best.ratio > (SWAP_AT_END if best.first == 0 or best.second == count - 1 else SWAP):
         return None
-    after = path.distance[np.ix_(best.order, best.order)]
-    regular = all(exchange.ratio > SWAP for exchange in _exchanges(after)) and not any(
-        _detour(after, place) < LINE for place in range(1, count - 1)
+    order = best.order.tolist()
+    after = path.at(order)
+    regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
+        _detour(after.distance, place) < LINE for place in range(1, count - 1)
     )
+    regular &= after.turns < path.turns  # weights that are only larger do not stand elsewhere
     for place, neighbour in ((best.first, 1), (best.second, count - 2)):
+        regular &= not _is_stranger(after.cosine[place], place)
         if place in (0, count - 1):  # a stranger at an end costs one long way for two
-            regular &= after[place, neighbour] <= 3 * np.sort(np.diag(after, 1))[-2]
+            regular &= after.distance[place, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
     exchanged = [path.steps[best.first], path.steps[best.second]]
     says = f"the weights of {exchanged[0].label} and {exchanged[1].label} fit in each other's place"
-    return finding("swapped", says, exchanged)
+    return finding("swapped", says, exchanged), whole.at(order)
+
+
+def _of_their_own(path: Path) -> Path:
+    """The path without what steps may have of another one: it draws them together, whatever lies between."""
+    return path.without({name for names in _borrowed(path, ()).values() for name in names})
+
+
+def _is_stranger(cosine: np.ndarray, place: int) -> bool:
+    """Whether a step is no nearer to its neighbours than to most of the others."""
+    angles = np.delete(1 - cosine, place)
+    return bool(angles[max(place - 1, 0) : place + 1].min() > STRANGER * np.median(angles))
 
 
 class _Exchange(NamedTuple):
@@ -235,9 +280,10 @@ def _detour(distance: np.ndarray, place: int) -> float:
 
 def out_of_line(path: Path) -> Iterator[Finding]:
     """Steps that lie off the way between their neighbours, as weights of another training do, or a tensor of them."""
-    count = len(path.steps)
+    count, whole = len(path.steps), path
     if count < 3:
         return
+    path = _of_their_own(whole)
     inner = range(1, count - 1)
     detours = {place: _detour(path.distance, place) for place in inner}
     strange = {place for place in inner if _is_least(detours, place, LINE) or _is_unlike(path.cosine, place)}
@@ -251,11 +297,12 @@ def out_of_line(path: Path) -> Iterator[Finding]:
         strange.add(count - 1)
         says = f"nothing in common with {path.steps[-2].label}: of another training?"
         yield finding("out of line", says, [path.steps[-1]])
-    borrowed = _borrowed(path, strange)
+    borrowed = _borrowed(whole, strange)
     for places, names in borrowed.items():
         says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
         yield finding("out of line", says, [path.steps[place] for place in places])
-    yield from _tensors_out_of_line(path, strange, {*itertools.chain.from_iterable(borrowed.values())})
+    kept = whole.at([place for place in range(count) if place not in strange])
+    yield from _tensors_out_of_line(kept, {*itertools.chain.from_iterable(borrowed.values())})
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
@@ -300,10 +347,11 @@ def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
     return len(widths) > 1 and widths[-1] <= 2 * max(widths[:-1])
 
 
-def _tensors_out_of_line(path: Path, strange: set[int], without: Collection[str]) -> Iterator[Finding]:
+def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
+    judged = {name: distance for name, distance in path.of_tensor.items() if name not in without}
     tensors: dict[int, list[str]] = {}  # by checkpoint: names of those that lie off the way
-    for name, distance in ((name, each) for name, each in path.of_tensor.items() if name not in without):
+    for name, distance in judged.items():
         detours = {place: _detour(distance, place) for place in range(1, count - 1)}
         for place in detours:
             least = min(distance[place - 1, place], distance[place, place + 1])
@@ -311,12 +359,14 @@ def _tensors_out_of_line(path: Path, strange: set[int], without: Collection[str]
                 tensors.setdefault(place, []).append(name)
     jumps = {
         name: distance[-2, -1] / distance[-3, -2]
-        for name, distance in path.of_tensor.items()
-        if distance[-3, -2] > path.rounding * path.norms[name][-2]
+        for name, distance in judged.items()
+        if count > 2 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
     middle = float(np.median(list(jumps.values()))) if len(jumps) > 3 else np.inf
-    tensors.setdefault(count - 1, []).extend(name for name, jump in jumps.items() if jump > JUMP * middle)
+    before = tensors.get(count - 2, ())  # the way back from these is no jump of the last step
+    ahead = [name for name, jump in jumps.items() if jump > JUMP * middle and name not in before]
+    tensors.setdefault(count - 1, []).extend(ahead)
     for place, names in sorted(tensors.items()):
-        if names and place not in strange and len(names) <= max(1, len(path.of_tensor) // 2):
+        if names and len(names) <= max(1, len(path.of_tensor) // 2):
             says = f"{', '.join(names[:3])} alone {'are' if len(names) > 1 else 'is'} far from the steps beside it"
             yield finding("out of line", f"{says}: rows in another order?", [path.steps[place]])

@@ -208,9 +208,11 @@ def _findings_of_values(
     path = audit_weights.Path.of([one for one in read if one.name not in suspects], prints)
     exchange = audit_weights.swapped(path)
     if exchange is not None:
-        return [*findings, exchange], audit_weights.undecided_order(path, ()) - _names([exchange])
+        findings.append(exchange[0])
+        path = exchange[1]
     strays = list(audit_weights.out_of_line(path))
-    return [*findings, *strays], audit_weights.undecided_order(path, _names(strays))
+    undecided = audit_weights.undecided_order(path, _names(strays))
+    return [*findings, *strays], undecided if exchange is None else undecided - _names([exchange[0]])
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

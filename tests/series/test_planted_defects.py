@@ -122,6 +122,12 @@ def other_tokenizer(root: Path) -> None:
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(at(root, 60, "tokenizer.json")))
 
 
+def tokenizer_settings(root: Path, odd: dict[int, dict], **usual) -> None:
+    for step in EVEN:
+        settings = {"eos_token": "w1", "tokenizer_class": "GPT2Tokenizer"} | usual | odd.get(step, {})
+        at(root, step, "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def header_bit(root: Path) -> None:
     content = bytearray(at(root, 60).read_bytes())
     content[7] ^= 1 << 6  # the length of the header
@@ -137,6 +143,11 @@ def trainer_states(root: Path) -> None:
     for step in EVEN:
         said = 80 if step == 60 else step
         at(root, step, "trainer_state.json").write_text(json.dumps({"global_step": said}))
+
+
+def borrowed(root: Path, name: str, source: int, *steps: int) -> None:
+    for step in steps:
+        changed(root, step, lambda state: state.update({name: load_file(at(root, source))[name]}))
 
 
 def frozen(root: Path, odd: Path | None = None) -> None:
@@ -169,6 +180,16 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
     "far steps swapped": (lambda root: exchanged(root, 20, 100), "swapped", (20, 100)),
     "a step swapped with the last": (lambda root: exchanged(root, 40, 120), "swapped", (40, 120)),
     "other tokenizer": (other_tokenizer, "other tokenizer", (60,)),
+    "another end of text": (
+        lambda root: tokenizer_settings(root, {60: {"eos_token": "w2"}}),
+        "other tokenizer",
+        (60,),
+    ),
+    "tokenizer settings that are no JSON": (
+        lambda root: (tokenizer_settings(root, {}), at(root, 60, "tokenizer_config.json").write_text('{"eos_token')),
+        "damaged",
+        (60,),
+    ),
     "rows permuted": (lambda root: changed(root, 60, permuted), "out of line", (60,)),
     "rows of the last step permuted": (lambda root: changed(root, 120, permuted), "out of line", (120,)),
     "a matrix of another step": (
@@ -176,6 +197,17 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
         "out of line",
         (20, 60),
     ),
+    "a matrix of another step, twice": (
+        lambda root: borrowed(root, ATTENTION, 20, 60, 100),
+        "out of line",
+        (20, 60, 100),
+    ),
+    "a matrix of another step at the last but one": (
+        lambda root: borrowed(root, ATTENTION, 40, 100),
+        "out of line",
+        (40, 100),
+    ),
+    "rows of the last step but one permuted": (lambda root: changed(root, 100, permuted), "out of line", (100,)),
     "another step in bfloat16": (
         lambda root: save_file(rounded(load_file(at(root, 20))), at(root, 60)),
         "rounded copy",
@@ -292,6 +324,16 @@ def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
     assert len(audit(StepFolders(root)).findings) == 1
 
 
+def test_settings_of_a_tokenizer_that_change_no_token_are_notes_at_most(root):
+    tokenizer_settings(root, {60: {"name_or_path": "elsewhere", "eos_token": {"content": "w1", "lstrip": False}}})
+    assert audit(StepFolders(root)).findings == ()
+    tokenizer_settings(root, {60: {"tokenizer_class": "GPT2TokenizerFast"}})
+    (found,) = audit(StepFolders(root)).findings
+    assert (found.kind, found.steps, found.note) == ("other tokenizer", (60,), True)
+    says = "tokenizer_config.json: tokenizer_class is GPT2TokenizerFast, not GPT2Tokenizer, as at the other steps"
+    assert found.message == says
+
+
 HEALTHY = forty()
 
 
@@ -312,10 +354,22 @@ def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
         judged_clean(tmp_path, number)
 
 
-@pytest.mark.parametrize("step", [20, 60, 120])
+@pytest.mark.parametrize("step", [20, 60, 80, 120])
 def test_a_step_of_another_seed_is_found(root, other_seed, step):
     shutil.copy(at(other_seed, step), at(root, step))
     assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
+
+
+def test_what_is_wrong_beside_exchanged_steps_is_found_too(root):
+    borrowed(root, WTE, 20, 100)
+    exchanged(root, 40, 80)
+    assert found_in(audit(StepFolders(root))) == {("out of line", (20, 100)), ("swapped", (40, 80))}
+
+
+def test_healthy_steps_beside_a_strange_one_and_a_copy_are_not_accused(root, other_seed):
+    shutil.copy(at(root, 60), at(root, 80))
+    shutil.copy(at(other_seed, 40), at(root, 40))
+    assert found_in(audit(StepFolders(root))) == {("identical weights", (60, 80)), ("out of line", (40,))}
 
 
 @pytest.mark.parametrize("alone", [True, False])
