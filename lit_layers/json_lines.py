@@ -47,7 +47,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
             start = file.seek(0, os.SEEK_END)
-            yield cast(BinaryIO, file)
+            yield cast("BinaryIO", file)
             run_lock.wrote(path, start=start, end=file.seek(0, os.SEEK_END))
         if is_new:
             sync(path.parent)

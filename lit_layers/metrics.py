@@ -4,11 +4,15 @@ Figures, pages, tables, W&B, `correlate` and `select` read these rows, and the t
 them: what is said of a metric is said there. A metric that has no row is called by its name and is shown all the same.
 """
 
+import ast
+import functools
 import math
+import re
 import tomllib
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 INF = math.inf
 
@@ -157,3 +161,59 @@ def sentence(name: str) -> str:
     """Returns `some_name` as `Some name`, and `probe/some_task` as `Probe: some task`."""
     words = name.replace("_", " ").replace("/", ": ").strip()
     return f"MTEB{words[4:]}" if words.split(":")[0] == "mteb" else words[:1].upper() + words[1:]
+
+
+_USAGE = re.compile(r"^(Args|Returns|Raises):", re.M)
+_SOURCE = re.compile(r"^Source: (.*?)(?=\n\s*\n|\Z)", re.M | re.S)
+
+
+class Definition(NamedTuple):
+    """What a function's docstring says of what it computes, in paragraphs, and of where that was published."""
+
+    paragraphs: list[str]
+    source: str
+
+
+class Reading(NamedTuple):
+    """What helps to read a metric: short facts by name, and its definition, where a function has one."""
+
+    title: str
+    facts: dict[str, str]
+    definition: Definition
+
+
+def reading(metric: str) -> Reading | None:
+    """Returns how a metric is to be read; None where nothing is known of it."""
+    row = look_up(metric)
+    definition = _definition(row.function) if row.function else Definition([], "")
+    facts = {
+        "Meaning": row.meaning,
+        "Range": row.range,
+        "Better": row.better or "",
+        "Compare with": _compared(row),
+        "Source": definition.source,
+        "Function": f"lit_layers.functional.{row.function}" if row.function else "",
+    }
+    facts = {name: text for name, text in facts.items() if text}
+    return Reading(row.title, facts, definition) if facts else None
+
+
+def _compared(row: Metric) -> str:
+    """What the metric would be by chance, or by definition."""
+    if row.level is not None:
+        return f"{row.level_name}: {row.level:g}"
+    baseline = look_up(row.baseline)
+    return baseline.title if baseline.meaning else ""
+
+
+@functools.cache
+def _definition(function: str) -> Definition:
+    """Of a function of `lit_layers.functional`, as `entropy.matrix_entropy`; without what only a caller needs."""
+    module, _, name = function.rpartition(".")
+    source = files("lit_layers").joinpath("functional", *module.split(".")[:-1], f"{module.split('.')[-1]}.py")
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    text = _USAGE.split(ast.get_docstring(node) or "")[0]
+    published = _SOURCE.search(text)
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", _SOURCE.sub("", text))]
+    return Definition([part for part in paragraphs if part], " ".join(published[1].split()) if published else "")

@@ -379,7 +379,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
     """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
     for _, parts in groupby(lines_of(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
-        yield {name: value for part in parts for name, value in cast(dict[str, float], part).items()}
+        yield {name: value for part in parts for name, value in cast("dict[str, float]", part).items()}
 
 
 def _scalar(value: Any) -> float:

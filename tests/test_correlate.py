@@ -12,9 +12,8 @@ import pytest
 
 from lit_layers import records
 from lit_layers.correlate import correlate, published, read_file, read_runs
-from lit_layers.correlate.correlation_page import plots_of
+from lit_layers.correlate.correlation_page import OverTag, over_tag, plots_of
 from lit_layers.correlate.model_table import ModelTable
-from lit_layers.correlate.over_tag import OverTag, over_tag
 from lit_layers.correlate.run_models import read_run_models
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation

@@ -25,10 +25,9 @@ from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.vega import script
-from lit_layers.metrics import METRICS, look_up
+from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
-from lit_layers.report.reading import reading
 from lit_layers.report.sections import block
 from lit_layers.report.template import Figures, placed
 from tests.support.browser import CHROMIUM, dom_after

@@ -6,8 +6,7 @@ from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.layer_similarity import LayerSimilarity, OrderStates
 from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
-from lit_layers.analyses.probes.attentive_probe import AttentiveProbe
-from lit_layers.analyses.probes.label_probe import LabelProbe
+from lit_layers.analyses.probes.label_probe import AttentiveProbe, LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
 from lit_layers.analyses.probes.task_probes import Probe, SampleSizeSweep
 from lit_layers.analyses.readouts.jacobian_lens import JacobianLens

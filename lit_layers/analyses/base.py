@@ -166,7 +166,7 @@ class Analysis(ABC):
 
     def tags_of(self, *options: str) -> dict[str, str | int | float]:
         """What a result of other than the default options must say of itself: those of some names, as tags."""
-        defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, self))}
+        defaults = {field.name: field.default for field in dataclasses.fields(cast("Any", self))}
         tags: dict[str, str | int | float] = {}
         for option in options:
             value = getattr(self, option)

@@ -88,7 +88,7 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
         InputError: as `named`.
     """
     return [
-        cast(Any, NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
+        cast("Any", NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
         if name in NAMES
         else StateMetric(metric=getattr(functional, name), batches=batches)
         for name in named(names)

@@ -1,6 +1,7 @@
 """Curves over training steps, value and standard error: of a run's measurements, and over seeds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers import records
-from lit_layers.clock.prompt_curves import prompts_of_curve, rows_of_curves
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import ORDINALS, grouped
 from lit_layers.identity import UNKNOWN, settings_of, short
 from lit_layers.metrics import look_up
+from lit_layers.prompt_values import ByPrompt, key_of, read_values
+from lit_layers.records import Measurement, Record
 
+logger = logging.getLogger(__name__)
 Array = NDArray[np.floating[Any]]
 AxisName = Literal["step", "tokens"]
 Tags = Mapping[str, Any]
@@ -178,7 +181,7 @@ def text_of(tags: Tags) -> str:
 
 
 def with_prompts(
-    curves: Sequence[StepCurve], root: Path, measurements: Sequence[records.Measurement], axis: AxisName = "step"
+    curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
     """Returns the curves of a run's measurements with the values of prompts that its folder `root` keeps."""
     analyses = {curve.analysis for curve in curves}
@@ -193,17 +196,17 @@ def with_prompts(
     return whole
 
 
-def _key(analysis: str, record: records.Record) -> tuple[str, str, int | None, str]:
+def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:
     """Returns the key of the curve that a record is of."""
     return analysis, record.metric, record.layer, text_of(_tags(record))
 
 
-def _tags(record: records.Record) -> Tags:
+def _tags(record: Record) -> Tags:
     return {name: record.tags[name] for name in sorted(record.tags) if not name.startswith("num_")}
 
 
 def curves_in(
-    run: str, measurements: Iterable[records.Measurement], *, axis: AxisName = "step", everything: bool = False
+    run: str, measurements: Iterable[Measurement], *, axis: AxisName = "step", everything: bool = False
 ) -> list[StepCurve]:
     """Returns the curves of a run's measurements, those that tables of results show or `everything`.
 
@@ -236,7 +239,7 @@ def curves_in(
     return [replace(curve, settings=settings[curve.analysis]) for curve in curves]
 
 
-def _stderr(record: records.Record) -> float:
+def _stderr(record: Record) -> float:
     if record.stderr is not None:
         return record.stderr
     return np.nan if record.low is None or record.high is None else (record.high - record.low) / NORMAL_95
@@ -259,3 +262,53 @@ def curve_of_points(
         stderr=stderr if has_error.all() else None,
         num_without_stderr=int((~has_error).sum()) if has_error.any() else 0,
     )
+
+
+def rows_of_curves(
+    root: Path,
+    measurements: Sequence[Measurement],
+    curves: Container[Any],
+    curve_of: Callable[[str, Record], Any],
+    *,
+    axis: AxisName = "step",
+) -> dict[Any, tuple[str, dict[int, ByPrompt]]]:
+    """Returns for the wanted curves that have some what was measured on, and the values of prompts at each checkpoint.
+
+    `curve_of` an analysis and a record says of which curve it is. What a folder holds in place of values is told in one
+    warning.
+    """
+    measured = [m for m in measurements if m.error is None and m.step is not None]
+    rows: dict[Any, tuple[str, dict[int, ByPrompt]]] = {}
+    unread = []
+    for m, values in zip(measured, read_values(root, measured), strict=True):
+        if isinstance(values, str):
+            unread.append(values)
+            continue
+        at: Any = m.step if axis == "step" else m.tokens
+        about = m.provenance.get("data_hash") or f"{m.analysis} {m.provenance.get('config_hash')}"
+        for record in m.records if values else ():
+            key = curve_of(m.analysis, record)
+            if key in curves and (by_prompt := values.get(key_of(record))) is not None:
+                rows.setdefault(key, (f"{m.run} {about}", {}))[1][at] = by_prompt
+    if unread:
+        logger.warning(
+            "%s: values of prompts are left out, and their curves compared without them: %s%s",
+            *(root, unread[0], f"; and {len(unread) - 1} more" if len(unread) > 1 else ""),
+        )
+    return rows
+
+
+def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
+    """Returns (prompts, checkpoints) of the same prompts wherever a curve has a value, NaN where a prompt has none.
+
+    None where a checkpoint lacks them, or fewer than two prompts, or than half of those that have a value anywhere,
+    have one everywhere.
+    """
+    there = np.isfinite(values)
+    lengths = {len(rows[step]) if step in rows else 0 for step in at[there].tolist()}
+    if len(lengths) != 1 or (count := lengths.pop()) < 2:
+        return None
+    nothing = np.full(count, np.nan, dtype=np.float32)
+    prompts = np.stack([rows.get(step, nothing) for step in at.tolist()], axis=1)
+    defined = np.isfinite(prompts[:, there])
+    return prompts if defined.all(1).sum() >= max(2, defined.any(1).sum() / 2) else None

@@ -31,7 +31,7 @@ from lit_layers.data.image_files import (
 )
 from lit_layers.data.preparing import at_least_one
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import asking_the_hub
+from lit_layers.files.hub import asking_the_hub
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import asking_the_hub
+from lit_layers.files.hub import asking_the_hub
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
 ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}

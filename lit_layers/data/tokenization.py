@@ -17,8 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import asking_the_hub
 from lit_layers.files.gguf_files import GgufFile, is_gguf
+from lit_layers.files.hub import asking_the_hub
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own

@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import has_kernels
+from lit_layers.files.hub import has_kernels
 
 SUFFIX = ".gguf"
 _CANNOT_READ = (

@@ -18,8 +18,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import refuse_foreign_code
 from lit_layers.files.durable import write_json
+from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import refuse_foreign_code, would_run_code
 from lit_layers.files.gguf_files import GgufFile, is_gguf
+from lit_layers.files.hub import refuse_foreign_code, would_run_code
 from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.pixels import (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import HUB_ERRORS, named_shards
-from lit_layers.files.hub import Hub
+from lit_layers.files.hub import HUB_ERRORS, Hub, named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -29,8 +29,7 @@ from lit_layers.figures.tables import (
     variants_of,
 )
 from lit_layers.figures.task_means import BASES
-from lit_layers.metrics import is_in, look_up, names, rank, sentence
-from lit_layers.report.reading import reading
+from lit_layers.metrics import is_in, look_up, names, rank, reading, sentence
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
 

@@ -4,11 +4,14 @@ What is shown is one thing for all of them (`TrackedRun`); what differs is how a
 over (`Tracker`). None of the four is imported here: who logs to one has done so.
 """
 
+import contextlib
 import io
 import json
 import logging
+import queue
 import re
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +23,66 @@ from lit_layers.errors import first_line
 from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
-from lit_layers.report.call_thread import CallThread
 from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, of_the_whole_run
 from lit_layers.report.wandb_files import AXIS
 from lit_layers.report.wandb_mirror import define
+
+
+class CallThread:
+    """Takes calls without waiting for them; whoever does not keep up, or does not answer in time, gets no more.
+
+    Args:
+        most: calls that wait at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(most)
+        self._is_off = False
+
+    def _start(self, name: str) -> None:
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _later(self, call: Callable[[], None], *limit: float | None) -> None:
+        """Queues a call; with a limit (None: without end) waits until it is done."""
+        done = threading.Event()
+        if self._is_off:
+            return
+        try:
+            self._calls.put_nowait((call, done))
+        except queue.Full:
+            self._give_up("it does not keep up")
+        else:
+            if limit and not done.wait(limit[0]):
+                self._give_up(f"no answer within {limit[0]:.0f} s")
+
+    def _end(self) -> None:
+        """Ends the thread, once it has made the calls that wait."""
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def _work(self) -> None:
+        for call, done in iter(self._calls.get, None):
+            try:
+                if not self._is_off:
+                    call()
+            except BaseException as error:  # whatever it is: no training ends for it
+                if not self._is_off:
+                    self._failed(error)
+            finally:
+                done.set()
+
+    def _failed(self, error: BaseException) -> None:
+        """What a call raised."""
+        self._give_up(first_line(error))
+
+    def _give_up(self, reason: str) -> None:
+        """No call is made from here on, and what waits for one goes on."""
+        self._is_off = True
+        with contextlib.suppress(queue.Empty):
+            while (waiting := self._calls.get_nowait()) is not None:
+                waiting[1].set()
+            self._end()
+
 
 logger = logging.getLogger(__name__)
 PATIENCE = 30.0  # seconds that a training waits for a tracker, once, at its end

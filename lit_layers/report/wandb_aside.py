@@ -6,7 +6,7 @@ from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement
-from lit_layers.report.call_thread import CallThread
+from lit_layers.report.trackers import CallThread
 from lit_layers.report.wandb_mirror import WandbMirror
 
 _STEPS = 10_000  # that wait at most: W&B does not keep up then, and the files have them all

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import would_run_code
+from lit_layers.files.hub import would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint_sources import Source
 from lit_layers.series.weight_files import Memory

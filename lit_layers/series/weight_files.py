@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_layers.files.downloads import named_shards
 from lit_layers.files.durable import replace_file
-from lit_layers.files.hub import ListedFile
+from lit_layers.files.hub import ListedFile, named_shards
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     from torch import Tensor

@@ -25,18 +25,20 @@ from lit_layers.models.running_order import SharedPrefixes, running_order, varia
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
-from lit_layers.tasks import broken_answers
 from lit_layers.tasks.benchmark_rows import (
     NORMALIZED,
     SCORE,
     LocalRows,
     ResultFolder,
     TaskScores,
+    broken_answers,
     is_file,
     local_rows,
     mean_and_error,
     normalized_error,
     normalized_score,
+    questions_of,
+    write_broken_answers,
 )
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
@@ -254,10 +256,10 @@ class BenchmarkScores(RoundedAnalysis):
         """Of a task whose answers are written, a table of answers that other orders break, beside the results."""
         if not scored[variants[0].schedule].texts:
             return
-        questions = broken_answers.questions_of(self._scorer(model).requests())
-        rows = broken_answers.broken_answers(variants, scored, questions)
+        questions = questions_of(self._scorer(model).requests())
+        rows = broken_answers(variants, scored, questions)
         if rows:
-            self._say(f"answers that break: {broken_answers.write(self._place(model), rows)}")
+            self._say(f"answers that break: {write_broken_answers(self._place(model), rows)}")
 
     def _records(
         self, variants: Sequence[Variant], scored: dict[Schedule, TaskScores], failed: dict[Schedule, str]

@@ -21,8 +21,8 @@ import yaml
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refused
-from lit_layers.files.downloads import HUB_ERRORS, reason
 from lit_layers.files.gguf_files import GgufFile, is_gguf
+from lit_layers.files.hub import HUB_ERRORS, reason
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes

@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.downloads import HUB_ERRORS, reason
 from lit_layers.files.foreign_parquet import refuse_vast
+from lit_layers.files.hub import HUB_ERRORS, reason
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")

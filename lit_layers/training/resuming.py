@@ -58,7 +58,7 @@ def refuse_diverged_losses(
         return
     if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
         return  # the scaler leaves such a step out
-    for callback in cast(Any, trainer).callbacks:
+    for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
             callback.wait()  # the sentence names what is whole
     raise DivergedError(_sentence(f"the loss of step {step} is {losses[step]}", step, root))
@@ -267,7 +267,7 @@ class _HashedFile(io.BufferedWriter):
     """Hashes what is written; the writer of `torch.save` only ever appends."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(cast(Any, io.FileIO(path, "wb")))
+        super().__init__(cast("Any", io.FileIO(path, "wb")))
         self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:

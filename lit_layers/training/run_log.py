@@ -183,7 +183,7 @@ class RunLog(L.Callback):
         speed = {name: steps * count / seconds for name, count in self._per_step.items()}
         tokens_per_second = speed.get("train/tokens_per_second")
         if self._peak and tokens_per_second:
-            module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
+            module, data = cast("Any", pl_module), cast("Any", trainer).datamodule
             flops = tokens_per_second * module.flops_per_token(data.num_tokens)
             speed["train/mfu"] = flops / (self._peak * trainer.world_size)
         self._extra.setdefault(axis_step(trainer), {}).update(speed)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens, Lens, fit_jacobian_lens
-from lit_layers.analyses.readouts.jacobian_lens import with_shuffled_weights
+from lit_layers.analyses.readouts.jacobian_lens import read_lens, with_shuffled_weights, write_lens
 from lit_layers.errors import InputError
-from lit_layers.files.lens_files import read_lens, write_lens
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny

@@ -215,7 +215,7 @@ def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, m
     hub = "transformers.integrations.hub_kernels"
     monkeypatch.setattr(f"{hub}.get_kernel", lambda *_, **__: pytest.fail("it is fetched"))
     monkeypatch.setattr(f"{hub}.is_kernels_available", lambda *_: True)
-    monkeypatch.setattr("lit_layers.files.downloads.has_kernels", lambda: installed)
+    monkeypatch.setattr("lit_layers.files.hub.has_kernels", lambda: installed)
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
     plain = json.loads((tmp_path / "config.json").read_text())
     cases = [(field, more) for group in (_NAMED, *([_FETCHED] * installed)) for field in group for more in group[field]]

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from lit_layers.select.choosing import Choice, Score
-from lit_layers.select.comparing import Candidate, chosen_layers, difference, reference, table, write
+from lit_layers.select.selection import (
+    Candidate,
+    chosen_layers,
+    comparison_table,
+    difference,
+    reference,
+    write_comparison,
+)
 
 TARGETS = torch.arange(40) % 2
 
@@ -64,7 +71,7 @@ def test_models_with_other_test_rows_are_not_paired(targets):
 
 def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
     models = [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))]
-    rows = table(models, {"c": "no layer can be chosen"}).to_dict("records")
+    rows = comparison_table(models, {"c": "no layer can be chosen"}).to_dict("records")
     assert [row["model"] for row in rows] == ["a", "b", "c"]
     assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"], rows[0]["reference"]) == (2.0, 4.0, "b")
     gap = float((hits(0, 0.8).double() - hits(1, 0.6).double()).mean())
@@ -85,6 +92,8 @@ def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_li
 
 @pytest.mark.soak
 def test_the_pictures_are_written_beside_the_table(tmp_path):
-    paths = write([candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path)
+    paths = write_comparison(
+        [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path
+    )
     assert [path.name for path in paths] == ["models.png", "models.svg", "models.pdf", "models.csv"]
     assert all(path.stat().st_size for path in paths)

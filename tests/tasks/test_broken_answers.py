@@ -7,9 +7,15 @@ import pytest
 
 from lit_layers.functional.block_schedules import variants
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks.benchmark_rows import TaskScores
+from lit_layers.tasks.benchmark_rows import (
+    BROKEN_ANSWERS,
+    TaskScores,
+    broken_answers,
+    example_in,
+    questions_of,
+    write_broken_answers,
+)
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
-from lit_layers.tasks.broken_answers import FILE, broken_answers, example, questions_of, write
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 
@@ -60,10 +66,10 @@ def test_questions_are_in_the_order_of_the_rows_and_else_the_end_of_the_prompt()
 
 def test_the_table_is_read_back_and_told_in_words(tmp_path):
     scored = found(**{"baseline": "0111", "skip M=3": "1001"})
-    path = write(tmp_path, broken_answers(ORDERS, scored, QUESTIONS))
+    path = write_broken_answers(tmp_path, broken_answers(ORDERS, scored, QUESTIONS))
     row = pd.read_csv(path).iloc[0]
-    assert (path.name, row["variant"], row["answer"]) == (FILE, "skip", "#### 1")
-    assert example(path).splitlines() == [
+    assert (path.name, row["variant"], row["answer"]) == (BROKEN_ANSWERS, "skip", "#### 1")
+    assert example_in(path).splitlines() == [
         f"skip ({row['schedule']}): 2 of the 3 answers that the full model has right break, as that of row 1:",
         "What is 1?",
         "  full model: baseline says 1,",
@@ -90,7 +96,7 @@ def test_a_task_that_is_written_leaves_the_table_beside_its_results(tmp_path, mo
         task="gsm8k", tokenizer=str(tmp_path / "tokenizer"), results=tmp_path / "results", **options
     )
     list(analysis.run(LayeredModel(tiny_speaker(blocks=6, positions=128))))
-    (path,) = (tmp_path / "results").rglob(FILE)
+    (path,) = (tmp_path / "results").rglob(BROKEN_ANSWERS)
     (row,) = pd.read_csv(path).to_dict("records")
     assert (row["variant"], row["schedule"], row["num_broken"]) == ("skip", "1 2 6", 4)
     assert row["question"] == "Tom has 4 nuts and eats 2. How many are left?"

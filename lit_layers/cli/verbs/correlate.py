@@ -12,8 +12,7 @@ from lit_layers.schema import COUNT_OR_NONE, MANY, SEED, Range
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
-    from lit_layers.correlate.correlation_page import Table
-    from lit_layers.correlate.over_tag import OverTag
+    from lit_layers.correlate.correlation_page import OverTag, Table
 
 NONE = Pairs()
 
@@ -137,8 +136,8 @@ def _tables(
 ) -> "tuple[ModelTable, OverTag | None]":
     """The table of the models, and where it is asked for what the correlation is at each value of a tag."""
     from lit_layers.correlate import published, read_file
+    from lit_layers.correlate.correlation_page import over_tag
     from lit_layers.correlate.model_table import of_models
-    from lit_layers.correlate.over_tag import over_tag
     from lit_layers.correlate.run_models import read_run_models
 
     if options.metric is None or options.score is None:  # `_check` let this pass with --data alone

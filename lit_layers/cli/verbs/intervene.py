@@ -330,13 +330,11 @@ def _tell(outcome: Outcome) -> bool:
 
 def _show_broken(root: Path) -> None:
     """Prints where answers are that other orders break, with an example of the last."""
-    from lit_layers.tasks import broken_answers
+    from lit_layers.tasks.benchmark_rows import BROKEN_ANSWERS, example_in
 
-    paths = sorted(
-        (root / RESULTS / "scores").glob(f"*/*/*/{broken_answers.FILE}"), key=lambda path: path.stat().st_mtime
-    )
+    paths = sorted((root / RESULTS / "scores").glob(f"*/*/*/{BROKEN_ANSWERS}"), key=lambda path: path.stat().st_mtime)
     if paths:
-        print(f"{paths[-1].parts[-3]}, {broken_answers.example(paths[-1])}", *paths, sep="\n")
+        print(f"{paths[-1].parts[-3]}, {example_in(paths[-1])}", *paths, sep="\n")
 
 
 def _notes(table: Any) -> Iterator[str]:

@@ -312,7 +312,7 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     Raises:
         InputError: none of them has a layer: what is wrong with the first.
     """
-    from lit_layers.select import comparing
+    from lit_layers.select.selection import Candidate, comparison_table, write_comparison
 
     task = Path(str(options.images)).name if texts is None else texts.name
     out = options.out or results_folder("models", task)
@@ -324,12 +324,12 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
             left_out[name] = str(error)
             continue
         selection.write(out / name)
-        candidates.append(comparing.Candidate.of(selection))
+        candidates.append(Candidate.of(selection))
         del selection
     if not candidates:
         raise InputError(f"{models[0]}: {left_out[names[0]]}")
-    paths = comparing.write(candidates, left_out, task, out)
-    _show_models(comparing.table(candidates, {}), task)
+    paths = write_comparison(candidates, left_out, task, out)
+    _show_models(comparison_table(candidates, {}), task)
     for name, why in left_out.items():
         print(f"left out: {name}: {why}")
     print(*paths, sep="\n")
