@@ -116,7 +116,7 @@ def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_not
             steps += 40  # it was over before it could be killed
         shutil.rmtree(onlooker, ignore_errors=True)
         with machine(onlooker), contextlib.suppress(records.InputError):  # killed before anything was there
-            root = remote_runs.read(url, remote_copy.everything)
+            root = remote_runs.read(url, bool)
             refuse_torn(root)
             for mine in here.rglob("run/*.jsonl") if code == 0 else ():
                 assert (root / mine.name).read_bytes() == mine.read_bytes()
@@ -130,7 +130,7 @@ def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_not
 
 def is_whole(url: str, folder: Path, steps: int) -> bool:
     with machine(folder):
-        root = remote_runs.read(url, remote_copy.everything)
+        root = remote_runs.read(url, bool)
     rows = [row["step"] for row in records.rows(root / "metrics.jsonl")]
     every_fourth = [*range(4, steps + 1, 4)]
     return (
@@ -166,7 +166,7 @@ def test_a_log_is_cut_once_though_its_writer_is_killed_before_all_is_sent(bucket
         assert run_forked(functools.partial(train_until, "_send_folder", "resume/")) == -9
         assert run_forked(functools.partial(train_until, "_cut", "metrics")) == -9
     with machine(tmp_path / "onlooker"):
-        root = remote_runs.read(url, remote_copy.everything)
+        root = remote_runs.read(url, bool)
         assert saved_steps(root / "resume") == [10]
         refuse_torn(root)
 

@@ -1,6 +1,7 @@
 """A command line that names runs on a store, s3://bucket/run: the command itself gets their local copies."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,14 +34,17 @@ def in_local_copies(command: str, argv: list[str], environment: Mapping[str, str
 
     line, copies, is_first = [*argv], [], not int(environment.get("LOCAL_RANK") or 0)
     with contextlib.ExitStack() as held:
-        for number, option in places.items():
-            url = argv[number].removeprefix("--root=")
+        for number, option in sorted(places.items(), key=lambda place: place[1]):  # the root last
+            url = argv[number].removeprefix("--root=").rstrip("/")
             is_model = option == "" and command in _OF_CHECKPOINTS
-            wanted = remote_copy.everything if is_model else remote_copy.numbers
-            writes = command in ("fit", *MEASURING) and (option == "--root" or "--root" not in places.values())
+            wanted = remote_copy.checkpoints if is_model else remote_copy.numbers
+            is_alone = is_model and remote_runs.holds(url, "config.json")
+            if is_alone and (of := remote_copy.CHECKPOINT.fullmatch(url)) and remote_runs.holds(of["run"], "run.json"):
+                url, wanted = of["run"], functools.partial(remote_copy.to_measure, of["name"])
+            writes = option == "--root" if "--root" in places.values() else command in ("fit", *MEASURING)
             if not is_first:  # the first rank has it, and started this one
                 folder = remote_copy.LocalCopy(url).folder
-            elif writes and not _WRITES_NOTHING & {*argv}:
+            elif writes and not is_alone and not _WRITES_NOTHING & {*argv}:
                 wanted = remote_copy.to_resume if command == "fit" else wanted
                 folder = held.enter_context(remote_runs.written(url, wanted))
             else:

@@ -27,6 +27,7 @@ PATIENCE, TRIES = 5.0, 3  # seconds that a reader waits for another one; times t
 ROOM = 2**28  # bytes that are left on a disk
 _PART = re.compile(r"([^/]+\.jsonl)\.parts/(\d{12,})\.jsonl")
 _FOLDER = re.compile(r"((?:resume/)?step-\d+)/.+")
+CHECKPOINT = re.compile(r"(?P<run>.+)/(?P<name>step-\d+)")
 _LAST = ("config.json", "meta.json")  # of a checkpoint's folder: without them it is none
 _AT_THE_END = re.compile(r"wandb/.*|.*\.log")  # they grow all the time
 _REPLACED = re.compile(r"values/.*|run\.json")  # as a whole: never half written
@@ -43,9 +44,14 @@ def to_resume(name: str) -> bool:
     return not name.startswith("step-") or numbers(name)
 
 
-def everything(name: str) -> bool:
-    """Any file."""
-    return True
+def to_measure(checkpoint: str, name: str) -> bool:
+    """Whether a file of a run belongs to this checkpoint, or says how it was trained."""
+    return name == "run.json" or name.startswith(f"{checkpoint}/")
+
+
+def checkpoints(name: str) -> bool:
+    """Whether a file is no checkpoint to resume from."""
+    return not name.startswith("resume/")
 
 
 class LocalCopy:

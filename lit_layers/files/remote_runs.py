@@ -25,7 +25,7 @@ from filelock import Timeout
 
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files.remote_copy import LocalCopy, Wanted, numbers
-from lit_layers.files.remote_store import Claim, is_remote
+from lit_layers.files.remote_store import Claim, Store, is_remote
 
 logger = logging.getLogger(__name__)
 LEASE, HEARTBEAT, LOOK = 60.0, 5.0, 0.5  # seconds
@@ -48,6 +48,18 @@ def read(place: str | Path, wanted: Wanted = numbers) -> Path:
     if not copy.folder.is_dir():
         raise InputError(f"{copy.store.url}: nothing is there")
     return copy.folder
+
+
+def holds(place: str | Path, name: str) -> bool:
+    """Returns whether a folder on a store has a small file of this name.
+
+    Raises:
+        InputError: a store that cannot be had.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        Store(place).read(name)
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -51,6 +51,9 @@ def machine(monkeypatch, tmp_path):
     return move
 
 
+LOGS = ("measurements.jsonl", "metrics.jsonl")
+
+
 def left(root: Path) -> dict:
     """All that must not depend on where a run lies and how often it was killed."""
     return {
@@ -84,7 +87,7 @@ def test_a_training_killed_and_gone_on_with_elsewhere_leaves_on_the_store_what_a
         assert code in (-signal.SIGKILL, 0)
     machine("last")
     assert run_forked(lambda: main([*fit, url])) == 0
-    assert left(remote_runs.read(url, remote_copy.everything)) == left(tmp_path / "run")
+    assert left(remote_runs.read(url, remote_copy.checkpoints)) == left(tmp_path / "run")
 
     machine("of a reader")
     assert main(["analyze", url]) == 0
@@ -95,6 +98,29 @@ def test_a_training_killed_and_gone_on_with_elsewhere_leaves_on_the_store_what_a
     said = " ".join(store.read(name).decode(errors="replace") for name in store.listing() if "safetensors" not in name)
     for secret in (os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_ACCESS_KEY_ID"]):
         assert secret not in said + capfd.readouterr().err
+
+
+def test_a_checkpoint_of_a_run_is_fetched_alone_with_the_numbers_and_the_story_of_its_run(bucket, tmp_path):
+    """Without them `analyze` would not know its corpus, nor `select --by` what was measured of it; nothing is written
+    where a model lies.
+    """
+    url = f"{bucket}/steps/run"
+    run = make_run(tmp_path / "run", steps=(0, 1), analyses=("trajectory",))
+    (run / "run.json").write_text("{}")
+    for folder in ("step-000000000", "step-000000001", "resume/step-000000001"):
+        (run / folder).mkdir(parents=True, exist_ok=True)
+        (run / folder / "config.json").write_text("{}")
+    for path in (each for each in run.rglob("*") if each.is_file()):
+        Store(url).put(path, path.relative_to(run).as_posix())
+    there, copy = Store(url).listing(), remote_copy.LocalCopy(url)
+    for command in ("analyze", "audit", "select"):
+        with remote_roots.in_local_copies(command, [f"{url}/step-000000001"], {}) as (word,):
+            assert Path(word) == copy.folder / "step-000000001"
+        assert {*copy.files()} == {*LOGS, "run.json", "step-000000001/config.json"}
+    assert Store(url).listing() == there
+    with remote_roots.in_local_copies("analyze", ["--root", url, url], {}) as (_, root, model):
+        assert root == model == str(copy.folder)
+    assert {*there} - {*copy.files()} == {"resume/step-000000001/config.json"}
 
 
 def test_a_damaged_line_is_refused_with_the_address_and_the_local_copy(bucket, tmp_path, capsys):
