@@ -1,5 +1,7 @@
-"""The next-token loss, in place and in chunks, and the mean of losses over batches of differing size."""
+"""The next-token loss, in place, and the mean of losses over batches of differing size."""
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torchmetrics import Metric
+
+logger = logging.getLogger(__name__)
 
 # Elements taken at a time: on a CPU they stay in the cache from one operation to the next (2^17 x 4 B = 0.5 MB); on a
 # GPU launches are few and the float32 copy of bf16 logits is small (2^26 x 4 B = 0.27 GB).
@@ -23,9 +27,18 @@ def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
     In a graph that is being compiled it is the plain formula, which the compiler fuses.
     """
     rows, targets = logits.flatten(0, -2), targets.flatten()
-    if torch.is_grad_enabled() and rows.requires_grad and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return F.cross_entropy(_without_padding(rows, num_words), targets)
+    if torch.is_grad_enabled() and rows.requires_grad:
         return _InPlaceCrossEntropy.apply(rows, targets, num_words)  # pyright: ignore[reportReturnType]
     return F.cross_entropy(rows[:, :num_words].float(), targets)
+
+
+def _without_padding(rows: Tensor, num_words: int) -> Tensor:
+    """In float32, padding as likely as nothing. Not cut off: rows of odd length (50,257) are not read in vectors, which
+    makes the kernels of a GPU three times as slow."""
+    words = torch.arange(rows.shape[1], device=rows.device) < num_words
+    return torch.where(words, rows.float(), -torch.inf)
 
 
 def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, num_words: int) -> Tensor:
@@ -38,6 +51,10 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
         # `detach` shares the version counter: an operation that saved these logits for its backward pass will raise.
         gradient = logits.detach()
+        ctx.save_for_backward(gradient)
+        if logits.is_cuda and (total := _fused(gradient, targets, num_words)) is not None:
+            torch.autograd.graph.increment_version(gradient)  # which compiled code does not
+            return total / len(targets)
         gradient[:, num_words:] = 0
         rows = max(1, _CHUNK.get(logits.device.type, _CHUNK_ELSEWHERE) // logits.shape[1])
         losses = []
@@ -51,7 +68,6 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
             chunk.scatter_(1, target, chunk.gather(1, target) - 1)  # softmax - one-hot
             if chunk.dtype != stored.dtype:
                 stored.copy_(chunk)
-        ctx.save_for_backward(gradient)
         return torch.stack(losses).sum() / len(targets)
 
     @staticmethod
@@ -61,6 +77,39 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         # The mean is taken only here: in float16 the scale of the loss comes in with `grad_loss` and keeps tiny
         # entries from vanishing.
         return gradient.mul_(grad_loss / len(gradient)), None, None
+
+
+def sum_into_gradient_(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
+    """Returns the sum of the rows' losses and writes its gradient over the logits: (rows, padded vocabulary)."""
+    rows = _without_padding(logits, num_words)
+    total = rows.logsumexp(1, keepdim=True)
+    losses = total - rows.gather(1, targets[:, None])
+    is_target = torch.arange(rows.shape[1], device=rows.device) == targets[:, None]
+    logits.copy_((rows - total).exp() - is_target.float())
+    return losses.sum()
+
+
+@functools.cache
+def _compiled_sum_into_gradient() -> Any:
+    return torch.compile(sum_into_gradient_, fullgraph=True)
+
+
+_cannot_compile: list[str] = []  # why, once it is known
+
+
+def _fused(logits: Tensor, targets: Tensor, num_words: int) -> Tensor | None:
+    """`sum_into_gradient_` in two kernels, also where the model itself is not compiled: the plain operations go through
+    the logits a dozen times, a sixth of the step of a small GPT-2. None where this machine cannot compile."""
+    if _cannot_compile:
+        return None
+    try:
+        return _compiled_sum_into_gradient()(logits, targets, num_words)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # before anything ran: no compiler for C, no triton
+        _cannot_compile.append(" ".join(str(error).split())[:300])
+        logger.warning("the loss is computed by slower kernels, as torch.compile fails here: %s", _cannot_compile[0])
+        return None
 
 
 class WeightedMean(Metric):

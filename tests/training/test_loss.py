@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_layers.training import loss as loss_module
-from lit_layers.training.losses import next_token_loss
+from lit_layers.training import losses as loss_module
+from lit_layers.training.losses import next_token_loss, sum_into_gradient_
 
 
 def _case(rows: int = 30, columns: int = 24, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -30,6 +30,37 @@ def test_loss_and_gradient_are_those_of_cross_entropy_in_float64(monkeypatch, ch
     loss.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_words", [24, 21], ids=["no padding", "three padding columns"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_the_loss_of_a_gpu_and_of_a_compiled_graph_are_cross_entropy_in_float64(compiled, num_words):
+    leaf, targets = _case()
+    expected, gradient = _reference(leaf, targets, num_words)
+    sum_into = torch.compile(sum_into_gradient_) if compiled else sum_into_gradient_
+    overwritten = leaf.detach().clone().flatten(0, 1)
+    total = sum_into(overwritten, targets.flatten(), num_words)
+    torch.testing.assert_close(total.double() / targets.numel(), expected, rtol=1e-6, atol=0)
+    expected_rows = gradient.flatten(0, 1) * targets.numel()
+    torch.testing.assert_close(overwritten.double(), expected_rows, rtol=1e-5, atol=1e-7)
+    if compiled:
+        loss = torch.compile(next_token_loss)(leaf, targets, num_words)
+        loss.backward()
+        torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-5, atol=1e-9)
+
+
+def test_a_machine_that_cannot_compile_says_so_once_and_has_the_same_loss(monkeypatch, caplog):
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler\nplease set CC")
+
+    monkeypatch.setattr(loss_module, "_compiled_sum_into_gradient", lambda: fails)
+    monkeypatch.setattr(loss_module, "_cannot_compile", [])
+    rows = torch.zeros(2, 3)
+    assert [loss_module._fused(rows, torch.tensor([0, 1]), 3) for _ in range(2)] == [None, None]
+    (said,) = caplog.messages
+    assert "slower kernels" in said
+    assert said.endswith("Failed to find C compiler please set CC")
 
 
 def test_the_gradient_scales_with_the_loss_as_under_gradient_accumulation():
