@@ -155,6 +155,7 @@ class LitModule(L.LightningModule, ABC):
         super().__init__()
         self.save_hyperparameters({name: value for name, value in options.items() if name not in ("self", "__class__")})
         self._step_losses: list[Tensor] = []  # of the micro-batches of a step, for loggers
+        self._weights: list[nn.Parameter] = []
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -228,6 +229,7 @@ class LitModule(L.LightningModule, ABC):
         # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
         # before: a moving average begins as a copy of this module.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
+        self._weights = [*self.model.parameters()]  # going through all modules takes a millisecond, at every step
 
     @property
     def _network(self) -> Callable[..., Any]:
@@ -244,9 +246,9 @@ class LitModule(L.LightningModule, ABC):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
         elif gradient_clip_val:
-            self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val))
+            self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self._weights, gradient_clip_val))
         elif self.measures_unclipped_norm:
-            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+            gradients = [each.grad for each in self._weights if each.grad is not None]
             self.grad_norm = full(torch.nn.utils.get_total_norm(gradients))
 
     def configure_optimizers(self) -> Any:
