@@ -162,10 +162,13 @@ class FullModel:
     def _judged(self, log_proba: Tensor) -> tuple[Tensor, Tensor]:
         target = self.rows.target.where(self.rows.labelled, 0)
         of_target = log_proba.gather(1, target[:, None])[:, 0]
-        hit = self.rows.labelled & (of_target == log_proba.amax(-1))
-        # Of equals the first is the answer; argmax is the most costly part of this, so only where it can matter.
-        close = hit.nonzero()[:, 0]
-        hit[close] = log_proba[close].argmax(-1) == target[close]
+        # Of equals the first is the answer.
+        if log_proba.device.type == "cpu":  # where argmax is the most costly part of this, so only where it can matter
+            hit = self.rows.labelled & (of_target == log_proba.amax(-1))
+            close = hit.nonzero()[:, 0]
+            hit[close] = log_proba[close].argmax(-1) == target[close]
+        else:
+            hit = self.rows.labelled & (log_proba.argmax(-1) == target)
         hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
         labelled = self.rows.labelled
         return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
