@@ -43,11 +43,12 @@ from lit_layers.cli.training_display import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.modules import adamw, warmup_cosine
-from lit_layers.training.run_log import RunLog
+from lit_layers.training.run_log import RunLog, peak_flops
 from lit_layers.training.trainer import DEFAULTS, StepSampler
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
 TARGETS = {BARE: 0.95, NANO: 1.0}
+MFU = {False: 0.45, True: 0.5}  # of a GPU, without and with --compile
 CLIP, WARMUP = 1.0, 40
 
 
@@ -224,11 +225,16 @@ class TakeTurns(L.Callback):
     def __init__(self, size: Size, turn: int) -> None:
         self.size, self.turn = size, turn
         self.paused_seconds = 0.0
+        self.mfu_of_a_token_a_second: float | None = None
         self.seconds: dict[str, list[tuple[float, float]]] = {OURS: [], BARE: [], NANO: []}
         self.loops: dict[str, Loop] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.loops = plain_loops(pl_module, trainer.datamodule, self.size)  # pyright: ignore
+        device = trainer.strategy.root_device
+        peak = peak_flops(device, str(trainer.precision)) if device.type == "cuda" else None
+        if peak is not None:
+            self.mfu_of_a_token_a_second = pl_module.flops_per_token(self.size.context) / peak
         self._started = self._clock()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -320,8 +326,8 @@ def rounds_of(turns: list[tuple[float, float]], per_round: int) -> list[tuple[fl
     ]
 
 
-def rows_of(name: str, turns: TakeTurns, differences: dict[str, float], warmup: int) -> list[Row]:
-    """Tokens per second over each of the loops, by wall time."""
+def rows_of(name: str, turns: TakeTurns, differences: dict[str, float], warmup: int, wanted_mfu: float) -> list[Row]:
+    """Tokens per second over each of the loops, by wall time, and the model FLOP utilisation of a known GPU."""
     size = turns.size
     tokens = size.round * size.batch * size.context
     timings = {of: rounds_of(taken, size.round // turns.turn)[warmup:] for of, taken in turns.seconds.items()}
@@ -337,6 +343,10 @@ def rows_of(name: str, turns: TakeTurns, differences: dict[str, float], warmup: 
             "losses differ by": f"{differences[other]:.0e}",
         }
         rows.append(Row(f"{name}, over {other}", ratios(walls[other], walls[OURS]), target, others=others))
+    if turns.mfu_of_a_token_a_second is not None:
+        for of, target in ((OURS, wanted_mfu), (BARE, None), (NANO, None)):
+            mfu = [turns.mfu_of_a_token_a_second * tokens / wall for wall in walls[of]]
+            rows.append(Row(f"{name}, MFU of {of}", mfu, target))
     return rows
 
 
@@ -372,7 +382,8 @@ def main() -> int:
         bar=options.bar,
     )
     print(f"{options.size}: {size}")
-    rows = rows_of(options.size, turns, compare_losses(turns, losses, options.device), options.warmup)
+    differences = compare_losses(turns, losses, options.device)
+    rows = rows_of(options.size, turns, differences, options.warmup, MFU[options.compile])
     return finish("training", rows, options, device=options.device)
 
 
