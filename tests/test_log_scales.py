@@ -5,12 +5,13 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from lit_layers import plots, records
 from lit_layers.figures import Chart, Series
-from lit_layers.figures.axes import Axis
+from lit_layers.figures.axes import Axis, log_axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts
@@ -77,6 +78,27 @@ def test_few_decades_have_numbers_between_them():
     axis = plots.training_curves(rows, ["validation/perplexity"]).spec()["encoding"]["y"]["axis"]
     assert axis["values"] == [100, 200, 500, 1000, 2000, 5000, 10000]
     assert '"5,000"' in axis["labelExpr"]
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.4, 2.0, 3.0, 4.9, 5.1, 8.0, 12.0, 40.0])
+def test_a_log_axis_of_less_than_a_decade_has_numbers_to_read_it_by(ratio):
+    for lowest in np.geomspace(0.01, 100, 83):
+        axis = log_axis(Axis(log=True), [lowest, ratio * lowest])
+        low, high = axis.ends
+        places = list(axis.labels)
+        assert 2 <= len(places) <= 7
+        assert low <= places[0] < places[-1] <= high
+        assert [float(text.replace(",", "")) for text in axis.labels.values()] == pytest.approx(places)
+
+
+def test_numbers_beside_the_colours_of_a_map_differ():
+    rows = [
+        Record(metric="token_curvature", value=value, layer=layer) for layer, value in enumerate((2.076, 2.084, 2.1))
+    ]
+    chart = plots.layer_surface(records.frame(written("representation", n, rows) for n in (1, 2)), "token_curvature")
+    numbers = [text for text in svg_texts(chart) if text.startswith("2.0")]
+    assert len(numbers) >= 3
+    assert len({*numbers}) == len(numbers)
 
 
 def test_heat_maps_are_coloured_by_the_logarithm(over_steps):

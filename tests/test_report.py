@@ -133,6 +133,7 @@ def test_each_metric_says_how_it_is_read_and_where_it_was_published(page: Path) 
     assert "Compare with Random bases: 0" in drawer(page, "Excess coupling")
     assert "Better higher" in drawer(page, "Probe accuracy")
     assert "Raises" not in text
+    assert "`" not in drawer(page, "Expodistance"), "names in what it is taken from are set as code too"
     assert reading("a_metric_of_my_own") is None
 
 

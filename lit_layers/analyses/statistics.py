@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_layers.functional.curves import Statistic, bootstrap_interval
+from lit_layers.metrics import look_up
 from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
@@ -330,4 +331,11 @@ def with_halves(
     mean, stderr = of_halves.mean().item(), of_halves.std().item()
     low, high = (bound - mean for bound in of_halves.quantile(of_halves.new_tensor([0.025, 0.975])).tolist())
     for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, n_of_half)):
-        yield Record(metric=name, value=center, stderr=stderr, low=center + low, high=center + high, n=count, **place)
+        ends = dict(zip(("low", "high"), in_range(metric, center, center + low, center + high), strict=True))
+        yield Record(metric=name, value=center, stderr=stderr, n=count, **ends, **place)
+
+
+def in_range(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
+    """An interval around a value, cut where the metric's range ends."""
+    row = look_up(metric)
+    return max(low, min(row.low, value)), min(high, max(row.high, value))

@@ -104,22 +104,31 @@ class Training:
 
 
 def log_axis(axis: Axis, values: Sequence[float]) -> Axis:
-    """Returns a log axis with labels at powers of ten, and at 2 and 5 between them where there is room."""
+    """Returns a log axis with labels at powers of ten, and at numbers between them where there is room."""
     low, high = axis.ends or (min(values, default=1.0), max(values, default=1.0))
     pad = 1.0 if axis.ends else (high / low) ** 0.03 if high > low else 1.2
     low, high = low / pad, high * pad
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 6))
     factors = (1, 2, 5) if high / low < 200 else (1, 3) if high / low < 10**DECADES else (1,)
-    if high / low < 5:
-        factors = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    if high / low < 10:
+        factors = (1, 2, 3, 5, 7)
     ticks = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    shown = {float(f"{tick:.3g}"): _plainly(tick) for tick in ticks if low <= tick <= high}
+    if high / low < 5:
+        step = _round_step((high - low) / 5)
+        ticks = [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    shown = {float(f"{tick:.6g}"): _plainly(tick) for tick in ticks if low <= tick <= high}
     return replace(axis, labels=shown, ends=(low, high))
 
 
+def _round_step(least: float) -> float:
+    """Returns 1, 2 or 5 times a power of ten, no less than that."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
 def _plainly(number: float) -> str:
-    return f"{number:.2g}" if number < 1e-3 or number >= 1e5 else f"{number:,.6g}"
+    return f"{number:.3g}" if number < 1e-3 or number >= 1e5 else f"{number:,.6g}"
 
 
 def place(value: float) -> float:

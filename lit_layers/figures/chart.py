@@ -15,6 +15,7 @@ from lit_layers.figures.vega import (
     NUMBER,
     ORDER,
     area,
+    digits,
     encoded,
     layer,
     of_row,
@@ -240,12 +241,9 @@ class Chart(Picture):
         colors = {"range": cells.scheme} if isinstance(cells.scheme, list) else {"scheme": cells.scheme}
         colors |= {"clamp": True, "interpolate": "rgb"}
         scale = {"domain": list(cells.ends), **({"type": "log"} if cells.log else {}), **colors}
-        legend: dict[str, Any] = {"title": None, "gradientThickness": 9, "tickCount": 5, "format": ".3~g"}
-        legend |= (
-            {"orient": "top", "direction": "horizontal", "gradientLength": 220}
-            if cells.flat
-            else {"gradientLength": {"expr": "height"}}
-        )
+        legend: dict[str, Any] = {"title": None, "gradientThickness": 9, "tickCount": 5, "format": digits(cells.ends)}
+        flat = {"orient": "top", "direction": "horizontal", "gradientLength": 220}
+        legend |= flat if cells.flat else {"gradientLength": {"expr": "height"}}
         if cells.scale:
             full = cells.scale[-1] if still or len(self.frames) < 2 else f"{json.dumps(list(cells.scale))}[frame]"
             legend = {**legend, "format": None, "labelExpr": f"format(datum.value * {full}, '.2~g')"}
@@ -283,18 +281,20 @@ class Chart(Picture):
         return [*layers, *([_bar(self.bar)] if self.bar is not None else [])]
 
     def _intervals(self, axis: AxisName) -> list[dict[str, Any]]:
-        if not any(s.has_interval for s in self.series):
-            return []
+        """Bands and single lines, each only where there is one: Vega warns of a layer that has no point."""
+        at = [(s, x) for s in self.series if s.interval for x, end in zip(s.x, s.low, strict=False) if end is not None]
+        alone = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
         value = "x" if self.horizontal else "y"
         ends = {value: {"field": "l", "type": "quantitative"}, f"{value}2": {"field": "h"}}
-        kept = "isValid(datum.l) && isValid(datum.h)"
-        area = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
-        band = {**ends, "color": self._by_name("color"), "detail": DETAIL}
-        bars = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
-        layers = [
-            layer("datum.e == 'band' && !datum.u", area, band),
-            layer(f"(datum.e == 'bars' || (datum.e && datum.u)) && {kept}", bars, {**ends, "color": of_row("c")}),
-        ]
+        layers = []
+        if False in alone:
+            mark = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
+            look = {**ends, "color": self._by_name("color"), "detail": DETAIL}
+            layers.append(layer("datum.e == 'band' && !datum.u", mark, look))
+        if True in alone:
+            kept = "(datum.e == 'bars' || (datum.e && datum.u)) && isValid(datum.l) && isValid(datum.h)"
+            mark = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
+            layers.append(layer(kept, mark, {**ends, "color": of_row("c")}))
         if self.y.log and any(end is not None and end <= 0 for s in self.series for end in s.low):
             lowest, _ = self._axes(axis)[1].ends or (0.0, 0.0)  # down to the edge of the plot
             inside = f"isValid(datum.l) && datum.h > 0 ? max(datum.l, {lowest}) : null"

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
@@ -89,9 +90,16 @@ def touched(layer: dict[str, Any], tip: str) -> dict[str, Any]:
     return {**layer, "transform": transform, "encoding": {**layer["encoding"], "tooltip": tooltip}}
 
 
+def digits(ends: tuple[float, float]) -> str:
+    """Of the numbers beside a colour bar: digits enough to tell a sixth of it."""
+    span, largest = abs(ends[1] - ends[0]), max(map(abs, ends))
+    return f".{max(3, math.ceil(math.log10(largest / span)) + 2) if span else 3}~g"
+
+
 def of_row(field: str) -> dict[str, Any]:
+    """A look that each row has itself; without a scale there is no legend of it."""
     kind = "quantitative" if field in "zo" else "nominal"
-    return {"field": field, "type": kind, "scale": None, "legend": None}
+    return {"field": field, "type": kind, "scale": None}
 
 
 def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:

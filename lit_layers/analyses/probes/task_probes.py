@@ -27,7 +27,7 @@ from lit_layers.analyses.probes.task_features import (
     permuted,
     text_features,
 )
-from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
+from lit_layers.analyses.statistics import TagDict, Tags, complete, in_range, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
@@ -435,6 +435,5 @@ def over_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, 
 
     stderr = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
     half = stderr * float(t.ppf(0.975, n - 1))
-    return Record(
-        metric=metric, value=mean, stderr=stderr, low=mean - half, high=mean + half, layer=layer, n=n, tags=tags
-    )
+    low, high = in_range(metric, mean, mean - half, mean + half)
+    return Record(metric=metric, value=mean, stderr=stderr, low=low, high=high, layer=layer, n=n, tags=tags)
