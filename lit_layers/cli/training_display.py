@@ -1,6 +1,7 @@
 """What a training shows: how it begins, a bar or a line now and then, and what has changed when it ends."""
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,8 +99,10 @@ class StepProgress(L.Callback):
         return "  ".join(part for part in parts if part)
 
 
-def beginning(point: ResumePoint | None, origin: Origin) -> str | None:
-    """What is said of a run that does not begin at its beginning."""
+def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> str | None:
+    """What is said of a run that does not begin at its beginning, or has ended already."""
+    if point is not None and has_ended:
+        return f"trained up to step {point.step:,} already: the run in {point.state.parent.parent.parent} is kept"
     if point is not None:
         return f"resumed at step {point.step} from {point.state.parent}"
     if not origin.source:
@@ -110,8 +113,8 @@ def beginning(point: ResumePoint | None, origin: Origin) -> str | None:
     return f"begins with the weights of {origin.source['init_from']}{commit}: {place}; the optimizer starts afresh"
 
 
-def show_results(root: Path, seconds: float) -> None:
-    """Prints how far every metric came, the share of the wall time by analysis, and failures."""
+def show_results(root: Path) -> None:
+    """Prints how far every metric came, the share of all the run's wall time by analysis, and failures."""
     measurements = latest(records.read(root / "measurements.jsonl"))
     if not measurements:
         return
@@ -124,6 +127,7 @@ def show_results(root: Path, seconds: float) -> None:
     for measurement in measurements:
         spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
     facts = run_facts(root)
+    seconds = facts.get("seconds") or math.nan  # unknown where others removed the run
     spent["all analyses, as training waited"] = facts.get("analysis_seconds", 0.0)
     spent["saving checkpoints"] = facts.get("checkpoint_seconds", 0.0)
     rows = [{"": name, "seconds": f"{each:.1f}", "share": f"{each / seconds:.1%}"} for name, each in spent.items()]

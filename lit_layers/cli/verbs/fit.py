@@ -306,9 +306,10 @@ def _train(run: Run) -> int:
     started, code, last_step = time.perf_counter(), 1, 0
     try:
         point, origin = run.resume_from, getattr(run.module, "origin", Origin())
-        if run.trainer.is_global_zero and (sentence := beginning(point, origin)):
-            run.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         end = origin.step + run.trainer.max_steps
+        has_ended = run.folder.resume and point is not None and point.step >= end
+        if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
+            run.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
             point = run.resume_point()
         if point is not None and run.folder.resume and point.step >= end:
@@ -353,7 +354,7 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
             checkpoint_seconds=run.series.paused_seconds + run.resumable.paused_seconds,
             analysis_seconds=run.emergence.paused_seconds,
         )
-        show_results(root, seconds)
+        show_results(root)
         print(f"\nreport: {write_report(root)}")
         if (sentence := run.emergence.under_way) is not None:
             print(sentence)
