@@ -401,6 +401,15 @@ def _spelt(parser: RecipeParser, argv: list[str]) -> list[str]:
     return [f"{option}{'+' if option in lists else ''}{equals}{value}" for option, equals, value in parts]
 
 
+def _by_name(extra: str) -> str:
+    """The classes of the package by the names that recipes may call them by, in order; none that is not public."""
+    _, is_list, paths = extra.partition("known subclasses: ")
+    if not is_list:
+        return extra
+    public = [path for path in paths.split(", ") if not path.startswith("lit_layers.") or path.count(".") == 2]
+    return f"classes: {', '.join(sorted(re.sub(r'^lit_layers[.].*[.]', '', path) for path in public))}"
+
+
 class _HelpFormatter(DefaultHelpFormatter):
     """Shows the default of an option where the signature has one, and no types: the words say what is meant."""
 
@@ -414,7 +423,7 @@ class _HelpFormatter(DefaultHelpFormatter):
             return super()._get_help_string(action) or ""
         words = (super()._get_help_string(action) if action.help is None else action.help) or ""
         if extra := getattr(action, "extra_help", str)():
-            words = f"{words} ({extra.lstrip(', ')})"  # the classes that may be named
+            words = f"{words.removesuffix('.')} ({_by_name(extra.lstrip(', '))})"  # the classes that may be named
         default = action.default
         if default in (None, [], SUPPRESS) or action.nargs == 0 or not str(default) or "(default" in words:
             return words

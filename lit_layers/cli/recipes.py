@@ -66,6 +66,8 @@ _REWORDED = [
         r"expected a \1, by class_path, got \2",
     ),
     (r"^argument (?:\S+/)?(--\S+): ignored explicit argument (.*)", r"\1: it takes no value, got \2"),
+    (r"expected list, got (\S+\.ya?ml)$", r"expected a list of classes, got a file; a recipe is given by --config \1"),
+    (r"expected list, got ([A-Za-z]\w*)$", r"expected a list, such as [{class_path: \1, init_args: {...}}], got \1"),
     (r"expected bool\b", "expected true or false"),
     (r"expected float\b", "expected a number"),
     (r"expected int\b", "expected a whole number"),

@@ -53,6 +53,8 @@ WRONG = {
     },
     "analyze": {
         "analyses: 3": "analyses: expected list, got 3",
+        "analyses: a.yaml": "analyses: expected a list of classes, got a file; a recipe is given by --config a.yaml",
+        "analyses: Lens": "analyses: expected a list, such as [{class_path: Lens, init_args: {...}}], got Lens",
         "analyses: [{class_path: lit_layers.analyses.Trajectory, init_args: {batches: 3}}]": "analyses: batches: "
         "expected a Batches, by class_path, got 3",
         "dtype: int8": "dtype: expected one of 'float32', 'float64', 'bfloat16', got int8",

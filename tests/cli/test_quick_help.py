@@ -3,10 +3,13 @@
 import contextlib
 import subprocess
 import sys
+from inspect import isabstract
 from pathlib import Path
 
 import pytest
 
+from lit_layers import analyses
+from lit_layers.analyses import Analysis
 from lit_layers.cli import quick_help
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
@@ -31,6 +34,16 @@ def test_help_and_an_unknown_option_import_nothing_heavy():
     )
     assert done.stdout.count("usage: lit-layers fit") == 2
     assert done.stdout.count("--analyses, --analyses+ [ITEM,...]") == 2
+
+
+def test_classes_are_listed_by_the_names_that_recipes_may_call_them_by(capsys):
+    for verb in ("analyze", "fit"):
+        assert main([verb, "--help"]) == 0
+        words = " ".join(capsys.readouterr().out.split("--analyses+ [ITEM,...]")[1].split())
+        listed = words.partition("(classes: ")[2].partition(")")[0].split(", ")
+        kinds = {name: kind for name, kind in vars(analyses).items() if isinstance(kind, type)}
+        assert {*listed} == {n for n, kind in kinds.items() if Analysis in kind.__mro__ and not isabstract(kind)}
+        assert listed == sorted(listed)
 
 
 @pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
