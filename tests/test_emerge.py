@@ -247,6 +247,16 @@ def test_how_well_many_pairs_agree_is_said_in_a_sentence():
     assert agreement_sentence(pairs[:1]) == ""
 
 
+def test_a_run_without_a_curve_is_named_among_what_is_left_out():
+    def curve(run: str, metric: str, steps: int) -> StepCurve:
+        at = np.arange(float(steps))
+        return StepCurve(run=run, analysis="r", metric=metric, layer=None, tags={}, at=at, values=at)
+
+    curves = [curve("long", "a", 8), curve("long", "b", 2), curve("short", "a", 2), curve("short", "b", 3)]
+    why = "expected values at 6 checkpoints or more"
+    assert measure_times(curves).left_out == {why: 1, f"all of short: {why}": 2}
+
+
 def test_long_names_of_rows_keep_both_ends_and_their_number():
     """Two that differ in their middle or their end alone are still told apart in a figure."""
     curves = [
@@ -334,6 +344,7 @@ def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
         folder = tmp_path / "harness" / f"run{step}"
         folder.mkdir(parents=True)
         scored = {"acc,none": value, "acc_stderr,none": 0.01, "alias": "piqa"}
+        scored |= {f"match,{name}": value / 2 for name in ("strict", "flexible")}
         config = {"model_args": f"pretrained=org/tiny,revision=step{step},dtype=float32"}
         (folder / "results_2026.json").write_text(json.dumps({"results": {"piqa": scored}, "config": config}))
         folder = tmp_path / "mteb" / "org__tiny" / f"step{step}"
@@ -341,8 +352,13 @@ def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
         content = {"task_name": "STS12", "scores": {"test": [{"main_score": value, "hf_subset": "default"}]}}
         (folder / "STS12.json").write_text(json.dumps(content))
         (folder / "model_meta.json").write_text("{}")
-    (harness,), (mteb,) = curves_of(tmp_path / "harness"), curves_of(tmp_path / "mteb")
-    assert (harness.run, harness.analysis, harness.metric) == ("org/tiny", "piqa", "acc,none")
+    (harness, *matches), (mteb,) = curves_of(tmp_path / "harness"), curves_of(tmp_path / "mteb")
+    assert (harness.run, harness.analysis, harness.metric, harness.tags) == ("org/tiny", "piqa", "acc", {})
+    assert [(each.metric, each.tags) for each in matches] == [
+        ("match", {"filter": "strict"}),
+        ("match", {"filter": "flexible"}),
+    ]
+    assert len(curves_of(tmp_path / "harness", metrics=("acc",))) == 1
     assert (mteb.run, mteb.analysis, mteb.metric) == ("org__tiny", "STS12", "main_score")
     for curve in (harness, mteb):
         assert curve.at.tolist() == STEPS

@@ -167,7 +167,7 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
         revision = str(arguments.get("revision") or config.get("model_revision") or "")
         place = {"run": name, "step": _step_in(revision, name, path.name, path.parent.name, path=path)}
         return [
-            {**place, "task": task, "metric": metric, "value": value, "stderr": _stderr_beside(scores, metric)}
+            {**place, "task": task, **_unfiltered(metric), "value": value, "stderr": _stderr_beside(scores, metric)}
             for task, scores in content["results"].items()
             if isinstance(scores, dict)
             for metric, value in scores.items()
@@ -194,6 +194,12 @@ def _object(content: Any) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unfiltered(metric: str) -> dict[str, str]:
+    """`acc,none` of lm-eval is `acc`, as its earlier versions wrote it; of other filters each is a column."""
+    name, _, filtered = metric.partition(",")
+    return {"metric": name} | ({"filter": filtered} if filtered not in ("", "none") else {})
 
 
 def _stderr_beside(scores: Mapping[str, Any], name: str) -> Any:

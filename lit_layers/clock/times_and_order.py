@@ -61,7 +61,7 @@ def measure_times(
         InputError: none can be measured.
     """
     counts: dict[str, Any] = {}
-    kept, times, left_out, first = [], [], dict[str, int](), dict[str, str]()
+    kept, times, left_out, first = [], [], dict[tuple[str, str], int](), dict[str, str]()
     for number, curve in enumerate(curves):
         show(number, len(curves), f"{curve.run}: {curve.title}")
         try:
@@ -77,7 +77,7 @@ def measure_times(
             measured = emergence_times(curve.at, curve.values, confidence=confidence, **errors)
         except ValueError as error:
             reason = str(error).split(", got")[0]
-            left_out[reason] = left_out.get(reason, 0) + 1
+            left_out[curve.run, reason] = left_out.get((curve.run, reason), 0) + 1
             first.setdefault(reason, f"{curve.run}, {curve.title}: {error}")
             continue
         kept.append(curve)
@@ -85,7 +85,11 @@ def measure_times(
     if not kept:
         reasons = "; ".join(first.values())
         raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
-    return Clock(kept, times, left_out, confidence)
+    runs, reasons = {curve.run for curve in kept}, dict[str, int]()
+    for (run, reason), number in left_out.items():
+        reason = reason if run in runs else f"all of {run}: {reason}"
+        reasons[reason] = reasons.get(reason, 0) + number
+    return Clock(kept, times, reasons, confidence)
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:

@@ -158,7 +158,7 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
         "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
         "still": [curve.title for curve, times in pairs if not times.emerges],
         "notes": _notes(clock),
-        "blocks": [_block("Timeline", timeline(clock), kind="scrolled")] if emerges else [],
+        "blocks": [_block("Timeline", timeline(clock), kind="named")] if emerges else [],
     }
 
 
@@ -176,7 +176,7 @@ def _page(
     emerges = [times.emerges for times in clock.times]
     # Without the mean over seeds.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
-    blocks = [_block("Timeline", charts.timeline, kind="scrolled")] if charts.timeline is not None else []
+    blocks = [_block("Timeline", charts.timeline, kind="named")] if charts.timeline is not None else []
     for title, note, each in (
         ("Which layer first", "", charts.fronts),
         ("Does it rise over the layers?", RISING, charts.rising),
@@ -263,7 +263,7 @@ def _forecast(forecasts: ModelForecasts, chart: Chart | None, figures: Figures) 
 
 
 def _block(title: str, chart: Chart, *, kind: str = "") -> Block:
-    """`scrolled` where its names alone are as wide as a phone."""
+    """On a phone a `named` one has its names above the rows, and a `scrolled` one does not shrink."""
     return block_of(title, [("", chart)], tall=True, kind=kind)
 
 

@@ -80,6 +80,17 @@
     return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, inColumns(each, width)]));
   };
 
+  // On a phone the names of a timeline's rows stand above these: beside them they would leave no room for the rows.
+  function named(spec, node) {
+    node.dataset.height = node.dataset.height || node.clientHeight;
+    const narrow = node.clientWidth < 560;
+    node.style.height = node.dataset.height * (narrow ? 1.6 : 1) + "px";
+    if (!narrow) return;
+    const above = { labelAlign: "left", labelBaseline: "bottom", labelOffset: -10, labelPadding: 0, ticks: false };
+    const axis = { ...spec.encoding.y.axis, ...above, domain: false, labelLimit: node.clientWidth - 8 };
+    spec.encoding = { ...spec.encoding, y: { ...spec.encoding.y, axis } };
+  }
+
   // A figure as Vega-Lite wants it, on the axis that is chosen.
   function complete(number, node) {
     const figure = figures[number];
@@ -89,10 +100,12 @@
     if (figure.square) {
       Object.assign(spec, { width: Math.min(node.clientWidth, node.clientHeight + 50), height: node.clientHeight });
     }
+    if (isNamed(node)) named(spec, node);
     spec.autosize = { type: "fit", contains: "padding", resize: true };
     return isDark.matches ? dark(spec) : spec;
   }
 
+  const isNamed = (node) => node.parentNode.classList.contains("named");
   const chosen = (node) => (node.closest(".metric").querySelector("select") || { value: 0 }).value;
   const numberOf = (node) => Number(node.dataset.figures.split(" ")[chosen(node)]);
 
@@ -190,7 +203,7 @@
 
   const again = (kept) =>
     plots
-      .filter((node) => !waiting.has(node) && kept(figures[numberOf(node)]))
+      .filter((node) => !waiting.has(node) && kept(figures[numberOf(node)], node))
       .forEach((node) => (isFolded(node) ? waiting.add(node) : draw(node)));
   document.querySelectorAll(".metric select").forEach((choice) =>
     choice.addEventListener("change", () => {
@@ -210,6 +223,6 @@
   let timer;
   window.addEventListener("resize", () => {
     clearTimeout(timer);
-    timer = setTimeout(() => again((figure) => figure.square), 200);
+    timer = setTimeout(() => again((figure, node) => figure.square || isNamed(node)), 200);
   });
 })();
