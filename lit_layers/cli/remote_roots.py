@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from lit_layers.errors import InputError, RunLostError
@@ -103,7 +104,7 @@ def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> No
     if command not in ("fit", *MEASURING, *READING):
         raise InputError(f"{command} needs a local folder; a store can be the --root of fit, {', '.join(MEASURING)}")
     several = {"WORLD_SIZE": "RANK"}
-    if "--engine=ray" not in _joined(argv):  # `srun ... ray symmetric-run` starts the command in one of its tasks alone
+    if _engine(argv) != "ray":  # `srun ... ray symmetric-run` starts the command in one of its tasks alone
         several["SLURM_NTASKS"] = "SLURM_PROCID"
     ranks = max((int(environment.get(name) or 1) for name, rank in several.items() if rank in environment), default=1)
     if ranks > 1 or int(environment.get("NODE_RANK") or 0):
@@ -118,6 +119,23 @@ def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> No
         raise InputError("if_exists: no run on a store is overwritten: choose another root, or remove the run there")
     if command == "fit" and "--measure=async" in _joined(argv):
         raise InputError("measure: async writes into a local folder; with a root on a store leave it out")
+
+
+def _engine(argv: list[str]) -> Any:
+    """The engine that a command line asks for, itself or in its recipes: the last word counts."""
+    import yaml
+
+    engine = None
+    for option, following in pairwise([*argv, ""]):
+        name, is_joined, value = option.partition("=")
+        value = value if is_joined else following
+        if name == "--engine":
+            engine = value
+        elif name == "--config":
+            with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError):  # said by who reads it
+                recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+                engine = recipe.get("engine", engine) if isinstance(recipe, dict) else engine
+    return engine
 
 
 def _joined(argv: list[str]) -> set[str]:

@@ -188,10 +188,15 @@ def test_a_task_of_slurm_that_hands_out_by_ray_is_one_process(bucket, tmp_path, 
     for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     words = ["--root", f"{bucket}/slurm/run"]
-    with remote_roots.in_local_copies("analyze", [*words, "--engine", "ray"], os.environ) as (_, folder, *_):
-        assert Path(folder).is_relative_to(tmp_path)
-    with pytest.raises(InputError, match="4 were started"), remote_roots.in_local_copies("analyze", words, os.environ):
-        pass
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("engine: ray\n")
+    for engine in (["--engine", "ray"], ["--config", str(recipe)], [f"--config={recipe}"]):
+        with remote_roots.in_local_copies("analyze", [*words, *engine], os.environ) as (_, folder, *_):
+            assert Path(folder).is_relative_to(tmp_path)
+    for engine in ([], ["--config", str(recipe), "--engine", "process"], ["--config", str(tmp_path / "none.yaml")]):
+        command = remote_roots.in_local_copies("analyze", [*words, *engine], os.environ)
+        with pytest.raises(InputError, match="4 were started"), command:
+            pass
 
 
 def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path):
