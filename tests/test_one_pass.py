@@ -182,6 +182,20 @@ def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
     assert (ledger.rows, ledger.readers, dict(ledger.seconds)) == ({}, {}, {})
 
 
+def test_an_analysis_that_runs_by_itself_keeps_nothing_that_it_has_had(monkeypatch):
+    kept, keep = [], shared_pass.SharedPass._keep
+
+    def watched(self, fresh, keys):
+        keep(self, fresh, keys)
+        kept.append(len(self._ledger.rows))
+
+    monkeypatch.setattr(shared_pass.SharedPass, "_keep", watched)
+    model, batch = tiny("gpt2"), texts()
+    list(Lens(batches=cut(batch, 4, 4)).run(LayeredModel(model)))
+    measure(model, Lens(batches=cut(batch, 4, 4)), **FACTS)
+    assert kept == [0] * 4
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_what_exceeds_the_limit_lies_in_files_that_leave_nothing_or_is_passed_again(is_full, tmp_path, monkeypatch):
     model, batch = tiny("gpt2", torch.float64), texts()

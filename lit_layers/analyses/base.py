@@ -293,7 +293,9 @@ class DividedAnalysis(Analysis):
     def share(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
         """What the parts of these numbers give, by their number."""
         results: dict[int, Any] = {}
-        for _ in self.turns(SharedPass.of(model), numbers, results, {}):
+        view = SharedPass.of(model)
+        view.turn(self.name)  # so that what it announces is let go once it has had it
+        for _ in self.turns(view, numbers, results, {}):
             pass
         return results
 
