@@ -6,6 +6,7 @@ between a half and two. Memory is the most that is resident in a process of its 
 most that its scratch folder holds. GPT-2 of random weights on the Python standard library's source, or a ViT on digits.
 
     python benchmarks/plan.py --save
+    python benchmarks/plan.py --single --save     each analysis by itself, on models of width 64 and 768
 """
 
 import argparse
@@ -98,6 +99,51 @@ RECIPES: dict[str, tuple[Callable[[], Any], Callable[[], list[Analysis]]]] = {
     "analyses/representation.yaml": (lambda: causal_lm("gpt2", **SMALL), of_representation),
     "analyses/stream.yaml": (lambda: causal_lm("gpt2", **WIDE), of_streams),
 }
+NARROW_ALONE = ("jacobian_lens", "token_coupling", "next_token_probe, record", "prediction_residual")
+WIDTHS = {64: 4, 768: 2}  # and blocks
+
+
+def build(width: int) -> LayeredModel:
+    heads, blocks = max(4, width // 64), WIDTHS[width]
+    return LayeredModel(causal_lm("gpt2", **SMALL | {"n_layer": blocks, "n_embd": width, "n_head": heads}))
+
+
+def single() -> dict[str, Analysis]:
+    """Each analysis that reads texts alone, on so few that what does not grow with them weighs most."""
+    texts, few, views = text(16, 64), text(4, 32), CorpusTexts("python", "bpe:2048", num_texts=20, num_tokens=24)
+    train, test = (text(n, 32, documents=d, batch_size=50) for n, d in ((200, (0.0, 0.7)), (100, (0.7, 1.0))))
+    probes = {
+        f"next_token_probe, {estimator}": A.NextTokenProbe(
+            train=train, test=test, num_classes=20, estimator=estimator, tolerance=1e-4
+        )
+        for estimator in ("watch", "fixed_c", "record")
+    }
+    plain: list[Analysis] = [
+        A.Trajectory(batches=texts),
+        A.Representation(batches=texts),
+        A.Lens(batches=texts),
+        A.Coupling(batches=few, k=(4,)),
+        A.CouplingMatrices(batches=few, num_prompts=2, pairs=((1, 2),)),
+        A.TokenCoupling(batches=few, k=(4,), num_tokens=4, num_prompts=1),
+        A.CrossTokenInfluence(batches=few, num_inputs=8, num_prompts=1),
+        A.AttentionPatterns(batches=texts),
+        A.Induction(),
+        A.InContext(batches=texts),
+        A.Interventions(batches=texts, seeds=(0, 1), loops=(3,)),
+        A.OrderStates(batches=texts, seeds=(0, 1), loops=(3,)),
+        A.LayerSimilarity(batches=texts),
+        A.PromptStudies(batches=text(4, 64)),
+        A.Invariance(texts=views, tokenizer="bpe:2048", corpus="python", max_tokens=32, num_views=4),
+        A.StateGeometry(batches=texts),
+        A.PooledStates(batches=texts),
+        A.PathsInPlane(batches=texts, num_prompts=8),
+        A.NextTokenResidual(batches=texts),
+        A.NgramAgreement(batches=texts, corpus=text(100, 64)),
+        A.JacobianLens(batches=texts, num_prompts=1, num_tuned=4, tuned_steps=20),
+    ]
+    return {analysis.name: analysis for analysis in plain} | probes
+
+
 STREAMED = "analyses/stream.yaml"
 CPU = torch.device("cpu")
 
@@ -112,6 +158,14 @@ class Case:
         if self.streams:
             save(self.model.model, scratch / "model")
         self.measure()
+
+    @classmethod
+    def alone(cls, model: LayeredModel, analysis: Analysis) -> "Case":
+        """One analysis of a model in memory."""
+        case = cls.__new__(cls)
+        case.model, case.analyses, case.streams = model, [analysis], False
+        case.measure()
+        return case
 
     def plan(self) -> Plan:
         calibration._TIMED.clear()
@@ -188,6 +242,7 @@ def written(folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--single", action="store_true", help="each analysis by itself, seconds alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     calibration.clock = time.process_time  # as what is compared: the machine may do other things, too
@@ -196,6 +251,8 @@ def main() -> int:
         return 0
     if options.save and options.rounds < LEAST_ROUNDS:
         raise SystemExit(f"a result that is kept has at least {LEAST_ROUNDS} rounds")
+    if options.single:
+        return singly(options)
     bytes_of = {name: in_a_child(name) for name in RECIPES}
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in RECIPES}
     with tempfile.TemporaryDirectory() as scratch:
@@ -211,6 +268,22 @@ def main() -> int:
             if (number := bytes_of[name][what]) or bytes_of[name][f"planned {what}"]:
                 rows.append(row(f"{name}, {what}", [bytes_of[name][f"planned {what}"]], [number], planning.size))
     return finish("plan", rows, options, least_rounds=1)  # bytes are the same in every round
+
+
+def singly(options: argparse.Namespace) -> int:
+    cases: dict[str, Case] = {}
+    for width in WIDTHS:
+        model = build(width)
+        for name, analysis in single().items():
+            if width < 512 or name not in NARROW_ALONE:
+                cases[f"{name}, {width} wide"] = Case.alone(model, analysis)
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in cases}
+    for _ in range(options.rounds):
+        for name, case in cases.items():
+            seconds[name][0].append(case.plan().seconds)
+            seconds[name][1].append(case.measure())
+    rows = [row(name, *both, planning.duration) for name, both in seconds.items()]
+    return finish("plan_of_analyses", rows, options)
 
 
 def row(what: str, foreseen: list[float], found: list[float], words: Callable[[float], str]) -> Row:

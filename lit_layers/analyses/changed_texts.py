@@ -30,7 +30,7 @@ from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, of_texts, passes, passes_of
+from lit_layers.models.workload import LETTERS, Part, Work, of_texts, passes, passes_of
 from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
@@ -121,13 +121,19 @@ class Invariance(Analysis):
     def work(self, model: LayeredModel) -> Work | None:
         texts, limit = self.texts.texts(), min(self.max_tokens, model.max_tokens or self.max_tokens)
         views, layers = self.num_views, model.num_layers + 1
-        work = of_texts(model, [*texts] * views, limit)
+        known = self.tokenizer.removeprefix("bpe:")  # fewer pairs make shorter tokens: 2,048 of 2.75, 65,536 of 4
+        letters = min(LETTERS, math.log2(max(256, int(known))) / 4) if known.isdigit() else LETTERS
+        work = of_texts(model, [*texts] * views, limit, letters)
         # InfoNCE compares all first views with all second ones; LiDAR and DiME are spectra of texts and views
         compared = Part("wide products", layers * views * 2.0 * len(texts) ** 2 * model.dim, (len(texts),))
+        # and LiDAR's pencil, two factors and five products a set, the prompts' halves included
+        sets, dim = layers * (1 + self.num_halves), model.dim
+        pencils = Part("wide products", sets * (2 / 3 * dim**3 + 10.0 * len(texts) * dim**2), (dim,))
         repeats = layers * (1 + self.permutations) * (1 + self.num_halves / 4)  # two halves are a quarter of it
         spectra = Part("spectra", repeats, (len(texts),))
         vectors = 4.0 * len(texts) * views * model.dim
-        return work + Work(parts=(compared, spectra), host=3 * vectors, disk=vectors * layers)
+        parts = (compared, pencils, spectra, Part("steps", 70 * sets))
+        return work + Work(parts=parts, host=3 * vectors, disk=vectors * layers)
 
     def data_hash(self) -> str | None:
         """Over the texts and the token ids of their views."""

@@ -83,8 +83,9 @@ class LayerSimilarity(DividedAnalysis):
         pairs = (model.num_layers + 1) ** 2
         kernels = Part("wide products", pairs * rows * min(rows, model.dim) * model.dim, (min(rows, model.dim),))
         cosines = Part("products", pairs * passes.tokens * model.dim * 2.0, (model.num_layers + 1,))
+        steps = Part("steps", 22 * passes.texts + 9 * pairs)
         host = (model.num_layers + 1) * rows * model.dim * 4
-        return Work(parts=(cosines, kernels), host=host)
+        return Work(parts=(cosines, kernels, steps), host=host)
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         states: list[Tensor] = []

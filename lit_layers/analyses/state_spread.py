@@ -86,6 +86,7 @@ class StateGeometry(LayerwiseAnalysis):
             Part("spectra", 2 * layers, (rows,)),
             Part("spectra", layers * self.num_halves, (max(1, rows // 2),)),
             Part("wide products", layers * 4.0 * rows**2 * model.dim, (rows,)),
+            Part("steps", layers * (100 + 27 * self.num_halves)),
         )
         return Work(parts=parts, host=4 * layers * rows * model.dim)
 

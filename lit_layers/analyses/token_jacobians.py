@@ -366,8 +366,12 @@ class CrossTokenInfluence(PromptAnalysis):
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         tokens = passes.tokens // passes.texts
-        number = passes.texts * model.num_layers * min(self.num_inputs or tokens, tokens)
-        parts = (Part("jacobians", number), Part("spectra", number, (model.dim,)))
+        inputs = min(self.num_inputs or tokens, tokens)
+        number = passes.texts * model.num_layers * inputs
+        parts = (
+            Part("jacobians", number, (min(inputs, max(1, _ENTRIES // model.dim**2)),)),
+            Part("spectra", number, (model.dim,)),
+        )
         return Work(parts=parts, device=8.0 * min(number, _ENTRIES // model.dim**2 + 1) * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:

@@ -56,7 +56,7 @@ class Trajectory(LayerwiseAnalysis):
     preset: Literal["paper"] | None = None
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return Work()
+        return Work(parts=(Part("steps", 100 + 40 * passes.parts[0].count / model.num_layers),))
 
     def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
         return _TrajectoryRun(model, self.resolved(model))
@@ -173,7 +173,9 @@ class PathsInPlane(PromptAnalysis):
     states: Literal["resid", "hf"] = "resid"
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return Work(parts=(Part("spectra", passes.texts, (passes.tokens // passes.texts,)),))
+        places = passes.tokens * (model.num_layers + 1)  # a record each
+        steps = Part("steps", 16 * passes.texts + 0.3 * places)
+        return Work(parts=(Part("spectra", passes.texts, (passes.tokens // passes.texts,)), steps))
 
     def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
         tokens = list(range(self.drop_first, int(trajectory.mask.sum())))

@@ -35,6 +35,8 @@ class Bench:
 
     def seconds(self, part: Part) -> float:
         """What a part takes."""
+        if part.kind == "steps":
+            return part.count * self._seconds_of_a_step()
         each = part._replace(count=1)
         shapes = [tuple(p.shape) for p in self.model.blocks[0].parameters()]
         key = (str(self.device), self.rounded, self.model.dim, str(shapes), part.kind, part.size, part.call)
@@ -42,6 +44,18 @@ class Bench:
             call, timed = self._call(each)
             _TIMED[key] = self._time(call) / timed
         return flop(self.model, part) * _TIMED[key]
+
+    def _seconds_of_a_step(self) -> float:
+        key = str(self.device), "steps"
+        if key not in _TIMED:
+            states = torch.linspace(-1, 1, 16 * 64).view(16, 64).to(self.device)
+
+            def several() -> None:
+                for _ in range(_AT_ONCE):
+                    _step(states)
+
+            _TIMED[key] = self._time(several) / _AT_ONCE
+        return _TIMED[key]
 
     def _call(self, part: Part) -> tuple[Callable[[], Any], float]:
         """What is timed, and its FLOP."""
@@ -66,7 +80,11 @@ class Bench:
             case "jacobians" if flop(self.model, part) < LONGEST:
                 block, mask = self._block(8)
                 hidden = random(*mask.shape, dim)
-                return lambda: block_jacobian(block, hidden, mask=mask), flop(self.model, part)
+                inputs = range(-1, -1 - min(part.size[0], mask.shape[1]), -1) if part.size else ()
+                how: dict[str, Any] = {"out_tokens": -1, "in_tokens": [*inputs]} if inputs else {}
+                return lambda: block_jacobian(block, hidden, mask=mask, **how), max(1, len(inputs)) * flop(
+                    self.model, part
+                )
             case "directions" if dim <= 1024:
                 matrix = random(1, dim, dim) * torch.arange(1, dim + 1, device=self.device) ** -0.7
                 return lambda: singular_factors(matrix, part.size[0]), flop(self.model, part)
@@ -85,13 +103,13 @@ class Bench:
                     self.model, Part("evaluations", 1, (rows, part.size[1]))
                 )
         # a plain product, as wide as the model: also what decompositions of wide models are taken to run at
-        columns = part.size[0] if part.size else dim
+        columns = part.size[0] if part.size and part.kind != "jacobians" else dim
         columns = self.model.vocab_size or self.model.num_classes or dim if part.kind == "head" else min(columns, dim)
         rows = int(max(8, min(1024, LONGEST / 10 // (2 * dim * columns))))
         dtype = torch.float64 if part.kind in ("wide products", "spectra") else torch.float32
         left, right = random(rows, dim, dtype=dtype), random(dim, columns, dtype=dtype)
         if part.kind == "head":
-            return lambda: (left @ right).log_softmax(-1).exp(), 2.0 * rows * dim * columns
+            return lambda: _scores(left @ right), 2.0 * rows * dim * columns
         return lambda: left @ right, 2.0 * rows * dim * columns
 
     def _block(self, tokens: int) -> tuple[BlockCall, Tensor]:
@@ -136,6 +154,22 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _scores(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best one and an entropy, as costly as losses, hits and divergences."""
+    log_proba = logits.log_softmax(-1)
+    return log_proba.amax(-1), torch.linalg.vecdot(log_proba.exp(), log_proba)
+
+
+_AT_ONCE = 20  # steps that are timed together, as one is over in less than a clock can tell
+
+
+def _step(states: Tensor) -> tuple[float, int]:
+    """What analyses do again and again with few numbers: means of what is defined, brought to the host."""
+    defined = states.isfinite()
+    means = states.where(defined, 0.0).sum(-1) / defined.sum(-1)
+    return float(torch.stack([means, means.abs()]).cpu()[0].mean()), int((~defined).sum())
 
 
 def _slope(logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lit_layers.measuring.calibration import Bench
 from lit_layers.models.costs import this_machine
 from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import OF_A_BLOCK, Part, Work, bytes_of, bytes_of_model, flop, trained
+from lit_layers.models.workload import OF_A_BLOCK, Part, Work, around, bytes_of, bytes_of_model, flop, trained
 
 UNKNOWN = "unknown: timed when it first runs"
 
@@ -148,6 +148,7 @@ def planned(
         if work is None:
             plan.rows.append(Row(name=analysis.name, work=None))
             continue
+        work += around(model, work)
         if isinstance(analysis, RoundedAnalysis) and analysis.dtype == "bfloat16":
             plan.rows.append(_rounded(analysis.name, work, bench))
             continue
@@ -319,6 +320,8 @@ def _explained(part: Part, seconds: float) -> str:
     if part.kind == "blocks":
         texts, tokens = part.size
         what = f"{part.count * texts:,.0f} block runs on texts of {tokens} tokens, {texts} at a time"
+    elif part.kind == "steps":
+        what = f"{part.count:,.0f} small steps"
     elif part.kind in ("products", "wide products"):
         what = f"{part.kind} of {part.count:.2g} FLOP"
     elif part.kind == "head":

@@ -12,7 +12,7 @@ from lit_layers.models.view import LayeredModel
 # What work is made of; a plan times each on the machine, at the sizes that are asked for:
 # blocks         passes of a batch through one block; size (texts, tokens)
 # head           rows of states through the model's head
-# jacobians      of a block at one token
+# jacobians      of a block at one token; size (inputs,) where one call gives those from several tokens
 # directions     decompositions of such a Jacobian into its leading singular vectors; size (vectors,)
 # spectra        singular values of a prompt's states in float64; size (rows,)
 # evaluations    of the loss of a probe and its gradient; size (rows, classes)
@@ -20,8 +20,18 @@ from lit_layers.models.view import LayeredModel
 # wide products  the same in float64
 # calls          of a function of an analysis' own on states in float64, timed as it is; its FLOP are taken to be those
 #                of the spectrum of as many rows; size (rows,)
+# steps          of a handful of operations on few numbers each, whose time does not depend on the width; no FLOP
 Kind = Literal[
-    "blocks", "head", "jacobians", "directions", "spectra", "evaluations", "products", "wide products", "calls"
+    "blocks",
+    "head",
+    "jacobians",
+    "directions",
+    "spectra",
+    "evaluations",
+    "products",
+    "wide products",
+    "calls",
+    "steps",
 ]
 
 
@@ -31,6 +41,8 @@ OF_A_BLOCK = 12  # numbers a token and width that a block holds while it runs: q
 OF_A_JACOBIAN = 4  # width x width matrices that one takes while it is made and decomposed
 # Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
 EVALUATIONS = {"watch": 15, "record": 330}
+# Steps, from the operations that torch counts: of an evaluation, where the others of a fit are shared out among them.
+STEPS_OF_AN_EVALUATION = {"watch": 30, "record": 6, "fixed_c": 3}
 
 
 class Sized(Protocol):
@@ -96,6 +108,13 @@ def passes(
     )
 
 
+def around(model: LayeredModel, work: Work) -> Work:
+    """The steps of any analysis around its work: by its texts, batches and layers, whatever their size."""
+    layers, block_passes = model.num_layers, sum(part.count for part in work.parts if part.kind == "blocks")
+    steps = 60 + 4 * work.texts + 30 * layers + block_passes / layers * (30 + 12 * layers)
+    return Work(parts=(Part("steps", steps),))
+
+
 def passes_of(model: LayeredModel, batches: Sized, *, texts: int | None = None, kept: bool = True) -> Work | None:
     """Those of all batches, or of their first texts; None of batches that do not say how many they are."""
     size = batches.size()
@@ -106,9 +125,9 @@ def passes_of(model: LayeredModel, batches: Sized, *, texts: int | None = None, 
     return passes(model, texts=number, tokens=length, batch=size.batch, kept=kept, at_most=not size.exact)
 
 
-def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int) -> Work:
+def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int, letters: float = LETTERS) -> Work:
     """Passes of texts that nobody has made tokens of: one is taken to be four letters, as in English it is."""
-    lengths = [min(max_tokens, max(1, len(text) // LETTERS)) for text in texts]
+    lengths = [min(max_tokens, max(1, int(len(text) / letters))) for text in texts]
     tokens = max(1, sum(lengths) // max(1, len(lengths)))
     return passes(model, texts=len(texts), tokens=tokens, batch=max(1, BATCH_TOKENS // tokens), kept=False)
 
@@ -151,6 +170,7 @@ def fits(
         of_fixed = 66 * math.exp(0.5 * max(0.0, -math.log10(tolerance) - 2))
         evaluations = EVALUATIONS.get(estimator, min(of_fixed, max_iterations))
         parts.append(Part("evaluations", number * evaluations, (max(1, rows), num_classes)))
+        parts.append(Part("steps", number * evaluations * STEPS_OF_AN_EVALUATION[estimator]))
     return Work(parts=tuple(parts), host=8.0 * rows * (model.dim + num_classes))
 
 
@@ -193,6 +213,8 @@ def flop(model: LayeredModel, part: Part) -> float:
             of_one = 2.0 * least**2 * most + 4 / 3 * least**3
         case "evaluations":
             of_one = 4.0 * part.size[0] * dim * part.size[1]
+        case "steps":
+            of_one = 0.0
         case _:
             of_one = 1.0
     return part.count * of_one

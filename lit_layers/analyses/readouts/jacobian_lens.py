@@ -161,8 +161,9 @@ class JacobianLens(Analysis):
         compared = max(0, whole.texts - max(self.num_prompts, self.num_tuned)) * places
         readouts = len(self.lenses) + 2 * (self.file is None and "jacobian" in self.lenses)  # both halves, too
         head = Part("head", trained + compared * (readouts * model.num_layers + 1))
+        small = Part("steps", 30 * steps * model.num_layers)
         held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
-        return whole + Work(parts=(backward, head), device=whole.device + held)
+        return whole + Work(parts=(backward, head, small), device=whole.device + held)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)

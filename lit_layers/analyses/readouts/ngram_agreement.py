@@ -58,7 +58,7 @@ class NgramAgreement(DividedAnalysis):
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         rows = passes.texts * min(self.num_tokens, passes.tokens // passes.texts)
-        return Work(parts=(Part("head", rows * (model.num_layers + 1)),))
+        return Work(parts=(Part("head", rows * (model.num_layers + 1)), Part("steps", 11 * rows)))
 
     @functools.cached_property
     def _counted(self) -> dict[int, dict[int, NgramTable]]:
