@@ -247,6 +247,15 @@ def test_how_well_many_pairs_agree_is_said_in_a_sentence():
     assert agreement_sentence(pairs[:1]) == ""
 
 
+def test_the_page_says_how_many_values_are_missing(tmp_path):
+    table = pd.DataFrame({"step": STEPS * 2, "task": ["a"] * 12 + ["b"] * 12, "value": [*rise(5), *rise(7)]})
+    table.loc[[4, 7], "value"] = np.nan
+    table.to_csv(tmp_path / "scores.csv", index=False)
+    assert main(["emerge", str(tmp_path / "scores.csv"), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "emergence.html").read_text()
+    assert "Missing values: 2, in 1 of 2 curves" in page
+
+
 def test_a_run_without_a_curve_is_named_among_what_is_left_out():
     def curve(run: str, metric: str, steps: int) -> StepCurve:
         at = np.arange(float(steps))

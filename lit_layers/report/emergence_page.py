@@ -275,6 +275,9 @@ def _notes(clock: Clock) -> list[str]:
         notes.append(
             f"{guessed} of {len(clock.curves)} curves come without errors, which are guessed from the curve itself."
         )
+    if gaps := [times.num_gaps for times in clock.times if times.num_gaps]:
+        curves = f"{len(gaps)} of {len(clock.curves)} curves"
+        notes.append(f"Missing values: {sum(gaps)}, in {curves}; about these gaps the intervals are wider.")
     tested, false = len(clock.curves), (1 - clock.confidence) * len(clock.curves)
     return [
         *notes,
