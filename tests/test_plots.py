@@ -723,6 +723,15 @@ def test_a_legend_shows_the_colours_and_dashes_of_the_lines() -> None:
         assert symbols == [color for _, color in named]
 
 
+def test_entries_of_a_legend_stand_apart_in_a_font_that_is_a_sixth_wider() -> None:
+    names = ["Best layer from 1 on", "The embedding is better than any"]
+    lines = [plots.Series(x=[0, 1], y=[n, n], name=name, width=1.0, legend=True) for n, name in enumerate(names)]
+    picture = plots.Chart(title="", x=Axis(), y=Axis(), series=lines).picture(".svg").decode()
+    entries = re.findall(r'translate\(([\d.]+),[\d.]+\)"><path class="background"[^>]*d="M0,0h([\d.]+)v1\d\.', picture)
+    (_, width), (second, _) = [(float(x), float(width)) for x, width in entries]
+    assert second > width * 7 / 6
+
+
 def test_charts_beside_each_other_keep_their_own_axes_dashes_and_legends(tmp_path: Path) -> None:
     def chart(name: str, dash: str) -> plots.Chart:
         levels = [

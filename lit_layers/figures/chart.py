@@ -345,7 +345,7 @@ class Chart(Picture):
             return None
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
-        look |= {"orient": "bottom" if self.bar is not None else "top"}
+        look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
         look |= {"symbolType": "circle", "symbolSize": 70} if self.legend_of_marks else {"symbolType": "stroke"}
         look |= {} if self.legend_of_marks else {"symbolSize": 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
