@@ -343,6 +343,25 @@ def test_wrong_options_are_answered_with_one_sentence(arguments, sentence, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"model.drop_path_rat": {"values": [0.1]}}, "drop_path_rat=0.1: unknown option --model.drop_path_rat"),
+        (
+            {"model.drop_path_rate": {"values": [0.1, "wide"]}},
+            "=wide: model.drop_path_rate: expected a number",
+        ),
+        ({"model.drop_path_rate": {"values": [0.1, 7]}}, "=7: model.drop_path_rate: expected a share of at least 0"),
+    ],
+)
+def test_options_of_fit_are_read_before_the_first_cell_runs(parameters, sentence, tmp_path, capsys):
+    command = ["${env}", "lit-layers", "fit", "--config", "quickstart/vit", "${args}"]
+    sweep = Sweep(tmp_path, parameters, command=command)
+    assert main(["sweep", str(sweep.file), "--root", str(sweep.root)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(sweep.root.iterdir())
+
+
+@pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("lr=0.1.json", "{", "lr=0.1.json: not valid JSON"),

@@ -63,9 +63,11 @@ def sweep(
     for cell in cells:
         cell.refuse_another()
         grid.command_line(cell.cell)
+    trusted = [f"--code={package}" for package in code or ()]
     if plan:
-        return _plan(cells, grid)
-    stopped_by = _run(cells, grid, workers, [f"--code={package}" for package in code or ()], engine)
+        return _plan(cells, grid, trusted)
+    _check_options(cells, grid, trusted)
+    stopped_by = _run(cells, grid, workers, trusted, engine)
     frame = write_table(root, grid, every)
     shown = frame.drop(columns="run") if grid.values else frame
     show_table(shown.map(_shown).to_dict("records"), text=("run", "error"))
@@ -84,18 +86,48 @@ def sweep(
     return DIVERGED if errors and diverged == len(errors) else FAILED if errors else 0
 
 
-def _plan(cells: "list[CellFolder]", grid: "Grid") -> int:
+def _words_of_fit(cell: "CellFolder", grid: "Grid", code: list[str]) -> list[str] | None:
+    """The words behind `fit` of a cell's command; None where it starts something else."""
+    words = grid.command_line(cell.cell)
+    at = words.index("fit") if "fit" in words[:3] else None
+    return None if at is None else [*words[at + 1 :], *code, "--root", str(cell.folder)]
+
+
+def _check_options(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> None:
+    """Reads the options of cells that are left, with each value of each parameter once, before the first cell runs.
+
+    Raises:
+        InputError: naming the cell, and what `fit` refuses.
+    """
+    seen: set[tuple[str, str]] = set()
+    for cell in (cell for cell in cells if not cell.is_finished):
+        options, words = {(name, repr(value)) for name, value in cell.cell.parameters.items()}, None
+        if not seen or options - seen:
+            words = _words_of_fit(cell, grid, code)
+        seen |= options
+        if words is None:
+            continue
+        from lit_layers.cli.options import Recipe
+        from lit_layers.cli.shipped_recipes import with_recipes_found
+        from lit_layers.cli.verbs.fit import fit
+
+        try:
+            Recipe(fit, with_recipes_found("fit", words)).instantiated()
+        except InputError as error:
+            raise InputError(f"{cell.cell.name}: {error}") from error
+
+
+def _plan(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> int:
     """Prints what the first cell that is left would cost: the others differ in their values alone."""
     left = [cell for cell in cells if not cell.is_finished]
     print(f"{len(left)} of {len(cells)} cells are left", flush=True)
     if not left:
         return 0
-    words = grid.command_line(left[0].cell)
-    if "fit" not in words[:3]:
-        raise InputError(
-            f"plan: it is made for lit-layers fit, and the file starts {' '.join(words[:3])}: leave it out"
-        )
-    return run_verb("fit", [*words[words.index("fit") + 1 :], "--root", str(left[0].folder), "--plan"])
+    words = _words_of_fit(left[0], grid, code)
+    if words is None:
+        started = " ".join(grid.command_line(left[0].cell)[:3])
+        raise InputError(f"plan: it is made for lit-layers fit, and the file starts {started}: leave it out")
+    return run_verb("fit", [*words, "--plan"])
 
 
 def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str], engine: Engine) -> int | None:
