@@ -350,6 +350,7 @@ def test_the_corrected_metric_is_shown_beside_the_metric(tmp_path):
     ("options", "sentence"),
     [
         ({"given": ["widht"]}, "given: no column 'widht'; did you mean width?"),
+        ({"given": ["model"]}, "given: expected a column that models may share, model names each of them"),
         ({"group": "famly"}, "group: no column 'famly'"),
         ({"given": ["s"]}, "given: s is itself correlated"),
         ({"given": ["word"]}, "given: expected a column of numbers, 'word' has 'w'"),

@@ -4,6 +4,7 @@ import csv
 import importlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -269,7 +270,16 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
         ({"reduced": {"prompts": 3}}, "reduced: there is no 'prompts' among the sizes"),
         ({"published": [{"what": "x", "measured": PLACE}]}, "x: expected one of value, values, at_least, at_most"),
         ({"published": [{"what": "x", "value": 1, "over": "run", "measured": PLACE}]}, "values and over belong"),
-        ({"published": [{"what": "x", "value": "1", "measured": PLACE}]}, "value: expected a number, got '1'"),
+        ({"published": [{"what": "x", "value": "1", "measured": PLACE}]}, "value: expected a finite number, got '1'"),
+        (
+            {"published": [{"what": "x", "value": math.nan, "measured": PLACE}]},
+            "value: expected a finite number, got nan",
+        ),
+        (
+            {"published": [{"what": "x", "at_least": -math.inf, "measured": PLACE}]},
+            "at_least: expected a finite number",
+        ),
+        ({"published": [{"what": "x", "value": 1, "error": math.inf, "measured": PLACE}]}, "error: expected a finite"),
         (
             {"published": [{"what": "x", "value": 1, "measured": {"file": "../x.csv", "column": "a"}}]},
             "x: file leaves the recipe's folder: ../x.csv",

@@ -102,8 +102,11 @@ def correlate(
     """
     for option, names in (("given", given), ("group", [group] if group else [])):
         for name in names:
-            if name not in table.frame.columns or name == "model":
-                raise InputError(f"{option}: no column {name!r}{nearest(name, map(str, table.frame.columns))}")
+            columns = [str(column) for column in table.frame.columns if column != "model"]
+            if name == "model":
+                raise InputError(f"{option}: expected a column that models may share, model names each of them")
+            if name not in columns:
+                raise InputError(f"{option}: no column {name!r}{nearest(name, columns)}")
             if option == "given" and name in (table.metric, table.score):
                 raise InputError(f"given: {name} is itself correlated; hold another column fixed")
     x, y = table.values(table.metric), table.values(table.score)

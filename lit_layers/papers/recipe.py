@@ -13,7 +13,7 @@ from pydantic import Field
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.schema import Count, Expected, Scalar, Tag
+from lit_layers.schema import Count, Expected, Tag
 
 PAPERS = {
     "coupling": "Aubry et al., Transformer Block Coupling and its Correlation with Generalization in LLMs "
@@ -28,6 +28,7 @@ OUT: dict[str, str] = dict.fromkeys(("correlate", "emerge", "report", "select"),
 OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb", "sweep"), "root")
 COMMAND_LINE = ("any_command", "code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
 OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
+_Printed = Annotated[float, Field(allow_inf_nan=False), Expected("a finite number")]
 _NAME = re.compile(r"<([a-z]\w*)>")
 _REMEDY = "docs/papers.md has the fields of a recipe"
 
@@ -74,12 +75,12 @@ class Published:
 
     what: str
     measured: Annotated[schema.mapping_of(Place), Field()]  # pyright: ignore[reportInvalidTypeForm]
-    value: Scalar | None = None
-    values: dict[str | int, Scalar] = field(default_factory=dict)
+    value: _Printed | None = None
+    values: dict[str | int, _Printed] = field(default_factory=dict)
     over: str = ""
-    error: Annotated[float, Field(ge=0), Expected("a number of at least 0")] = 0.0
-    at_least: Scalar | None = None
-    at_most: Scalar | None = None
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a finite number of at least 0")] = 0.0
+    at_least: _Printed | None = None
+    at_most: _Printed | None = None
 
     def check(self) -> None:
         """Raises InputError where the fields do not fit each other."""
