@@ -12,7 +12,16 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.states import at_least_float32, final_norm, in_convention
-from lit_layers.analyses.statistics import TagDict, complete, gap, left_out, nothing_defined, summarize, with_halves
+from lit_layers.analyses.statistics import (
+    TagDict,
+    complete,
+    gap,
+    left_out,
+    nothing_defined,
+    summarize,
+    with_halves,
+    without_texts,
+)
 from lit_layers.data.batches import Batches
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
@@ -92,7 +101,8 @@ class NextTokenResidual(Analysis):
         layers, kept, tags = self._complete(states, rows)
         if tags:
             states, rows = states[:, kept], rows.where(kept)
-            self._check_rows(model, rows)
+            with without_texts(int(tags["num_undefined"])):
+                self._check_rows(model, rows)
         ids = rows.targets[:, None]
         if self.relabelled:
             vocabulary = torch.randperm(

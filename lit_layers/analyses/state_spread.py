@@ -18,6 +18,7 @@ from lit_layers.analyses.statistics import (
     random_halves,
     records_of_layers,
     summarize_layers,
+    without_texts,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -235,7 +236,13 @@ class PooledStates(StatesAnalysis):
 
     def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
         pooled = values[POOLED].double()  # (layers + 1, prompts, dim)
-        _, kept = complete(~pooled.isnan().any(-1))
+        layers, kept = complete(~pooled.isnan().any(-1))
+        count = int(kept.sum())
+        if layers.any() and count < 2:
+            with without_texts(len(kept) - count):
+                raise InputError(
+                    f"{self.name}: expected at least 2 prompts, to see how far apart they lie, got {count}"
+                )
         tags = self.tags_of("pooling", "states") | left_out("", ~kept)
         finite = pooled[:, kept]
         of_halves = over_halves(_dimensions, finite, self.num_halves)

@@ -13,6 +13,7 @@ rows and lower an entropy.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lit_layers.errors import InputError
 from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.records import Record
@@ -176,6 +178,17 @@ def nothing_defined(name: str) -> ValueError:
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
         "constant, not finite or of too few tokens"
     )
+
+
+@contextmanager
+def without_texts(num_left_out: int) -> Iterator[None]:
+    """What is refused inside also says how many texts the broken model leaves out."""
+    try:
+        yield
+    except InputError as error:
+        if not num_left_out:
+            raise
+        raise InputError(f"{error} (left out: {num_left_out} whose states are not finite)") from error
 
 
 def left_out(what: str, undefined: Tensor | int) -> dict[str, int]:

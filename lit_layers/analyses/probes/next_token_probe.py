@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.probes._second_stage import FollowingAnalysis
 from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
 from lit_layers.analyses.states import real_tokens
-from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio
+from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio, without_texts
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -249,7 +249,8 @@ class NextTokenProbe(SplitProbe):
         """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
         broken: _Broken = (frozenset(), frozenset()) if self._gaps is None else self._gaps.broken
         if broken not in self._problems:
-            self._problems[broken] = self._drawn(*broken)
+            with without_texts(sum(map(len, broken))):
+                self._problems[broken] = self._drawn(*broken)
         return self._problems[broken]
 
     def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
