@@ -33,9 +33,9 @@ from rounds import Row, add_options, finish, ratios
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the run is the tests' one
 
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.measuring import over_workers
+from lit_layers.measuring import one_checkpoint
 from lit_layers.measuring.offline import analyze_series
-from lit_layers.measuring.over_workers import CheckpointWorker
+from lit_layers.measuring.one_checkpoint import CheckpointWorker
 from lit_layers.measuring.ray_workers import Event, Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
 from tests.support.measured_series import sorted_lines, trained
@@ -122,7 +122,7 @@ def main() -> int:
     options = parser.parse_args()
     ways: dict[str, list[Measured]] = defaultdict(list)
     waits: list[float] = []
-    over_workers.CheckpointWorker = Counting
+    one_checkpoint.CheckpointWorker = Counting
     with tempfile.TemporaryDirectory() as folder:
         run = trained(Path(folder) / "run", steps=options.steps - 1, every=1)
         for number in range(options.rounds):

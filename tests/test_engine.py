@@ -10,7 +10,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.measuring import over_workers, ray_workers
+from lit_layers.measuring import one_checkpoint, ray_workers
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import ATTEMPTS, Event, Job, hand_out
 from lit_layers.series import HubRevisions, OneModel, StepFolders
@@ -149,7 +149,7 @@ def test_the_record_is_that_of_one_process(run, tmp_path, pretended):
     assert (carried.settings, carried.audit) == (alone.settings, alone.audit)
     (workers,) = pretended
     assert sorted(task.analyses for _, task, _ in workers.sent) == [("other",)] * 3 + [("trajectory", "coupling")] * 3
-    assert workers.memory > over_workers.OF_A_PROCESS
+    assert workers.memory > one_checkpoint.OF_A_PROCESS
 
 
 def test_what_is_done_is_not_carried_again(run, tmp_path, pretended):

@@ -16,8 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import settings_name, spelled_as
 from lit_layers.measuring import canary
-from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
-from lit_layers.measuring.over_workers import over_workers
+from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
 from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard, refuse_outside

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes.probe_fits import Fitted, ProbeOptions, fit_layer
-from lit_layers.analyses.probes.probe_scores import RowScores, of_log_proba, score_rows
+from lit_layers.analyses.probes.probe_fits import Fitted, ProbeOptions, RowScores, fit_layer, of_log_proba, score_rows
 from lit_layers.analyses.probes.task_features import TaskReader, TextPooling, text_features
 from lit_layers.data.image_files import Pictures
 from lit_layers.data.images import Normalise, eval_pixels, image_size, image_source, statistics

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.probes._second_stage import FollowingAnalysis
-from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.probes.probe_fits import Fitting, FollowingAnalysis, SplitProbe
 from lit_layers.analyses.states import at_least_float32, real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize, with_a_value
 from lit_layers.data.batches import Batches

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes._second_stage import FollowingAnalysis
-from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.probes.probe_fits import Fitting, FollowingAnalysis, SplitProbe
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio, without_texts
 from lit_layers.data.batches import Batches

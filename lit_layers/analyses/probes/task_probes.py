@@ -10,11 +10,13 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes._second_stage import FollowingAnalysis
-from lit_layers.analyses.probes.probe_fits import ProbeAnalysis, ProbeOptions, fit_layer
-from lit_layers.analyses.probes.probe_scores import (
+from lit_layers.analyses.probes.probe_fits import (
+    FollowingAnalysis,
+    ProbeAnalysis,
+    ProbeOptions,
     RowScores,
     curve_records,
+    fit_layer,
     of_log_proba,
     score_records,
     score_rows,
