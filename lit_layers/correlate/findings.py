@@ -14,20 +14,8 @@ from lit_layers.correlate.model_table import ModelTable, lowered
 from lit_layers.correlate.run_models import SIZES, nearest
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation, value
-from lit_layers.functional import correlation
+from lit_layers.functional import correlation, layer_selection
 from lit_layers.functional.correlation import Correlation, UndefinedError
-from lit_layers.functional.layer_selection import (
-    DIRECTIONS,
-    LayerCorrelation,
-    Null,
-    Selection,
-    better_rule,
-    compared,
-    cross_fitted,
-    distance_null_over_layers,
-    layer_correlations,
-    selection,
-)
 
 Column = NDArray[np.float64]
 CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
@@ -310,7 +298,7 @@ class Choice:
 
     metric: str | None
     rule: str
-    result: Selection
+    result: layer_selection.Selection
     is_chosen: bool = False
     shares: Mapping[str, float] | None = None
 
@@ -320,7 +308,7 @@ class MetricFindings:
     """Of one metric: its coefficients, the tasks they rest on, and which tasks are left out, with the reason."""
 
     metric: str
-    correlations: list[LayerCorrelation]
+    correlations: list[layer_selection.LayerCorrelation]
     tasks: list[str]
     left_out: dict[str, str]
     note: str = ""
@@ -333,7 +321,7 @@ class ModelFindings:
     model: str
     step: int | None
     num_layers: int
-    null: Null
+    null: layer_selection.Null
     metrics: list[MetricFindings]
     choices: list[Choice]
     notes: list[str]
@@ -371,7 +359,7 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int
                 model=model.name,
                 step=model.step,
                 num_layers=model.num_layers,
-                null=distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
+                null=layer_selection.distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
                 metrics=[_correlated(model, key, first, options) for key in keys],
                 choices=[c for names in sets for c in _choices(model, others, names, first, repeats, options)],
                 notes=_notes([len(model.metrics[key]) for key in keys], many),
@@ -391,7 +379,7 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
     tasks, metric, scores = model.tables(key, first)
     left_out, note = dict(model.left_out.get(key, {})), ""
     try:
-        correlations = layer_correlations(metric, scores, **options)
+        correlations = layer_selection.layer_correlations(metric, scores, **options)
     except UndefinedError as error:
         correlations, note = [], str(error)
     for row in correlations[0].undefined if correlations else ():
@@ -413,22 +401,24 @@ def _choices(
         return []
     metrics, scores = shared
     pairs = [pair for other in others if (pair := _shared(other, keys, first)) is not None]
-    better = better_rule(pairs) if pairs else None
+    better = layer_selection.better_rule(pairs) if pairs else None
     one = keys[0] if len(keys) == 1 else None
-    rules: list[Any] = [(keys[0], direction) for direction in DIRECTIONS] if one else [better] if better else []
+    rules: list[Any] = (
+        [(keys[0], direction) for direction in layer_selection.DIRECTIONS] if one else [better] if better else []
+    )
     choices = [
         Choice(
             metric=one,
             rule=direction if one else f"{direction} {key}",
-            result=selection(metrics[key], scores, direction, first_layer=first, **options),
+            result=layer_selection.selection(metrics[key], scores, direction, first_layer=first, **options),
             is_chosen=(key, direction) == better,
         )
         for key, direction in rules
     ]
     if better is None and len(scores) >= _FEWEST_HALVED:
-        fitted = cross_fitted(metrics, scores, repeats=repeats, seed=options["seed"])
+        fitted = layer_selection.cross_fitted(metrics, scores, repeats=repeats, seed=options["seed"])
         shares = {rule.split()[0] if one else rule: share for rule, share in fitted.shares.items()}
-        result = compared(fitted.scores, scores, first_layer=first, **options)
+        result = layer_selection.compared(fitted.scores, scores, first_layer=first, **options)
         choices.append(Choice(metric=one, rule="cross-fitted", result=result, is_chosen=True, shares=shares))
     return choices
 

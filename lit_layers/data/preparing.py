@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lit_layers.data import tokenization
 from lit_layers.data.shards import (
     FORMAT,
     HEADER,
@@ -34,17 +35,6 @@ from lit_layers.data.shards import (
     token_dtype,
 )
 from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
-from lit_layers.data.tokenization import (
-    MAIN,
-    Texts,
-    TextTokenizer,
-    bpe_size,
-    encoded,
-    load_tokenizer,
-    save_tokenizer,
-    tokenizer_hash,
-    train_bpe,
-)
 from lit_layers.errors import InputError
 from lit_layers.files.durable import draft_of, sync, write_json
 
@@ -119,8 +109,8 @@ def prepare(
     at_least_one(workers=workers, max_documents=max_documents)
     folder = Path(out)
     corpus = open_source(source, column=column, separator=separator, validation=validation)
-    loaded = None if bpe_size(tokenizer) else load_tokenizer(tokenizer)
-    made_by = {"spec": tokenizer, "hash": loaded and tokenizer_hash(loaded.tokenizer)}
+    loaded = None if tokenization.bpe_size(tokenizer) else tokenization.load_tokenizer(tokenizer)
+    made_by = {"spec": tokenizer, "hash": loaded and tokenization.tokenizer_hash(loaded.tokenizer)}
     settings = {"source": corpus.describe(), "tokenizer": made_by, "max_documents": max_documents}
     with _claimed(folder, progress):
         finish_names(folder)
@@ -148,25 +138,27 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Chunk:
-    texts: Texts
+    texts: tokenization.Texts
     state: dict[str, Any]  # of the reading, once these texts are written
     share: float | None  # of the work, where it is known
 
 
-def _place_tokenizer(folder: Path, state: dict[str, Any], loaded: TextTokenizer | None, source: Source) -> None:
+def _place_tokenizer(
+    folder: Path, state: dict[str, Any], loaded: tokenization.TextTokenizer | None, source: Source
+) -> None:
     """Saves the tokenizer beside the shards, trained first where that was asked for."""
     if state["tokenizer"] is not None:
         return
     spec, limit = state["settings"]["tokenizer"]["spec"], state["settings"]["max_documents"]
     if loaded is None:
-        loaded = train_bpe(_training_texts(source, limit, BPE_BYTES), bpe_size(spec) or 0)
+        loaded = tokenization.train_bpe(_training_texts(source, limit, BPE_BYTES), tokenization.bpe_size(spec) or 0)
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-    save_tokenizer(loaded, folder / TOKENIZER)
+    tokenization.save_tokenizer(loaded, folder / TOKENIZER)
     for path in [*(folder / TOKENIZER).iterdir(), folder / TOKENIZER]:
         sync(path)
     state["tokenizer"] = {
         "spec": spec,
-        "hash": tokenizer_hash(loaded.tokenizer),
+        "hash": tokenization.tokenizer_hash(loaded.tokenizer),
         "end_of_text": loaded.end_of_text,
         "end_of_text_id": loaded.end_of_text_id,
         "vocab_size": loaded.vocab_size,
@@ -179,11 +171,11 @@ def _fill(folder: Path, state: dict[str, Any], source: Source, workers: int, pro
     made_by = state["tokenizer"]
     dtype = token_dtype(made_by["vocab_size"])
     writer = ShardWriter(folder, dtype, state["sizes"])
-    chunks = encoded(
+    chunks = tokenization.encoded(
         _chunks(source, state),
         lambda chunk: chunk.texts,
         workers=workers,
-        tokenizer=folder / TOKENIZER / MAIN,
+        tokenizer=folder / TOKENIZER / tokenization.MAIN,
         end=made_by["end_of_text_id"],
         dtype=dtype,
     )
@@ -304,8 +296,8 @@ def _expect_documents(folder: Path, writer: ShardWriter, state: dict[str, Any]) 
 def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
     if tokenizer == shards.header["tokenizer"]["spec"]:
         return
-    size = bpe_size(tokenizer)
-    hash_ = None if size else tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+    size = tokenization.bpe_size(tokenizer)
+    hash_ = None if size else tokenization.tokenizer_hash(tokenization.load_tokenizer(tokenizer).tokenizer)
     if hash_ != shards.tokenizer_hash:
         made_by = shards.header["tokenizer"]
         raise InputError(
@@ -317,8 +309,8 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
 def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path:
     root = Path(cache or os.environ.get("LIT_LAYERS_CACHE") or Path.home() / ".cache" / "lit_layers")
     made_by = tokenizer
-    if bpe_size(tokenizer) is None and Path(tokenizer).exists():
-        made_by = tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
+    if tokenization.bpe_size(tokenizer) is None and Path(tokenizer).exists():
+        made_by = tokenization.tokenizer_hash(tokenization.load_tokenizer(tokenizer).tokenizer)
     described = [VERSION, open_source(corpus).describe(), made_by]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     names = [re.sub(r"[^\w.]+", "-", Path(name).name) for name in (corpus, tokenizer)]

@@ -8,25 +8,11 @@ from typing import Any, Unpack
 import numpy as np
 import pandas as pd
 
+from lit_layers.figures import tables
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import pair_text
 from lit_layers.figures.profiles import FRAMES
-from lit_layers.figures.tables import (
-    CATEGORY,
-    HEAD,
-    Chosen,
-    Point,
-    drawable,
-    grouped,
-    is_pair,
-    is_placed,
-    of_plainest,
-    select,
-    steps_of,
-    title_of,
-    variant_text,
-)
 from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
 
@@ -38,7 +24,7 @@ _ROW = 13  # pixels
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
     The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
@@ -47,10 +33,10 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     Raises:
         ValueError: where the metric has no values per pair of layers.
     """
-    points, tags = drawable(frame, metric, is_pair, "values per pair of layers", **chosen)
+    points, tags = tables.drawable(frame, metric, tables.is_pair, "values per pair of layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     names = ("Layer", "Other layer", "layer {y}, other layer {x}")
-    return _pairs(title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
+    return _pairs(tables.title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
 
 
 def similarity_matrix(frame: pd.DataFrame, metric: str, **options: Any) -> Chart:
@@ -75,7 +61,7 @@ def token_map(
     *,
     layer: int,
     other_layer: int | None = None,
-    **chosen: Unpack[Chosen],
+    **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Returns a metric of pairs of tokens (tags `token`, down, and `other_token`, across) as a heat map of one layer.
 
@@ -84,15 +70,17 @@ def token_map(
     Raises:
         ValueError: where the metric has no values per pair of tokens, or not for this layer.
     """
-    points, tags = _of_layers(select(frame, metric, **chosen), metric, "token", layer, other_layer, chosen.get("tags"))
+    points, tags = _of_layers(
+        tables.select(frame, metric, **chosen), metric, "token", layer, other_layer, chosen.get("tags")
+    )
     places = sorted({point.tags[name] for point in points for name in ("token", "other_token")})
     names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
-    title = f"{title_of(metric, tags)}, {pair_text(layer, other_layer)}"
+    title = f"{tables.title_of(metric, tags)}, {pair_text(layer, other_layer)}"
     return _pairs(title, points, lambda p: (p.tags["token"], p.tags["other_token"]), places, names, unit="%")
 
 
 def compression_matrix(
-    frame: pd.DataFrame, metric: str = "compression", *, layer: int, other_layer: int, **chosen: Unpack[Chosen]
+    frame: pd.DataFrame, metric: str = "compression", *, layer: int, other_layer: int, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
     """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
 
@@ -102,22 +90,24 @@ def compression_matrix(
     Raises:
         ValueError: where the metric has no matrices, or none of these layers.
     """
-    points, tags = _of_layers(select(frame, metric, **chosen), metric, "row", layer, other_layer, chosen.get("tags"))
+    points, tags = _of_layers(
+        tables.select(frame, metric, **chosen), metric, "row", layer, other_layer, chosen.get("tags")
+    )
     directions = sorted({point.tags[name] for point in points for name in ("row", "column")})
     names = ("Left direction", "Right direction", "row {y}, column {x}")
-    title = ", ".join(filter(None, [sentence(pair_text(layer, other_layer)), variant_text(tags)]))
+    title = ", ".join(filter(None, [sentence(pair_text(layer, other_layer)), tables.variant_text(tags)]))
     cell = lambda p: (p.tags["row"], p.tags["column"])  # noqa: E731
     return _pairs(title, points, cell, directions, names, each_step=True)
 
 
 def _of_layers(
-    points: Sequence[Point],
+    points: Sequence[tables.Point],
     metric: str,
     place: str,
     layer: int,
     other_layer: int | None,
     tags: Mapping[str, Any] | None,
-) -> tuple[list[Point], dict[str, Any]]:
+) -> tuple[list[tables.Point], dict[str, Any]]:
     """The points of one layer, or pair of layers, that have this tag, of one variant; and its tags."""
     placed = [point for point in points if place in point.tags]
     if not placed:
@@ -126,13 +116,13 @@ def _of_layers(
     if not chosen:
         pairs = sorted({pair_text(point.layer, point.other_layer) for point in placed})
         raise ValueError(f"metric {metric!r} has no {pair_text(layer, other_layer)}; it has: {', '.join(pairs)}")
-    return of_plainest(chosen, tags)
+    return tables.of_plainest(chosen, tags)
 
 
 def _pairs(
     title: str,
-    points: Sequence[Point],
-    cell: Callable[[Point], tuple[Any, Any]],
+    points: Sequence[tables.Point],
+    cell: Callable[[tables.Point], tuple[Any, Any]],
     keys: Sequence[int],
     names: tuple[str, str, str],
     *,
@@ -186,10 +176,10 @@ def tabled(
 
 
 def _by_step(
-    points: Sequence[Point], cell: Callable[[Point], Any], rows: Sequence[Any], columns: Sequence[Any]
+    points: Sequence[tables.Point], cell: Callable[[tables.Point], Any], rows: Sequence[Any], columns: Sequence[Any]
 ) -> dict[int, list[list[Any]]]:
     """The values by row and column at each place of the slider."""
-    by_step = grouped(points, lambda point: point.step)
+    by_step = tables.grouped(points, lambda point: point.step)
     steps = spread(sorted(by_step), FRAMES)
     return {step: tabled({cell(p): p.value for p in by_step[step]}, rows, columns) for step in steps}
 
@@ -200,7 +190,7 @@ def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) 
     return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
 
-def _full(points: Iterable[Point], share: float = 1.0) -> float:
+def _full(points: Iterable[tables.Point], share: float = 1.0) -> float:
     """The value that is full colour: the largest, or a share of it."""
     largest = max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
     return rounded([share * largest], 3)[0] or 1.0
@@ -230,7 +220,7 @@ class Surface:
 
 
 def read_surface(
-    frame: pd.DataFrame, metric: str, *, steps: Sequence[int] | None = None, **chosen: Unpack[Chosen]
+    frame: pd.DataFrame, metric: str, *, steps: Sequence[int] | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Surface:
     """Returns a metric per layer and step; `steps` are those that were to be measured, of which some may lack it.
 
@@ -238,9 +228,9 @@ def read_surface(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where the metric has no values per layer of at least two steps.
     """
-    points = select(frame, metric, **chosen, over_steps=True)
-    points, tags = of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
-    every: list[int] = sorted({*steps_of(points), *(steps or [])})
+    points = tables.select(frame, metric, **chosen, over_steps=True)
+    points, tags = tables.of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
+    every: list[int] = sorted({*tables.steps_of(points), *(steps or [])})
     if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
     layers = list(range(max(point.layer or 0 for point in points) + 1))
@@ -248,16 +238,16 @@ def read_surface(
     values = [[value_of.get((layer, step), math.nan) for step in every] for layer in layers]
     tokens = {point.step: point.tokens for point in points}
     higher_is_better = look_up(metric).higher_is_better
-    return Surface(title_of(metric, tags), layers, every, tokens, values, higher_is_better)
+    return Surface(tables.title_of(metric, tags), layers, every, tokens, values, higher_is_better)
 
 
-def has_surface(points: Iterable[Point]) -> bool:
+def has_surface(points: Iterable[tables.Point]) -> bool:
     """Returns whether points of one variant are values per layer of at least two steps."""
     return len({point.step for point in points if _is_of_layer(point)}) > 1
 
 
-def _is_of_layer(point: Point) -> bool:
-    beside = point.other_layer is not None or is_placed(point) or point.reference is not None
+def _is_of_layer(point: tables.Point) -> bool:
+    beside = point.other_layer is not None or tables.is_placed(point) or point.reference is not None
     return point.layer is not None and not beside and "index" not in point.tags and "control" not in point.tags
 
 
@@ -267,7 +257,7 @@ def layer_surface(
     *,
     steps: Sequence[int] | None = None,
     axis: AxisName = "step",
-    **chosen: Unpack[Chosen],
+    **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Returns a metric over steps (log, the untrained model apart) and layers as a heat map.
 
@@ -297,7 +287,7 @@ def layer_surface(
     return Chart(title=surface.title, cells=cells, series=series, training=training, axis=axis, **look)
 
 
-def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **chosen: Unpack[Chosen]) -> Chart:
+def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns the best layer of a score, among the layers from 1 on, over steps; rings: the embedding beats it there.
 
     Raises: as `read_surface`.
@@ -334,7 +324,7 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
 # ------------------------------------------------------------------------------------------------ heads
 
 
-def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns a metric of attention heads (tag `head`, across) and blocks (down) as a heat map.
 
     With a slider over the checkpoints; the colours mean the same at every one.
@@ -342,14 +332,14 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
     Raises:
         ValueError: where the metric has no values per head.
     """
-    has_head = lambda point: HEAD in point.tags and point.layer is not None  # noqa: E731
-    points, tags = drawable(frame, metric, has_head, "values per head", **chosen)
+    has_head = lambda point: tables.HEAD in point.tags and point.layer is not None  # noqa: E731
+    points, tags = tables.drawable(frame, metric, has_head, "values per head", **chosen)
     layers = sorted({point.layer for point in points if point.layer is not None})
-    heads = sorted({point.tags[HEAD] for point in points})
-    frames = _by_step(points, lambda p: (p.layer, p.tags[HEAD]), layers, heads)
+    heads = sorted({point.tags[tables.HEAD] for point in points})
+    frames = _by_step(points, lambda p: (p.layer, p.tags[tables.HEAD]), layers, heads)
     colors = colored(metric, [row for table in frames.values() for row in table])
     return Chart(
-        title=title_of(metric, tags),
+        title=tables.title_of(metric, tags),
         x=key_axis("Head", heads),
         y=key_axis("Block", layers),
         cells=Cells(values=[*frames.values()], rows=layers, columns=heads, hover="block {y}, head {x}", **colors),
@@ -361,7 +351,7 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
 # ------------------------------------------------------------------------------------------------ categories
 
 
-def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[Chosen]) -> Chart:
+def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
     Categories stand below their groups (tag `group`), by `category_id` or name; the mean over all of them comes first,
@@ -371,11 +361,11 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     Raises:
         ValueError: where the metric has no values per layer and category.
     """
-    selected = select(frame, metric, **chosen)
+    selected = tables.select(frame, metric, **chosen)
     points = [point for point in selected if point.layer is not None and point.other_layer is None]
-    if not any(CATEGORY in point.tags for point in points):
+    if not any(tables.CATEGORY in point.tags for point in points):
         raise ValueError(f"metric {metric!r} has no values per layer and category")
-    points, tags = of_plainest(points, chosen.get("tags"))
+    points, tags = tables.of_plainest(points, chosen.get("tags"))
     rows = [*_rows(points)]
     layers = sorted({point.layer for point in points if point.layer is not None})
     full = _full(points)
@@ -387,7 +377,7 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
     texts = [full_text for _, full_text, _ in rows]
     return Chart(
-        title=title_of(metric, tags),
+        title=tables.title_of(metric, tags),
         x=key_axis("Layer", layers),
         y=Axis(keys=numbers, labels=beside, strong=strong, grid=False),
         cells=Cells(values=[*frames.values()], rows=numbers, columns=layers, texts=texts, **look),
@@ -399,12 +389,12 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
 _HEADING = ("", "")  # of a row that has no values: the name of a group
 
 
-def _rows(points: Sequence[Point]) -> Iterator[tuple[str, str, tuple[str, str] | None]]:
+def _rows(points: Sequence[tables.Point]) -> Iterator[tuple[str, str, tuple[str, str] | None]]:
     """From the top: the mean, then each group and its categories in order: text, text in full, and category."""
-    if any(CATEGORY not in point.tags for point in points):
+    if any(tables.CATEGORY not in point.tags for point in points):
         yield "Mean", "Mean over all categories", None
     groups = {key: str(point.tags.get("group", "")) for point in points if (key := _category(point)) is not None}
-    by_group = grouped(sorted(groups), lambda key: groups[key])
+    by_group = tables.grouped(sorted(groups), lambda key: groups[key])
     for group, keys in by_group.items():
         if group and len(by_group) > 1:
             yield sentence(group), "", _HEADING
@@ -415,6 +405,6 @@ def _rows(points: Sequence[Point]) -> Iterator[tuple[str, str, tuple[str, str] |
             yield text, full, (number, name)
 
 
-def _category(point: Point) -> tuple[str, str] | None:
+def _category(point: tables.Point) -> tuple[str, str] | None:
     tags = point.tags
-    return (str(tags.get("category_id", "")), str(tags[CATEGORY])) if CATEGORY in tags else None
+    return (str(tags.get("category_id", "")), str(tags[tables.CATEGORY])) if tables.CATEGORY in tags else None

@@ -7,33 +7,10 @@ from typing import Any, NamedTuple, Unpack
 
 import pandas as pd
 
+from lit_layers.figures import profiles, tables
 from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.profiles import (
-    beside,
-    level,
-    levels_of,
-    log_if_wide,
-    numbered,
-    numbered_by,
-    plain,
-    references,
-    series_of,
-    unbroken,
-    value_axis,
-)
-from lit_layers.figures.tables import (
-    Chosen,
-    Point,
-    grouped,
-    is_on_axes,
-    matching,
-    of_plainest,
-    rows_of,
-    select,
-    title_of,
-)
 from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
 from lit_layers.metrics import look_up
 
@@ -49,7 +26,7 @@ def model_profile(
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
     num_layers: Mapping[str, int] | None = None,
-    **chosen: Unpack[Chosen],
+    **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
 
@@ -63,10 +40,10 @@ def model_profile(
         ValueError: where no model without steps has values of this metric per layer.
     """
     by_model = _by_model(frame, metric, **chosen)
-    points, tags = of_plainest([point for part in by_model.values() for point in part], chosen.get("tags"))
-    if not any(map(is_on_axes, points)):
+    points, tags = tables.of_plainest([point for part in by_model.values() for point in part], chosen.get("tags"))
+    if not any(map(tables.is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
-    number = numbered_by(points)
+    number = profiles.numbered_by(points)
     table: Any = frame
     measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)[list(by_model)].dropna()
     depths = measured.clip(lower=pd.Series(num_layers or {}, dtype=float).reindex(measured.index).fillna(0))
@@ -74,23 +51,23 @@ def model_profile(
     names = short_names(list(by_model))
     series: list[Series] = []
 
-    def add(run: str, part: Iterable[Point], text: str = "", **look: Any) -> None:
+    def add(run: str, part: Iterable[tables.Point], text: str = "", **look: Any) -> None:
         """A model's points, in its colour; hovering tells the layer as the model counts it."""
-        points = numbered(part, number)
+        points = profiles.numbered(part, number)
         if points:
-            line, numbers = unbroken(points, number)
+            line, numbers = profiles.unbroken(points, number)
             look |= {"name": ", ".join(filter(None, [names[run], text])), "color": color_of([*by_model].index(run))}
             look["texts"] = [f"layer {n} of {depths[run]:g}" if number == "layer" else f"{number} {n}" for n in numbers]
             at = [round(100 * n / depths[run], 4) for n in numbers] if is_share else numbers
-            series.append(series_of(line, at, interval="", **look))
+            series.append(profiles.series_of(line, at, interval="", **look))
 
     for index, (run, part) in enumerate(by_model.items()):
-        add(run, matching(part, tags), width=2.0, mark=symbol_of(index), size=5.5, legend=True)
+        add(run, tables.matching(part, tags), width=2.0, mark=symbol_of(index), size=5.5, legend=True)
     numbers = [n for point in points if (n := point.number(number)) is not None]
     ends = [0, 100] if is_share else [min(numbers), max(numbers)]
-    series += _references({run: matching(part, tags) for run, part in by_model.items()}, names, ends)
-    series += levels_of(metric, ends)
-    for text, name, options in beside(metric, tags, baselines, controls, chosen):
+    series += _references({run: tables.matching(part, tags) for run, part in by_model.items()}, names, ends)
+    series += profiles.levels_of(metric, ends)
+    for text, name, options in profiles.beside(metric, tags, baselines, controls, chosen):
         before = len(series)
         for run, part in _by_model(frame, name, **options).items():
             if run in names:
@@ -99,10 +76,12 @@ def model_profile(
     if len(series) < 2:
         series = [replace(one, legend=False) for one in series]
     axis = _DEPTHS if is_share else layer_axis(number)
-    return log_if_wide(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
+    return profiles.log_if_wide(
+        Chart(title=tables.title_of(metric, tags), x=axis, y=profiles.value_axis(metric), series=series, place="")
+    )
 
 
-def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns a metric of whole models without steps, a row a model and its tags, with 95% intervals.
 
     Raises:
@@ -113,7 +92,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     rows = [
         (", ".join(filter(None, [run, tag_text(dict(point.tags))])), point)
         for run, part in table[table["step"].isna()].groupby("run", sort=False)
-        for point in select(part, metric, **chosen)
+        for point in tables.select(part, metric, **chosen)
         if point.layer is None
     ]
     if not rows:
@@ -123,8 +102,10 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
         Mark(number, 0, kind, p.value, *((p.low, p.high) if math.isfinite(p.low) else (None, None)))
         for number, (_, p) in enumerate(rows)
     ]
-    (chart,) = interval_rows([text for text, _ in rows], marks, [value_axis(metric).title], kinds=[kind])
-    return replace(chart, title=title_of(metric, {}), series=[replace(one, legend=False) for one in chart.series])
+    (chart,) = interval_rows([text for text, _ in rows], marks, [profiles.value_axis(metric).title], kinds=[kind])
+    return replace(
+        chart, title=tables.title_of(metric, {}), series=[replace(one, legend=False) for one in chart.series]
+    )
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -148,14 +129,14 @@ def look_of(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}
 
 
-def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> dict[str, list[Point]]:
+def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> dict[str, list[tables.Point]]:
     """The points of each model that has any, without pairs and places in tables."""
-    rows = rows_of(frame, metric, chosen.get("analysis"))
+    rows = tables.rows_of(frame, metric, chosen.get("analysis"))
     rows = rows[rows["step"].isna()]
     by_model = {}
     for run in rows["run"].unique():
-        points = select(rows[rows["run"] == run], metric, allow_suspect=chosen.get("allow_suspect", False))
-        by_model[run] = matching(plain(points), chosen.get("tags") or {})
+        points = tables.select(rows[rows["run"] == run], metric, allow_suspect=chosen.get("allow_suspect", False))
+        by_model[run] = tables.matching(profiles.plain(points), chosen.get("tags") or {})
     return {run: points for run, points in by_model.items() if points}
 
 
@@ -164,19 +145,21 @@ def _in_legend(x: Sequence[float], text: str, dash: str) -> Series:
     return Series(x=x[:1], y=[None], name=text, dash=dash, width=1.6, legend=True)
 
 
-def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str], ends: Sequence[int]) -> list[Series]:
+def _references(
+    by_model: Mapping[str, Sequence[tables.Point]], names: Mapping[str, str], ends: Sequence[int]
+) -> list[Series]:
     """Dashed levels: one where all models have the same, else one a model."""
     series = []
-    kinds = references(point for part in by_model.values() for point in part)
+    kinds = profiles.references(point for part in by_model.values() for point in part)
     for number, (kind, these) in enumerate(kinds.items()):
         text, dash = tag_text({"reference": kind}), DASHED[number % len(DASHED)]
         if len({point.value for point in these}) == 1:
-            series.append(level(ends, these[0].value, text, dash=dash))
+            series.append(profiles.level(ends, these[0].value, text, dash=dash))
             continue
         for index, (run, part) in enumerate(by_model.items()):
             look = {"color": color_of(index), "dash": dash, "legend": False}
             levels = [point for point in part if point.reference == kind]
-            series += [level(ends, point.value, f"{names[run]}, {text}", **look) for point in levels]
+            series += [profiles.level(ends, point.value, f"{names[run]}, {text}", **look) for point in levels]
         series.append(_in_legend(ends, text, dash))
     return series
 
@@ -240,7 +223,7 @@ def interval_rows(
 
 def _kind(marks: Sequence[Mark], kinds: Sequence[str], index: int) -> Series:
     """The marks of one kind; the first two kinds make room for each other where a row has both."""
-    kinds_of = {row: {mark.kind for mark in part} for row, part in grouped(marks, lambda mark: mark.row).items()}
+    kinds_of = {row: {mark.kind for mark in part} for row, part in tables.grouped(marks, lambda mark: mark.row).items()}
     shown = [mark for mark in marks if mark.kind == kinds[index]]
     both = len(kinds) > 1 and index < 2
     aside = [0.17 * (2 * index - 1) if both and kinds_of[m.row] >= {*kinds[:2]} else 0.0 for m in shown]

@@ -8,22 +8,10 @@ from typing import Any, Unpack
 import numpy as np
 import pandas as pd
 
+from lit_layers.figures import tables
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Bar, Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
-from lit_layers.figures.tables import (
-    Chosen,
-    Point,
-    drawable,
-    grouped,
-    is_pair,
-    matching,
-    select,
-    steps_of,
-    title_of,
-    variant_text,
-    variants_of,
-)
 from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, colors_of, rounded, spread
 from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
 from lit_layers.metrics import look_up
@@ -33,7 +21,11 @@ _SHARE = 0.2  # of the largest coupling of any checkpoint: below it no line is d
 
 
 def coupling_graph(
-    frame: pd.DataFrame, metric: str = "coupling_pair", *, threshold: float | None = None, **chosen: Unpack[Chosen]
+    frame: pd.DataFrame,
+    metric: str = "coupling_pair",
+    *,
+    threshold: float | None = None,
+    **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Returns blocks on a circle, joined where they are coupled, with a slider over the checkpoints.
 
@@ -48,10 +40,10 @@ def coupling_graph(
     """
     if threshold is not None and not threshold > 0:
         raise ValueError(f"expected a threshold above 0, got {threshold}")
-    of_two = lambda point: is_pair(point) and point.layer != point.other_layer  # noqa: E731
-    points, tags = drawable(frame, metric, of_two, "values per pair of different layers", **chosen)
+    of_two = lambda point: tables.is_pair(point) and point.layer != point.other_layer  # noqa: E731
+    points, tags = tables.drawable(frame, metric, of_two, "values per pair of different layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
-    steps = spread(steps_of(points), FRAMES)
+    steps = spread(tables.steps_of(points), FRAMES)
     edges = _edges(points, steps)
     largest = max((value for *_, value in edges), default=0.0)
     least = threshold if threshold is not None else max(_SHARE * largest, 1e-9)
@@ -76,12 +68,12 @@ def coupling_graph(
     note = f"Lines: {least:.2g} to {largest:.2g}" if largest >= least else "No pair is coupled"
     side = Axis(ends=(-1.18, 1.18), hidden=True)
     options: dict[str, Any] = {"series": series, "frames": steps, "notes": [note], "height": 450, "square": True}
-    return Chart(title=title_of(metric, tags), x=side, y=side, **options)
+    return Chart(title=tables.title_of(metric, tags), x=side, y=side, **options)
 
 
-def _edges(points: Sequence[Point], steps: Sequence[int]) -> list[tuple[int, tuple[int, int], float]]:
+def _edges(points: Sequence[tables.Point], steps: Sequence[int]) -> list[tuple[int, tuple[int, int], float]]:
     """The place of the slider, the pair and the mean of its directions where it has both; strong lines lie on top."""
-    by_pair = grouped(points, lambda p: (p.step, *sorted((p.layer or 0, p.other_layer or 0))))
+    by_pair = tables.grouped(points, lambda p: (p.step, *sorted((p.layer or 0, p.other_layer or 0))))
     edges = []
     for (step, one, two), both in by_pair.items():
         if step in steps and len(both) == 2 and all(math.isfinite(p.value) for p in both):
@@ -98,7 +90,7 @@ def _lines(pairs: Sequence[tuple[int, tuple[int, int]]], place: Mapping[int, tup
     return Series(x=x, y=y, frame=frame, name=f"strength {at + 1}", hover=False, **look)
 
 
-def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[Chosen]) -> Chart:
+def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
     Dots are coloured by layer, the first hollow and the last large; a slider goes over the checkpoints. Each has axes
@@ -108,16 +100,16 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[C
     Raises:
         ValueError: where the metric has no paths.
     """
-    points = [point for point in select(frame, metric, **chosen) if {"axis", "token"} <= point.tags.keys()]
+    points = [point for point in tables.select(frame, metric, **chosen) if {"axis", "token"} <= point.tags.keys()]
     if not points:
         raise ValueError(f"metric {metric!r} has no paths of tokens in a plane")
-    variant = variants_of(points)[0]
-    points = matching(points, variant)
+    variant = tables.variants_of(points)[0]
+    points = tables.matching(points, variant)
     shares = _shares(frame, metric, variant, {**chosen, "tags": None})
     values = {(p.step, p.tags["token"], p.layer, p.tags["axis"]): p.value for p in points}
     tokens = sorted({point.tags["token"] for point in points})
     layers = sorted({point.layer for point in points if point.layer is not None})
-    steps = spread(steps_of(points), FRAMES)
+    steps = spread(tables.steps_of(points), FRAMES)
     keys = [(n, step, token) for n, step in enumerate(steps) for token in tokens]
     # a gap behind each path, so that one series holds them all
     across, up = (
@@ -138,7 +130,7 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[C
     parts = [slice(n * size, (n + 1) * size) for n in range(len(steps))]
     ranges = [(_range(across[part]), _range(up[part])) for part in parts]
     return Chart(
-        title=", ".join(filter(None, [title_of(metric, {}), variant_text(variant)])),
+        title=", ".join(filter(None, [tables.title_of(metric, {}), tables.variant_text(variant)])),
         x=Axis(title="Axis 1"),
         y=Axis(title="Axis 2"),
         series=[series],
@@ -151,15 +143,15 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[C
 
 
 def _shares(
-    frame: pd.DataFrame, metric: str, variant: Mapping[str, Any], chosen: Chosen
+    frame: pd.DataFrame, metric: str, variant: Mapping[str, Any], chosen: tables.Chosen
 ) -> dict[tuple[int, int], float]:
     """The share of variance along each axis, by step and axis, where it is recorded."""
     table: Any = frame
     name = look_up(metric).baseline
     if not (table["metric"] == name).any():
         return {}
-    points: list[Point] = matching(select(frame, name, **chosen), variant)
-    by_place = grouped(points, lambda point: (point.step, point.tags["axis"]))
+    points: list[tables.Point] = tables.matching(tables.select(frame, name, **chosen), variant)
+    by_place = tables.grouped(points, lambda point: (point.step, point.tags["axis"]))
     return {place: part[0].value for place, part in by_place.items()}
 
 

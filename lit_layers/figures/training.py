@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 import pandas as pd
 
+from lit_layers.figures import tables
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
@@ -20,20 +21,6 @@ from lit_layers.figures.profiles import (
     references,
     series_of,
     value_axis,
-)
-from lit_layers.figures.tables import (
-    ORDINALS,
-    Chosen,
-    Point,
-    choice_text,
-    grouped,
-    is_on_axes,
-    matching,
-    of_plainest,
-    select,
-    title_of,
-    variant_text,
-    variants_of,
 )
 from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, colors_of, rounded
 from lit_layers.metrics import look_up, names, sentence
@@ -49,7 +36,7 @@ def emergence_curves(
     *,
     axis: AxisName = "step",
     baselines: Sequence[str] = (),
-    **chosen: Unpack[Chosen],
+    **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Returns a metric over the steps of training, one line a layer, coloured by depth.
 
@@ -67,22 +54,23 @@ def emergence_curves(
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
     """
-    points = plain(select(frame, metric, **chosen, over_steps=True))
+    points = plain(tables.select(frame, metric, **chosen, over_steps=True))
     tags = dict(chosen.get("tags") or {})
     compared = {
-        name: [p for p in select(frame, name, **chosen, over_steps=True) if p.layer is None] for name in baselines
+        name: [p for p in tables.select(frame, name, **chosen, over_steps=True) if p.layer is None]
+        for name in baselines
     }
     compared = {name: part for name, part in compared.items() if part}
     if not points:
         raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
-    if any(map(is_on_axes, points)):
-        points, tags = of_plainest(points, tags)
+    if any(map(tables.is_on_axes, points)):
+        points, tags = tables.of_plainest(points, tags)
     curves = Curves([*points, *(point for part in compared.values() for point in part)])
     values = [point for point in points if point.reference is None]
     ordinal, lined = _ordinal(values)
     bar = None
     if ordinal is not None:
-        by_number = dict(sorted(grouped(lined, lambda point: point.number(ordinal)).items()))
+        by_number = dict(sorted(tables.grouped(lined, lambda point: point.number(ordinal)).items()))
         for (number, part), color in zip(by_number.items(), colors_of(DEPTH, len(by_number)), strict=True):
             curves.line(part, f"{ordinal} {number}", color)
         bar = color_bar(ordinal.capitalize(), DEPTH, list(by_number))
@@ -98,13 +86,13 @@ def emergence_curves(
             curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
     curves.series += levels_of(metric, curves.training.steps, dash="dot", **curves.dashed_marks)
     height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
-    return log_if_wide(curves.chart(title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
+    return log_if_wide(curves.chart(tables.title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
 
 
 class Curves:
     """Lines over the checkpoints of some points; each breaks where it was not measured."""
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[tables.Point]) -> None:
         self.training = Training.of((p.step for p in points), {p.step: p.tokens for p in points})
         trained = [step for step in self.training.steps if step > 0]
         self.is_long = len(trained) > _MARKED
@@ -112,18 +100,18 @@ class Curves:
         self.series: list[Series] = []
 
     def line(
-        self, points: Sequence[Point], name: str, color: str, *, strong: bool = False, legend: bool = False
+        self, points: Sequence[tables.Point], name: str, color: str, *, strong: bool = False, legend: bool = False
     ) -> None:
         look: dict[str, Any] = {"width": 2.4 if strong else 1.6, "size": 5.5 if strong else 4, "apart": "diamond"}
         look |= {"mark": "" if self.is_long else "circle", "interval": "band" if strong else ""}
         self.along(points, name=name, color=color, legend=legend, **look)
 
-    def dashed(self, points: Sequence[Point], name: str, *, color: str = MUTED, dash: str = "dash") -> None:
+    def dashed(self, points: Sequence[tables.Point], name: str, *, color: str = MUTED, dash: str = "dash") -> None:
         """Adds points to compare with: a dashed line, and a dash for the untrained model."""
         look: dict[str, Any] = {"width": 1.6, "legend": True, "interval": "", **self.dashed_marks}
         self.along([replace(p, low=math.nan, high=math.nan) for p in points], name=name, color=color, dash=dash, **look)
 
-    def whole(self, points: Sequence[Point], title: str, *, in_legend: bool) -> dict[str, str]:
+    def whole(self, points: Sequence[tables.Point], title: str, *, in_legend: bool) -> dict[str, str]:
         """Adds one strong line a variant, in a colour of its own; returns the colours."""
         kinds = _variants(points)
         several = len(kinds) > 1
@@ -138,14 +126,14 @@ class Curves:
         options = {"training": self.training, "axis": axis, "series": self.series, **options}
         return Chart(title=title, x=Axis(), y=values, **options)
 
-    def along(self, points: Sequence[Point], **look: Any) -> None:
+    def along(self, points: Sequence[tables.Point], **look: Any) -> None:
         """Adds points as a line, with a gap where a checkpoint lacks one."""
         by_step = {point.step: point for point in points}
         steps = self.training.steps
         self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
 
 
-def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chosen: Unpack[Chosen]) -> Chart:
+def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns how many layers are beginning, middle and ending over training; the untrained model stands apart.
 
     Raises:
@@ -154,7 +142,7 @@ def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chos
     """
     table: Any = frame
     recorded = [name for name in STAGES if (table["metric"] == name).any()]
-    points = {name: select(frame, name, **chosen, over_steps=True) for name in recorded or STAGES[:1]}
+    points = {name: tables.select(frame, name, **chosen, over_steps=True) for name in recorded or STAGES[:1]}
     curves = Curves([point for part in points.values() for point in part])
     for index, (name, part) in enumerate(points.items()):
         look = {"width": 2.0, "mark": "circle", "apart": "diamond", "size": 6, "steps": True, "legend": True}
@@ -170,7 +158,7 @@ def stage_text(frame: pd.DataFrame, *, tags: Mapping[str, Any] | None = None) ->
     counts = {}
     for name in STAGES:
         if (table["metric"] == name).any():
-            points = select(frame, name, tags=tags)
+            points = tables.select(frame, name, tags=tags)
             counts[name] = max(points, key=lambda point: point.step).value
     if len(counts) < len(STAGES):
         return ""
@@ -231,18 +219,18 @@ def _binned(points: Any, name: str) -> Any:
     return points.groupby(bins).agg({"step": "last", "tokens": "last", name: "mean"})
 
 
-def _ordinal(points: Sequence[Point]) -> tuple[str | None, Sequence[Point]]:
+def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
     """What numbers the lines (layers, distances, ...), and the points on them; of a list of values its first."""
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)
         return "layer", [point for point in lined if point.tags.get("index") == first]
-    for name in ORDINALS:
+    for name in tables.ORDINALS:
         if lined := [point for point in points if name in point.tags]:
             return name, lined
     return None, []
 
 
-def _variants(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    kinds = variants_of(points)
-    text = choice_text if len(kinds) > 1 else variant_text
-    return [(text(tags), matching(points, tags)) for tags in kinds]
+def _variants(points: Sequence[tables.Point]) -> list[tuple[str, list[tables.Point]]]:
+    kinds = tables.variants_of(points)
+    text = tables.choice_text if len(kinds) > 1 else tables.variant_text
+    return [(text(tags), tables.matching(points, tags)) for tags in kinds]

@@ -15,15 +15,9 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import refuse_foreign_code, would_run_code
+from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
-from lit_layers.models.pixels import (
-    PREPROCESSOR,
-    copy_pixel_statistics_,
-    keep_pixel_statistics_,
-    keep_preprocessor_,
-    pixel_statistics,
-)
 from lit_layers.models.shard_files import refuse_weights_elsewhere
 
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
@@ -72,7 +66,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
     if is_timm(settings):
         model = _open_timm(name, settings, revision)
         setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
-        keep_pixel_statistics_(model, settings)
+        pixels.keep_pixel_statistics_(model, settings)
         return model.to(dtype).eval()
     return _load_transformers(name, settings, revision, dtype)
 
@@ -105,9 +99,9 @@ def _load_transformers(name: str, settings: dict[str, Any], revision: str | None
             keys = sorted(report[problem])[:3]
             raise InputError(f"the weights of {name} do not fill {kind.__name__}: {problem} {keys}")
     if kind.main_input_name == "pixel_values":
-        file = cached_file(name, PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
+        file = cached_file(name, pixels.PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
+            pixels.keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
     return model.eval()
 
 
@@ -145,7 +139,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
                 refuse_endless(SimpleNamespace(**options))
                 model = timm.create_model(settings["architecture"], pretrained=False, **options)
                 setattr(model, TIMM_OPTIONS, options)
-                keep_pixel_statistics_(model, settings)
+                pixels.keep_pixel_statistics_(model, settings)
                 return model
             from transformers import AutoConfig
 
@@ -172,7 +166,7 @@ def described(model: Network) -> dict[str, Any]:
     if not hasattr(model, "config"):
         config: Any = model.pretrained_cfg
         said = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
-        statistics = pixel_statistics(model)
+        statistics = pixels.pixel_statistics(model)
         return said if statistics is None else said | {"mean": list(statistics[0]), "std": list(statistics[1])}
     settings = json.loads(model.config.to_json_string(use_diff=False))
     return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # as sharding calls it
@@ -190,7 +184,7 @@ def rebuilt(settings: dict[str, Any]) -> nn.Module:
     except ValueError as error:
         raise InputError(f"the checkpoint cannot be opened: {error}") from error
     model = untrained(source)
-    copy_pixel_statistics_(source, model)
+    pixels.copy_pixel_statistics_(source, model)
     return model.train()
 
 

@@ -8,26 +8,10 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots
-from lit_layers.figures import Chart
+from lit_layers.figures import Chart, tables
 from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
 from lit_layers.figures.maps import SIMILARITIES, has_surface
 from lit_layers.figures.models import short_names
-from lit_layers.figures.tables import (
-    CATEGORY,
-    HEAD,
-    TRAIN_ROWS,
-    Point,
-    choice_text,
-    is_on_axes,
-    is_pair,
-    is_placed,
-    matching,
-    plainest,
-    rows_of,
-    select,
-    variant_text,
-    variants_of,
-)
 from lit_layers.figures.task_means import BASES
 from lit_layers.metrics import is_in, look_up, names, rank, reading, sentence
 from lit_layers.report.template import Block, figure
@@ -132,15 +116,15 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
     """A metric of a run in all the shapes that it has, one choice a variant."""
     table: Any = part
     part = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
-    points = select(part, metric, analysis=analysis)
-    alone = [point for point in points if point.other_layer is None and not is_placed(point)]
+    points = tables.select(part, metric, analysis=analysis)
+    alone = [point for point in points if point.other_layer is None and not tables.is_placed(point)]
     compared = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
-    levels = {name: select(part, name, analysis=analysis) for name in compared}
+    levels = {name: tables.select(part, name, analysis=analysis) for name in compared}
 
     def figures(options: dict[str, Any]) -> Iterator[Captioned]:
         yield from _maps(part, metric, points, options)
         baselines = [
-            name for name in compared if matching(levels[name], options.get("tags") or {})
+            name for name in compared if tables.matching(levels[name], options.get("tags") or {})
         ]  # not every variant
         curves = partial(plots.emergence_curves, part, metric, baselines=baselines, **options)
         over = "distance" if all(point.layer is None for point in alone) else "layers"
@@ -148,7 +132,7 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
             pass
         elif any("index" in point.tags for point in points):
             yield "Over training, the largest", curves
-        elif any(map(is_on_axes, alone)):
+        elif any(map(tables.is_on_axes, alone)):
             yield "Over training", curves
             yield (
                 f"Over {over}",
@@ -177,14 +161,16 @@ def shapes_of_models(
 
     There are none where all values are those of whole models.
     """
-    rows = rows_of(part, metric)
-    points = {run: select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
+    rows = tables.rows_of(part, metric)
+    points = {run: tables.select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
     points = {run: these for run, these in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in these)}
     every = [point for of_run in points.values() for point in of_run]
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     draw = partial(plots.model_profile, part, metric, baselines=baselines, num_layers=num_layers)
     # every choice has the same places: a graph only where every model has pairs of different blocks
-    has_graph = all(any(is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values())
+    has_graph = all(
+        any(tables.is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values()
+    )
     called = short_names(list(points))
 
     def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
@@ -206,10 +192,10 @@ def shapes_of_models(
 
 
 def _maps(
-    part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any], has_graph: bool | None = None
+    part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any], has_graph: bool | None = None
 ) -> Iterator[Captioned]:
     """The maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
-    pairs = [point for point in points if is_pair(point)]
+    pairs = [point for point in points if tables.is_pair(point)]
     if has_graph is None:
         has_graph = any(point.layer != point.other_layer for point in pairs)
     if "axis" in points[0].tags and points[0].layer is not None:
@@ -217,12 +203,12 @@ def _maps(
     elif "layer" in options:
         draw = plots.compression_matrix if "row" in points[0].tags else plots.token_map
         yield "", partial(draw, part, metric, **options)
-    elif any(TRAIN_ROWS in point.tags for point in points):
+    elif any(tables.TRAIN_ROWS in point.tags for point in points):
         yield from _sample_sizes(partial(plots.sample_size_curves, part, metric, **options))
     else:
-        if any(CATEGORY in point.tags and point.layer is not None for point in points):
+        if any(tables.CATEGORY in point.tags and point.layer is not None for point in points):
             yield "Categories", partial(plots.concept_map, part, metric, **options)
-        if any(HEAD in point.tags for point in points):
+        if any(tables.HEAD in point.tags for point in points):
             yield "Heads", partial(plots.head_map, part, metric, **options)
         if pairs:
             draw = plots.similarity_matrix if metric in SIMILARITIES else plots.layer_matrix
@@ -231,7 +217,7 @@ def _maps(
             yield "Mean of both directions", partial(plots.coupling_graph, part, metric, **options)
 
 
-def _lists(part: pd.DataFrame, metric: str, points: list[Point], options: dict[str, Any]) -> Iterator[Captioned]:
+def _lists(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """The figures of one choice that have a line a layer, and a checkpoint at a time."""
     tags = {tag for point in points for tag in point.tags} if "layer" not in options else ()
     if "index" in tags:
@@ -245,15 +231,15 @@ def _sample_sizes(draw: Callable[..., Chart]) -> Iterator[Captioned]:
     yield "Over layers", partial(draw, over="layers")
 
 
-def _has_picture(point: Point) -> bool:
-    return point.other_layer is not None or is_placed(point) or "index" in point.tags
+def _has_picture(point: tables.Point) -> bool:
+    return point.other_layer is not None or tables.is_placed(point) or "index" in point.tags
 
 
-def _is_on_profile(point: Point) -> bool:
-    return is_on_axes(point) and not _has_picture(point)
+def _is_on_profile(point: tables.Point) -> bool:
+    return tables.is_on_axes(point) and not _has_picture(point)
 
 
-def choices_of(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
+def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
     """What the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
@@ -261,27 +247,27 @@ def choices_of(points: list[Point]) -> list[tuple[dict[str, Any], str]]:
     choices = []
     for tags, text in kinds:
         # different blocks first: what a block is in its own directions is known beforehand
-        pairs = {(p.layer, p.other_layer) for p in matching(points, tags)}
+        pairs = {(p.layer, p.other_layer) for p in tables.matching(points, tags)}
         for layer, other in sorted(pairs, key=lambda pair: (pair[0] == pair[1], pair[0], pair[1] or 0)):
             texts = [pair_text(layer, other), *([text] if len(kinds) > 1 else [])]
             choices.append(({"tags": tags, "layer": layer, "other_layer": other}, ", ".join(texts)))
     return choices
 
 
-def _variant_choices(points: list[Point]) -> list[tuple[Mapping[str, Any], str]]:
+def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
     """The variants that the reader chooses from, the plainest first; a few of the whole model are drawn together."""
-    variants = variants_of(points)
-    if not any(map(is_on_axes, points)) and points[0].other_layer is None:
+    variants = tables.variants_of(points)
+    if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
         statistics = dict.fromkeys(tags.get("statistic") for tags in variants)
         if max(sum(t.get("statistic") == s for t in variants) for s in statistics) <= _TOGETHER:
             if len(statistics) == 1:
                 return [({}, "")]
             in_order = sorted(statistics, key=lambda statistic: statistic or "")
-            return [({"statistic": s}, choice_text({"statistic": s})) for s in in_order]
+            return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
     # A median may exist for the whole model alone, where the mean is also per layer: then it is no choice.
-    variants = [tags for tags in variants if any(map(is_on_axes, matching(points, tags)))] or variants
-    first = plainest(variants)
-    text = choice_text if len(variants) > 1 else variant_text
+    variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
+    first = tables.plainest(variants)
+    text = tables.choice_text if len(variants) > 1 else tables.variant_text
     return [(tags, text(tags)) for tags in sorted(variants, key=lambda tags: tags != first)]
 
 
@@ -313,11 +299,13 @@ def _together(rows: Rows) -> tuple[list[Block], list[str]]:
     """The blocks of metrics that belong together, of one analysis of a run, and which metrics are in them."""
     # a measurement that failed leaves no rows, and each tag is a column of the whole run
     tags = {
-        tag for tag in (TRAIN_ROWS, CATEGORY, "task", "split") if tag in rows.table and rows.table[tag].notna().any()
+        tag
+        for tag in (tables.TRAIN_ROWS, tables.CATEGORY, "task", "split")
+        if tag in rows.table and rows.table[tag].notna().any()
     }
-    if TRAIN_ROWS in tags and rows.having("score"):
+    if tables.TRAIN_ROWS in tags and rows.having("score"):
         blocks, groups = [_by_size(rows)], ["score"]
-    elif CATEGORY in tags and "concept_alignment" in rows.of:
+    elif tables.CATEGORY in tags and "concept_alignment" in rows.of:
         blocks, groups = [_concepts(rows)], ["concept"]
     elif "prediction_residual" in rows.of:
         blocks, groups = [_residuals(rows), *_summaries(rows, "law")], ["residual", "law", "residual_detail"]
@@ -383,7 +371,7 @@ def _concepts(rows: Rows) -> Block:
             yield "Mean, over layers", means.draw(plots.layer_profile, metric, **options)
 
     # searched without the categories: 40 times as fast
-    means = Rows(rows.table[rows.table[CATEGORY].isna()], rows.analysis)
+    means = Rows(rows.table[rows.table[tables.CATEGORY].isna()], rows.analysis)
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
     note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
     drawn = block("Categories of word pairs (cosine)", note, choices, wide=True, of=rows.having("concept"))
@@ -429,14 +417,14 @@ def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
 
 def _with_surface(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any], str]]:
     """The tags and texts of a metric's variants that have a surface, the plainest first."""
-    points = [point for point in select(rows, metric) if not is_placed(point)]
-    kinds = [tags for tags in variants_of(points) if has_surface(matching(points, tags))]
+    points = [point for point in tables.select(rows, metric) if not tables.is_placed(point)]
+    kinds = [tags for tags in tables.variants_of(points) if has_surface(tables.matching(points, tags))]
     if len(kinds) < 2:
-        return [(dict(tags), variant_text(tags)) for tags in kinds]
-    first = plainest(kinds)
+        return [(dict(tags), tables.variant_text(tags)) for tags in kinds]
+    first = tables.plainest(kinds)
     differing = [name for name in first if len({str(tags[name]) for tags in kinds}) > 1]
     ordered = sorted(kinds, key=lambda tags: tags != first)
-    return [(dict(tags), choice_text({name: tags[name] for name in differing})) for tags in ordered]
+    return [(dict(tags), tables.choice_text({name: tags[name] for name in differing})) for tags in ordered]
 
 
 def _surfaces(rows: pd.DataFrame, metric: str, tags: dict[str, Any], steps: list[int]) -> Iterator[Captioned]:

@@ -12,22 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
 from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
-from lit_layers.schema import (
-    BETA,
-    COUNT,
-    COUNT_OR_NONE,
-    LEARNING_RATE,
-    SEED,
-    SHARE,
-    WEIGHT_DECAY,
-    Range,
-    refuse_outside,
-)
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.training.checkpoints import Origin, published, refuse_another_tokenizer
 from lit_layers.training.losses import WeightedMean, network_loss
@@ -118,14 +108,14 @@ _NOT_OF_CONFIG = {
     "device",
 }  # arguments of `causal_lm` beside the configuration
 MODEL_RANGES = {  # of all modules
-    "init_seed": SEED,
-    "pad_vocab_to": Range(1, 2**16, whole=True),
-    "lr": LEARNING_RATE,
-    "weight_decay": WEIGHT_DECAY,
-    "betas": BETA,
-    "warmup_steps": COUNT_OR_NONE,
-    "decay_steps": COUNT,
-    "min_lr_ratio": SHARE,
+    "init_seed": schema.SEED,
+    "pad_vocab_to": schema.Range(1, 2**16, whole=True),
+    "lr": schema.LEARNING_RATE,
+    "weight_decay": schema.WEIGHT_DECAY,
+    "betas": schema.BETA,
+    "warmup_steps": schema.COUNT_OR_NONE,
+    "decay_steps": schema.COUNT,
+    "min_lr_ratio": schema.SHARE,
 }
 
 
@@ -324,7 +314,7 @@ class LitCausalLM(LitModule):
         self.activation_checkpointing = activation_checkpointing
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
-        refuse_outside("model.", MODEL_RANGES, vars(self))
+        schema.refuse_outside("model.", MODEL_RANGES, vars(self))
         self.validation_loss = WeightedMean()
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_layers.data import preparing
+from lit_layers.data import preparing, tokenization
 from lit_layers.data.preparing import prepare, prepared
 from lit_layers.data.shards import ShardWriter, TokenShards
 from lit_layers.data.tokenization import encoded
@@ -76,7 +76,7 @@ def crash_on_call(monkeypatch, owner, name: str, call: int) -> None:
     [
         (ShardWriter, "append", range(1, 14, 3)),
         (ShardWriter, "sync", range(1, 8, 2)),
-        (preparing, "save_tokenizer", [1]),
+        (tokenization, "save_tokenizer", [1]),
         (preparing, "finish", [1]),
         (Path, "rename", range(1, 99)),
         (Path, "replace", range(1, 99)),

@@ -12,18 +12,7 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis, StagedAnalysis
 from lit_layers.analyses.probes.task_features import permuted
 from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summarize
 from lit_layers.data.batches import Batches
-from lit_layers.functional.curves import (
-    Monotonicity,
-    Rule,
-    choice_distribution,
-    choice_interval,
-    choose_layer,
-    macro_f1_interval,
-    monotonicity,
-    monotonicity_interval,
-    turns,
-    wilson_interval,
-)
+from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
@@ -248,7 +237,7 @@ class SplitProbe(ProbeAnalysis):
                 yield Record(metric="probe_c", value=probe.c.item(), layer=layer, n=len(fitting.labels), tags=tags)
 
 
-RULES: dict[str, Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
+RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
 PLATEAU = 0.01  # gain of a single step that still counts as one: a point of accuracy, 0.01 nats
 
 
@@ -312,10 +301,10 @@ def score_records(
             )
         return
     accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False, rows)
-    low, high = wilson_interval(int(scores.hits.sum()), len(targets))
+    low, high = curves.wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
     assert scores.predicted is not None, "a classification has predictions"
-    bounds = macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
+    bounds = curves.macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
     value = macro_f1(targets, scores.predicted)
     yield Record(
         metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=bounds[0], high=bounds[1]
@@ -334,7 +323,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     NaN where a layer is missing, which the tag `num_undefined_layers` says.
     """
     if "num_undefined_layers" in tags:
-        names = (*(f"monotonicity_{name}" for name in Monotonicity._fields), *RULES, "inflection_layer")
+        names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
         yield from (gap(name, tags={**tags, "of": metric}) for name in names)
         return
     rows = torch.stack([scores.of_rows(metric) for scores in curve])  # (L, rows)
@@ -343,8 +332,8 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
         return
     better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
     rise, (low, high) = (
-        monotonicity(values, higher_is_better=better),
-        monotonicity_interval(rows, higher_is_better=better),
+        curves.monotonicity(values, higher_is_better=better),
+        curves.monotonicity_interval(rows, higher_is_better=better),
     )
     of: dict[str, Any] = {**tags, "of": metric}
     for name in rise._fields:
@@ -355,11 +344,11 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
                 metric=f"monotonicity_{name}", value=value, low=bounds[0], high=bounds[1], n=rows.shape[1], tags=of
             )
     for name, rule in RULES.items():
-        layer = choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
-        shares = choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
-        first, last = choice_interval(shares)
+        layer = curves.choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
+        shares = curves.choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
+        first, last = curves.choice_interval(shares)
         yield Record(metric=name, value=layer, low=first, high=last, n=rows.shape[1], tags=of)
-    inflection = turns(values).inflection
+    inflection = curves.turns(values).inflection
     if inflection is not None:
         yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=of)
 

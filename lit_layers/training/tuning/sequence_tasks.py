@@ -30,15 +30,8 @@ from lit_layers.tasks.catalogue import ScoredTask, find
 from lit_layers.tasks.glue_rows import SPLITS, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
+from lit_layers.training.tuning import variant_training
 from lit_layers.training.tuning.glue_data import LitGlueData
-from lit_layers.training.tuning.variant_training import (
-    BETAS,
-    TrainedVariants,
-    TrainingRecipe,
-    check_texts,
-    finished,
-    name_of,
-)
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
@@ -48,7 +41,7 @@ _CHOOSING = ("tasks", "training")  # which results are asked for, not what they 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueRecipe(TrainingRecipe):
+class GlueRecipe(variant_training.TrainingRecipe):
     """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
 
     Args:
@@ -118,7 +111,7 @@ class LitSequenceClassifier(LitModule):
         init_seed: int = 0,
         lr: float = 2e-5,
         weight_decay: float = 0.0,
-        betas: tuple[float, float] = BETAS,
+        betas: tuple[float, float] = variant_training.BETAS,
         warmup_steps: int = 0,
         decay_steps: int | None = None,
     ) -> None:
@@ -188,7 +181,7 @@ class LitSequenceClassifier(LitModule):
 
 
 @dataclass(kw_only=True)
-class GlueScores(TrainedVariants):
+class GlueScores(variant_training.TrainedVariants):
     """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
 
     `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
@@ -203,7 +196,7 @@ class GlueScores(TrainedVariants):
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
     """
 
-    UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
+    UNMEASURED = (*variant_training.TrainedVariants.UNMEASURED, "folder")
 
     task: str
     recipe: GlueRecipe
@@ -289,9 +282,9 @@ class GlueScores(TrainedVariants):
         }
         for training in dict.fromkeys(recipe.training):
             for variant in self.chosen(model):
-                file = self.root / "glue" / self.task / training / f"{name_of(variant)}.json"
+                file = self.root / "glue" / self.task / training / f"{variant_training.name_of(variant)}.json"
                 asked = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
-                result = finished(file, asked)
+                result = variant_training.finished(file, asked)
                 if result is None:
                     scores = self.score(network, variant, training, data, model)
                     counts = {"num_train": len(data.rows["train"]), "n": len(data.rows["validation"])}
@@ -336,6 +329,6 @@ def _records(result: Mapping[str, Any], variant: Variant, training: Training) ->
 
 
 def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
-    check_texts(
+    variant_training.check_texts(
         view, num_tokens, vocab_size, vocabulary=view.model.config.vocab_size, tokenizer="the tokenizer", place=place
     )
