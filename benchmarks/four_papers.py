@@ -351,9 +351,14 @@ def tables_of(study: Study) -> dict[str, list[list[str]]]:
     }
 
 
-def mechanism_of(path: Path) -> four_papers_mechanism.Mechanism:
-    """Returns the study of mechanism, of the runs of a packed table."""
-    return four_papers_mechanism.Mechanism.of({run: curves_in(run, each) for run, each in unpack(path).items()})
+def mechanism_of(path: Path) -> tuple[four_papers_mechanism.Mechanism, four_papers_mechanism.Mechanism]:
+    """Returns the study of mechanism and its control on shuffled tokens, of the runs of a packed table."""
+    runs = {run: curves_in(run, each) for run, each in unpack(path).items()}
+    groups = [{run: runs[run] for run in runs if run.rpartition(", seed")[0] == group} for group in GROUPS[:2]]
+    if lacking := [group for group, found in zip(GROUPS, groups, strict=False) if not found]:
+        raise SystemExit(f"{path.name}: no run of {lacking[0]}")
+    study, control = (four_papers_mechanism.Mechanism.of(found) for found in groups)
+    return study, control
 
 
 def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
@@ -405,14 +410,14 @@ def main() -> int:
         pack([options.pack_mechanism], four_papers_mechanism.DATA)
     page = PAGE.read_text(encoding="utf-8")
     study, mechanism = Study.of(unpack(DATA)), mechanism_of(four_papers_mechanism.DATA)
-    drawn = with_tables(page, tables_of(study) | four_papers_mechanism.mechanism_tables(mechanism))
+    drawn = with_tables(page, tables_of(study) | four_papers_mechanism.mechanism_tables(*mechanism))
     if options.check:
         return int(drawn != page)
     PAGE.write_text(drawn, encoding="utf-8")
     write_timeline([curve for asked in ASKED for curve in study.seeds_of(GROUPS[0], asked)], TIMELINE)
     write_coupling(study)
     write_blocks(study)
-    four_papers_mechanism.write_mechanism(mechanism)
+    four_papers_mechanism.write_mechanism(*mechanism)
     print(PAGE, *sorted(IMAGES.glob("four_papers_*.png")), sep="\n")
     return 0
 

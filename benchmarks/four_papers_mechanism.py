@@ -1,4 +1,4 @@
-"""Mechanism beside geometry in docs/studies/four_papers.md: tables and a timeline, from four_papers_mechanism.parquet.
+"""Mechanism beside geometry in docs/studies/four_papers.md: tables and timelines, from four_papers_mechanism.parquet.
 
 `python benchmarks/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the sweep's runs first.
 """
@@ -11,13 +11,18 @@ import numpy as np
 
 from lit_layers.clock import Clock, StepCurve, agreement_table, measure_times, over_seeds
 from lit_layers.clock.times_and_order import order_table
+from lit_layers.figures.chart import Panels
+from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence import EmergenceTimes
-from lit_layers.report.emergence_charts import time_text, timeline
-from lit_layers.report.side_by_side import Line
+from lit_layers.report.emergence_charts import LEAST_P, at_text, time_text, timeline
+from lit_layers.report.side_by_side import Line, difference, over_training
 
 DATA = Path(__file__).parents[1] / "docs" / "studies" / "four_papers_mechanism.parquet"
 TIMELINE = DATA.parents[1] / "images" / "four_papers_mechanism.png"
+CONTROL = TIMELINE.with_name("four_papers_mechanism_control.png")
 TOGETHER = "all seeds"
+STEPS = (0, 32, 192)  # beside the last one: untrained, collapsed, and on the way back
+BESIDE = ("prompt entropy", "coupling, k = 12", "entropy of attention", "prefix matching, best head")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,15 @@ class Mechanism:
         each = measure_times([curve for found in curves.values() for curve in found.values()])
         return cls(curves, {name: by_key[first[name].key] for name, *_ in numbers}, each)
 
+    def line(self, name: str) -> Line:
+        """Returns a number's mean over the seeds, with its interval, at each checkpoint."""
+        return Line.of(TOGETHER, [found[name] for found in self.curves.values()])
+
+    def halfway(self, name: str) -> str:
+        """When a number is half-way over the seeds."""
+        times = self.together[name][1]
+        return time_text(times.halfway) or f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
+
     def clock(self, names: Sequence[str]) -> Clock:
         pairs = [self.together[name] for name in names]
         return Clock(curves=[curve for curve, _ in pairs], times=[times for _, times in pairs])
@@ -101,7 +115,7 @@ class Mechanism:
         times = [times for curve, times in zip(self.each.curves, self.each.times, strict=True) if curve.key in keys]
         halfway = sorted(each.halfway.value for each in times if each.halfway is not None)
         share = f"{len(halfway)} of {len(self.curves)}"
-        return f"{share}: {halfway[0]:.3g} to {halfway[-1]:.3g}" if halfway else share
+        return f"{share}: {at_text(halfway[0])} to {at_text(halfway[-1])}" if halfway else share
 
 
 def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], last: bool) -> StepCurve:
@@ -117,19 +131,26 @@ def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], 
     return max(found, key=lambda curve: curve.layer or 0)
 
 
-def times_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
-    """When each number starts to change and is half-way, over seeds, and its values before and behind training."""
-    number = len(study.curves)
-    last = max(next(iter(study.together.values()))[0].at)
-    seeds = "in each seed, over prompts"
-    yield ["", f"over {number} seeds", "starts at step", "half-way at step", seeds, "step 0", f"step {last:,.0f}"]
+def times_of_mechanism(study: Mechanism, control: Mechanism) -> Iterator[list[str]]:
+    """When each number is half-way, over the seeds and in each, on the data and in the control."""
+    columns = ["half-way at step", "in each seed, over prompts"]
+    yield ["", f"over {len(study.curves)} seeds", *columns, *(f"shuffled tokens: {column}" for column in columns)]
     for part in PARTS:
         for name, *_ in part.numbers:
-            _, times = study.together[name]
-            line = Line.of(TOGETHER, [found[name] for found in study.curves.values()])
-            ends = [f"{line.values[at]:.3g} [{line.low[at]:.3g}, {line.high[at]:.3g}]" for at in (0, -1)]
-            at = [time_text(times.onset) or "does not emerge", time_text(times.halfway) or "does not emerge"]
-            yield [part.kind, name, *at, study.in_each(name), *ends]
+            yield [part.kind, name, *(text for of in (study, control) for text in (of.halfway(name), of.in_each(name)))]
+
+
+def values_of_mechanism(study: Mechanism, control: Mechanism) -> Iterator[list[str]]:
+    """Means over the seeds at some steps, and what the control has at the last one."""
+    at = [*next(iter(study.together.values()))[0].at.tolist()]
+    places = [*map(at.index, STEPS), len(at) - 1]
+    steps = [f"step {at[place]:,.0f}" for place in places]
+    yield ["over seeds", *steps, f"shuffled tokens, {steps[-1]}", "difference"]
+    for name in study.together:
+        line, beside = study.line(name), control.line(name)
+        ends = [(beside, -1), (difference(line, beside), -1)]
+        cells = [(line, place) for place in places]
+        yield [name, *(f"{of.values[i]:.3g} [{of.low[i]:.3g}, {of.high[i]:.3g}]" for of, i in (*cells, *ends))]
 
 
 def order_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
@@ -159,17 +180,21 @@ def agreement_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
         yield [pair, f"{row['spearman']:.2f}", f"{row['n']}"]
 
 
-def mechanism_tables(study: Mechanism) -> dict[str, list[list[str]]]:
+def mechanism_tables(study: Mechanism, control: Mechanism) -> dict[str, list[list[str]]]:
     """The tables of the page, by their names there."""
     return {
-        "mechanism": [*times_of_mechanism(study)],
+        "mechanism": [*times_of_mechanism(study, control)],
+        "mechanism values": [*values_of_mechanism(study, control)],
         "mechanism order": [*order_of_mechanism(study)],
         "mechanism agreement": [*agreement_of_mechanism(study)],
     }
 
 
-def write_mechanism(study: Mechanism, path: Path = TIMELINE) -> None:
-    """Draws when each number is half-way and at its peak, over the seeds and in each."""
+def write_mechanism(study: Mechanism, control: Mechanism, path: Path = TIMELINE, beside: Path = CONTROL) -> None:
+    """Draws when each number is half-way and at its peak, over the seeds and in each, and some beside the control."""
     each = study.each
     whole = study.clock([*study.together])
     timeline(Clock(curves=[*whole.curves, *each.curves], times=[*whole.times, *each.times])).write(path)
+    groups = {"on the data": study, "on shuffled tokens": control}
+    charts = [over_training({group: of.line(name) for group, of in groups.items()}, [*groups]) for name in BESIDE]
+    Panels(title="", charts=charts, columns=2, width=420).write(beside)

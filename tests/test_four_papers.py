@@ -88,27 +88,40 @@ def test_the_measurements_are_small_and_whole(measured):
     ],
 )
 def test_numbers_of_mechanism_are_means_over_seeds_and_half_way_where_their_mean_is(title, metric, tags):
-    line = table("mechanism").set_index("over 3 seeds").loc[title]
+    of_times, of_values = table("mechanism"), table("mechanism values")
+    times, means = of_times.set_index("over 3 seeds").loc[title], of_values.set_index("over seeds").loc[title]
     chosen = pd.read_parquet(PAGE.with_name("four_papers_mechanism.parquet")).query(
         "metric == @metric and layer.isna()"
     )
     for name, tag in tags.items():
         chosen = chosen[chosen[name] == tag]
     chosen = chosen[chosen["statistic"].isna()] if "statistic" in chosen else chosen
-    curves = chosen.pivot(index="step", columns="run", values="value").astype(np.float64)
-    assert curves.shape[1] == 3
-    for at, column in ((0, "step 0"), (-1, f"step {curves.index[-1]:,}")):
-        seeds = curves.iloc[at].to_numpy()
+    both = chosen.pivot(index="step", columns="run", values="value").astype(np.float64)
+    shuffled = both.columns.str.contains("shuffled tokens")
+    assert both.shape == (20, 6)
+    assert shuffled.sum() == 3
+    curves, control = both.loc[:, ~shuffled], both.loc[:, shuffled]
+    end = curves.index[-1]
+    at = {f"step {step:,}": curves.loc[step] for step in (0, 32, 192, end)}
+    for column, seeds in (at | {f"shuffled tokens, step {end:,}": control.loc[end]}).items():
         ends = stats.t.interval(0.95, 2, seeds.mean(), stats.sem(seeds))
-        assert numbers(line[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3, abs=6e-4)
-    if "emerge" in line["half-way at step"]:
-        return
-    moved = (curves.mean(axis=1) - curves.mean(axis=1).iloc[0]).abs()
+        assert numbers(means[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3, abs=6e-4)
+    data, beside = curves.loc[end], control.loc[end]
+    ends = stats.ttest_ind(data, beside, equal_var=False).confidence_interval(0.95)
+    assert numbers(means["difference"]) == pytest.approx([data.mean() - beside.mean(), *ends], rel=6e-3, abs=6e-4)
+    for of, column in ((curves, "half-way at step"), (control, "shuffled tokens: half-way at step")):
+        if "does not emerge" not in times[column]:
+            _, low, high = numbers(times[column])
+            assert low <= half_way(of.mean(axis=1)) <= high
+
+
+def half_way(curve: pd.Series) -> float:
+    """Where on the axis of log steps a curve first is half as far from its start as it ever comes."""
+    moved = (curve - curve.iloc[0]).abs()
     half, place = moved.max() / 2, int((moved > moved.max() / 2).to_numpy().argmax())
     share = (half - moved.iloc[place - 1]) / (moved.iloc[place] - moved.iloc[place - 1])
-    octaves = np.log2(1 + curves.index.to_numpy()[place - 1 : place + 1])
-    _, low, high = numbers(line["half-way at step"])
-    assert low <= 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1 <= high
+    octaves = np.log2(1 + curve.index.to_numpy()[place - 1 : place + 1])
+    return 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1
 
 
 @pytest.mark.soak
@@ -120,7 +133,7 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     page = PAGE.read_text(encoding="utf-8")
     tables = study.tables_of(study.Study.of(study.unpack(study.DATA)))
     mechanism = study.mechanism_of(study.four_papers_mechanism.DATA)
-    again = study.with_tables(page, tables | study.four_papers_mechanism.mechanism_tables(mechanism))
+    again = study.with_tables(page, tables | study.four_papers_mechanism.mechanism_tables(*mechanism))
     words = [NUMBER.sub("#", text).replace("p < #", "p #") for text in (again, page)]  # around p = 0.001
     assert words[0] == words[1]
     assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)
