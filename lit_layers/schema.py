@@ -214,9 +214,10 @@ class Range:
         """What is expected in place of `value`; None where it is in the range."""
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
             return self.words or self.low_words or ("a whole number" if self.whole else "a number")
-        if not (value > self.low if self.above else value >= self.low):
+        size: Any = value  # a whole number too large for a float compares, too
+        if not (size > self.low if self.above else size >= self.low):
             return self.words or self.low_words or f"{'more than' if self.above else 'at least'} {self.low:,}"
-        if not (value < self.high if self.below else value <= self.high):
+        if not (size < self.high if self.below else size <= self.high):
             return self.words or f"{'less than' if self.below else 'at most'} {self.high:,}"
         return None
 
