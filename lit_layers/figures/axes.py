@@ -106,7 +106,7 @@ class Training:
 def log_axis(axis: Axis, values: Sequence[float]) -> Axis:
     """Returns a log axis with labels at powers of ten, and at numbers between them where there is room."""
     low, high = axis.ends or (min(values, default=1.0), max(values, default=1.0))
-    pad = 1.0 if axis.ends else (high / low) ** 0.03 if high > low else 1.2
+    pad = 1.2 if high <= low else 1.0 if axis.ends else (high / low) ** 0.03
     low, high = low / pad, high * pad
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 6))
