@@ -274,10 +274,12 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
     """What a command line and its recipes say.
 
     Raises:
-        InputError: a recipe that is no YAML, not UTF-8, or one of whose `${...}` stands for nothing.
+        InputError: a recipe that is no YAML, not UTF-8, nested without end, or with a `${...}` for nothing.
     """
     try:
         return parser.parse_args(_spelt(parser, argv))
+    except RecursionError as error:
+        raise InputError("a recipe or an option is nested too deeply: expected some levels at most") from error
     except (OmegaConfBaseException, YAMLError) as error:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
         raise InputError(sentence.removeprefix("InputError raised while resolving interpolation: ")) from error

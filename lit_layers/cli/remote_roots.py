@@ -131,9 +131,10 @@ def _engine(argv: list[str]) -> Any:
         value = value if is_joined else following
         if name == "--engine":
             engine = value
-        elif name == "--config":
-            with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError):  # said by who reads it
-                recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        elif name in ("-c", "--config"):
+            with contextlib.suppress(OSError, UnicodeError, RecursionError, yaml.YAMLError):  # said by who reads it
+                whole = Path(value).is_file()  # a pipe is read once, by who needs all of it
+                recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8")) if whole else None
                 engine = recipe.get("engine", engine) if isinstance(recipe, dict) else engine
     return engine
 

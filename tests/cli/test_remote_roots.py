@@ -190,13 +190,23 @@ def test_a_task_of_slurm_that_hands_out_by_ray_is_one_process(bucket, tmp_path, 
     words = ["--root", f"{bucket}/slurm/run"]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("engine: ray\n")
-    for engine in (["--engine", "ray"], ["--config", str(recipe)], [f"--config={recipe}"]):
+    for engine in (["--engine", "ray"], ["--config", str(recipe)], [f"--config={recipe}"], ["-c", str(recipe)]):
         with remote_roots.in_local_copies("analyze", [*words, *engine], os.environ) as (_, folder, *_):
             assert Path(folder).is_relative_to(tmp_path)
     for engine in ([], ["--config", str(recipe), "--engine", "process"], ["--config", str(tmp_path / "none.yaml")]):
         command = remote_roots.in_local_copies("analyze", [*words, *engine], os.environ)
         with pytest.raises(InputError, match="4 were started"), command:
             pass
+
+
+def test_a_recipe_that_a_shell_hands_over_is_left_to_who_reads_all_of_it(bucket):
+    reader, writer = os.pipe()
+    os.write(writer, b"engine: ray\n")
+    os.close(writer)
+    command = ["--root", f"{bucket}/piped/run", "--config", f"/dev/fd/{reader}"]
+    with remote_roots.in_local_copies("analyze", command, {}):
+        assert os.read(reader, 100) == b"engine: ray\n"
+    os.close(reader)
 
 
 def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path):

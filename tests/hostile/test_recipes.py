@@ -259,6 +259,14 @@ def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("command", ["fit", "analyze"])
+def test_a_recipe_that_is_nested_without_end_is_refused(command, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"root: {'[' * 2000}{']' * 2000}")
+    assert main([command, "--config", str(recipe)]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
+
+
 def test_every_recipe_of_the_package_is_read(tmp_path, capsys):
     fits = [*sorted(ROOT.glob("recipes/gpt2/*.yaml")), *sorted(ROOT.glob("recipes/deit/*.yaml"))]
     fits += sorted(ROOT.glob("recipes/quickstart/*.yaml"))
