@@ -259,6 +259,7 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ([one, other, "--wandb"], "wandb: expected one run, got 2"),
         ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
         ([one, other, "--out", str(tmp_path / "no" / "folder.html")], "cannot write"),
+        ([one, other, "--out", "x" * 300], f"cannot write {'x' * 300}: file name too long; --out names another place"),
     ):
         assert main(["report", *command]) == 2, command
         assert sentence in " ".join(capsys.readouterr().err.split()), command
