@@ -366,11 +366,13 @@ def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def _settings(settings: Mapping[str, Any], decides: bool) -> str:
-    """The settings that decide which tokens a text has, or all others; a token with its options is that token."""
+    """The settings that decide which tokens a text has, or all others; a token with its options is that token, and one
+    that is null is one that is not named."""
     chosen = {name: value for name, value in settings.items() if (name in _OF_A_TEXT) == decides}
     if decides:
         chosen = {name: value.get("content") if isinstance(value, dict) else value for name, value in chosen.items()}
-    return json.dumps({name: value for name, value in chosen.items() if name not in _OF_A_FILE}, sort_keys=True)
+    kept = {name: value for name, value in chosen.items() if value is not None and name not in _OF_A_FILE}
+    return json.dumps(kept, sort_keys=True)
 
 
 def _tokenizer(text: str) -> str:

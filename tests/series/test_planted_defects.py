@@ -325,7 +325,8 @@ def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
 
 
 def test_settings_of_a_tokenizer_that_change_no_token_are_notes_at_most(root):
-    tokenizer_settings(root, {60: {"name_or_path": "elsewhere", "eos_token": {"content": "w1", "lstrip": False}}})
+    same = {"name_or_path": "elsewhere", "eos_token": {"content": "w1", "lstrip": False}, "sep_token": None}
+    tokenizer_settings(root, {60: same})
     assert audit(StepFolders(root)).findings == ()
     tokenizer_settings(root, {60: {"tokenizer_class": "GPT2TokenizerFast"}})
     (found,) = audit(StepFolders(root)).findings
