@@ -361,6 +361,15 @@ def test_options_of_fit_are_read_before_the_first_cell_runs(parameters, sentence
     assert not list(sweep.root.iterdir())
 
 
+def test_options_of_another_program_that_has_a_fit_are_its_own(tmp_path):
+    program = tmp_path / "other"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/told\n')
+    program.chmod(0o755)
+    sweep = Sweep(tmp_path, {"epochs": {"value": 3}}, command=[str(program), "fit", "${args}"], metric=None)
+    sweep.run()
+    assert (tmp_path / "told").read_text().startswith("fit --epochs=3")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [

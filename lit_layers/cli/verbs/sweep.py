@@ -89,8 +89,10 @@ def sweep(
 def _words_of_fit(cell: "CellFolder", grid: "Grid", code: list[str]) -> list[str] | None:
     """The words behind `fit` of a cell's command; None where it starts something else."""
     words = grid.command_line(cell.cell)
-    at = words.index("fit") if "fit" in words[:3] else None
-    return None if at is None else [*words[at + 1 :], *code, "--root", str(cell.folder)]
+    at = words.index("fit") if "fit" in words[:3] else 0
+    if not at or Path(words[at - 1]).name != "lit-layers":  # another program may have a command fit, too
+        return None
+    return [*words[at + 1 :], *code, "--root", str(cell.folder)]
 
 
 def _check_options(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> None:
