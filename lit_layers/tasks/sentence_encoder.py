@@ -165,10 +165,14 @@ def _pooling(read: Callable[[str], bytes], place: str, *, prompted: bool) -> Tex
     config: Any = _read(read, place, _Pooling)
     if config is None:
         raise InputError(f"{MODULES} names {place}, which is not there: {_REMEDY}")
-    modes = config.get("pooling_mode") or [mode for name, mode in _SWITCHES.items() if config.get(name)] or ["mean"]
+    switches = {name: on for name, on in config.items() if name.startswith("pooling_mode_")}
+    if wrong := [name for name, on in switches.items() if type(on) is not bool]:
+        raise _unlike(f"{place}: {wrong[0]}: expected true or false", repr(switches[wrong[0]]))
+    switched = [_SWITCHES.get(name, name) for name, on in switches.items() if on]  # one of a newer kind by its name
+    modes = config.get("pooling_mode", switched or "mean")
     modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise _unlike(f"{place}: expected pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes))
+        raise _unlike(f"{place}: expected pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     if prompted and not config.get("include_prompt", True):
         raise _unlike(f"{place}: include_prompt: expected a vector of all that is read", "one without the prompt")
     return _POOLINGS[modes[0]]

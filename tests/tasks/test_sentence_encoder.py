@@ -149,6 +149,12 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
         ({"modules": [{"path": ""}]}, "modules.json: 0.type: this field is missing"),
         ({"pooling": {"pooling_mode_max_tokens": True}}, "expected pooling by one of mean, cls, lasttoken, got max"),
         ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "lasttoken, got cls and mean"),
+        ({"pooling": {"pooling_mode": ""}}, "lasttoken, got nothing"),
+        ({"pooling": {"pooling_mode_median_tokens": True}}, "lasttoken, got pooling_mode_median_tokens"),
+        (
+            {"pooling": {"pooling_mode_cls_token": "false"}},
+            "pooling_mode_cls_token: expected true or false, got 'false'",
+        ),
         (
             {"pooling": {"include_prompt": False}, "config_sentence_transformers": {"prompts": PROMPTS}},
             "include_prompt: expected a vector of all that is read, got one without the prompt",
