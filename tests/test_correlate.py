@@ -311,6 +311,28 @@ def test_a_covariate_that_some_models_lack_is_held_fixed_for_the_others():
     assert row.value == expected.value
 
 
+def test_models_without_a_column_that_is_asked_for_are_named(tmp_path):
+    columns = some()
+    columns["tokens"] = np.arange(20) * 1e6  # none before the first step, whose logarithm there is not
+    columns["tokens"][5] = math.nan
+    columns["family"] = np.array([None, *"ab" * 9, "a"], dtype=object)
+    found = correlate(table_of(**columns), given=["tokens"], group="family", resamples=100)
+    (row,) = [row for row in found.rows if "tokens" in row.name]
+    assert row.n == 18
+    first, sixth = table_of(**columns).frame["model"][[0, 5]]
+    assert found.warnings == [
+        f"Training tokens: left out where it is held fixed, since they have none above 0: {first}, {sixth}.",
+        f"family: left out where it is held fixed, since they have none: {first}.",
+    ]
+
+
+def test_a_score_does_not_explain_itself():
+    columns = some()
+    columns["tokens"] = np.exp(columns.pop("s"))
+    found = correlate(replace(table_of(**columns), score="tokens"), resamples=100)
+    assert [each.name for each in found.covariates] == ["Log width"]
+
+
 def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_not():
     columns = some()
     assert correlate(table_of(**columns), resamples=100).warnings == []

@@ -132,7 +132,7 @@ def correlate(
         group=group,
         given=list(given),
         influence=_influence(table, x, y),
-        warnings=_warnings(table, x, corrected, rows),
+        warnings=_warnings(table, x, corrected, rows) + table.lacking(given, group),
         left_out=dict(table.left_out),
     )
 
@@ -173,7 +173,8 @@ def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]
 
 def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
     """The columns to hold fixed one by one: baseline, sizes, and what was asked for; those that differ."""
-    names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n and n in table.frame.columns)
+    there = set(table.frame.columns) - {table.metric, table.score}
+    names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n in there)
     differ = [name for name in names if len({v for v in table.values(name).tolist() if not math.isnan(v)}) > 1]
     if same := [name for name in given if name not in differ]:
         raise InputError(f"given: {same[0]} is the same for all models: leave it out")

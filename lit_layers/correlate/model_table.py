@@ -80,6 +80,18 @@ class ModelTable:
             values = np.log(values) if column in LOGS else values
         return np.where(np.isfinite(values), values, math.nan)
 
+    def lacking(self, given: Sequence[str], group: str | None) -> list[str]:
+        """Says of each column that is held fixed which models lack it, and so are left out of its coefficient."""
+        lack = {name: np.isnan(self.values(name)) for name in given}
+        lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
+        models = {name: ", ".join(self.frame["model"][missing]) for name, missing in lack.items()}
+        above = {name: " above 0" if name in LOGS else "" for name in lack}
+        return [
+            f"{self.title(name)}: left out where it is held fixed, since they have none{above[name]}: {left}."
+            for name, left in models.items()
+            if left
+        ]
+
 
 def lowered(title: str) -> str:
     """Returns a title as it stands within a sentence."""
