@@ -40,6 +40,7 @@ _WORDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "a list",
+    "tuple_type": "a list",
     "dict_type": "an object",
     "dataclass_type": "an object",
 }

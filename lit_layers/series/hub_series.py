@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,10 @@ from lit_layers.series.checkpoint_sources import HubSource
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+_MOST_NAMES = 10_000  # of repositories, by one spelling
 _LIST = Field(strict=False)  # YAML has no tuples
 _Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
+_Tokens = Annotated[int, Field(ge=1, le=10**12), Expected("a whole number of at least 1")]
 _Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, every]")]
 
 
@@ -52,7 +55,7 @@ class Facts:
     ranges: Annotated[tuple[_Range, ...], _LIST] = ()
     first_step: Step = 0
     last_step: Step | None = None
-    tokens_per_step: Count | None = None
+    tokens_per_step: _Tokens | None = None
     labels_per_optimizer_step: _Every = 1
     main_is_last: bool | None = None
     warm_up: Count = 1
@@ -92,6 +95,9 @@ class Manifest:
         self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
         for number, entry in enumerate(self._entries):
             try:
+                entry.patterns()
+                for defect in entry.defects:
+                    expand(defect.repository or "")
                 if entry.steps is not None:
                     Schedule(entry.steps)
                 if entry.grammar is not None:
@@ -122,16 +128,29 @@ def known_facts(repo: str) -> Facts:
 
 
 def expand(name: str) -> list[str]:
-    """`a-{b,c}-{1..3}` written out, as a shell does it."""
+    """`a-{b,c}-{1..3}` written out, as a shell does it.
+
+    Raises:
+        InputError: braces within braces or that do not close, a range that counts down, very many names.
+    """
     parts = re.split(r"\{([^{}]*)\}", name)
+    if re.search(r"[{}]", "".join(parts[::2])):
+        raise InputError(f"expected braces that close, and none within others, got {name!r}")
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     ranges = [[number for choice in group for number in _numbers(choice)] for group in choices]
+    if (number := math.prod(map(len, ranges))) > _MOST_NAMES:
+        raise InputError(f"expected at most {_MOST_NAMES:,} names, got {number:,} by {name!r}")
     return ["".join(words) for words in itertools.product(*ranges)]
 
 
 def _numbers(choice: str) -> list[str]:
-    ends = re.fullmatch(r"(\d+)\.\.(\d+)", choice)
-    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [choice]
+    ends = re.fullmatch(r"(\d{1,99})\.\.(\d{1,99})", choice)
+    if ends is None:
+        return [choice]
+    first, last = int(ends[1]), int(ends[2])
+    if not first <= last < first + _MOST_NAMES:
+        raise InputError(f"expected a range that counts up, by {_MOST_NAMES:,} at most, got {{{choice}}}")
+    return [str(number) for number in range(first, last + 1)]
 
 
 MAIN = "main"
