@@ -10,6 +10,7 @@ import torch
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import shard_of
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
@@ -75,6 +76,24 @@ def test_again_it_loads_nothing_and_another_option_or_weight_is_measured(run, tm
     assert (again.measurements, again.num_known) == ([], 6)
     other = analyze_series(StepFolders(run), analyses(k=3), root=root)
     assert [(m.step, m.analysis) for m in other.measurements] == [(step, "coupling") for step in (0, 2, 4)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant(Analysis):
+    """An analysis of somebody's own, of a folder that decides nothing."""
+
+    name: str = "constant"
+    folder: str
+
+    def run(self, model):
+        yield records.Record(metric="x", value=1.0)
+
+
+def test_an_analysis_that_cannot_be_changed_knows_its_measurements_by_another_path(run, tmp_path, monkeypatch):
+    assert len(analyze_series(StepFolders(run), [Constant(folder=str(run))], root=tmp_path / "out").measurements) == 3
+    monkeypatch.chdir(run.parent)
+    again = analyze_series(StepFolders(run), [Constant(folder=run.name)], root=tmp_path / "out")
+    assert (again.measurements, again.num_known) == ([], 3)
 
 
 def test_a_suspect_is_left_out_and_its_verdict_stands_in_the_measurement_if_insisted_on(run, tmp_path):

@@ -212,15 +212,16 @@ class _Measuring:
             raise InputError("analyses: expected at least one, got none")
         for analysis in analyses:
             analysis.check_data()
-            analysis.spelled = spelled_as(self._same_data(analysis), analysis.config())
+            spelled = spelled_as(self._same_data(analysis), analysis.config())
+            vars(analysis)["spelled"] = spelled  # of a frozen class, too
         if self.measurer.stream_blocks:
             layerwise(analyses)
 
     def _same_data(self, analysis: Analysis) -> list[dict[str, Any]]:
         """The provenance of what the analysis measured before on these very data, in these tokens."""
         earlier = [m.provenance for m in self.earlier.store if m.analysis == analysis.name]
-        same = [each for each in earlier if each.get("data_hash") == analysis.data_hash()]
-        return [each for each in same if each.get("tokenizer_hash") == analysis.tokenizer_hash()]
+        data = {"data_hash": analysis.data_hash(), "tokenizer_hash": analysis.tokenizer_hash()} if earlier else {}
+        return [each for each in earlier if all(each.get(name) == value for name, value in data.items())]
 
     def run(self, device_of_workers: Device | None) -> SeriesResult:
         """Measures in this process, or where workers are to have a device on these."""
