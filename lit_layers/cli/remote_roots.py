@@ -75,9 +75,9 @@ def _in_addresses(addressed: Callable[[str], str], copies: Mapping[str, str]) ->
         raise InputError("; ".join([addressed(str(error)), *named])) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Addressed:
-    """A stream that puts addresses into what is written to it."""
+    """A stream that puts addresses into what is written to it. W&B sets a `write` of its own, to keep what is said."""
 
     stream: TextIO
     addressed: Callable[[str], str]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +208,17 @@ def test_a_recipe_that_a_shell_hands_over_is_left_to_who_reads_all_of_it(bucket)
     with remote_roots.in_local_copies("analyze", command, {}):
         assert os.read(reader, 100) == b"engine: ray\n"
     os.close(reader)
+
+
+def test_what_is_printed_can_be_kept_by_others_who_replace_write(bucket, capsys):
+    """As `wandb.sdk.lib.console_capture` does when it is imported."""
+    kept = []
+    with remote_roots.in_local_copies("analyze", ["--root", f"{bucket}/said/run"], {}) as (_, folder):
+        write = sys.stdout.write
+        sys.stdout.write = lambda text: (kept.append(text), write(text))[1]
+        sys.stdout.write(folder)
+    assert kept == [folder]
+    assert capsys.readouterr().out == f"{bucket}/said/run"
 
 
 def test_objects_that_are_named_beyond_the_folder_are_no_files(bucket, tmp_path):
