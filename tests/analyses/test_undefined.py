@@ -172,7 +172,8 @@ def every_analysis() -> set[str]:
     for file in Path(lit_layers.__file__).parent.rglob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                # `Name`, or `module.Name`
+                bases[node.name] = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases}
                 marks = [ast.unparse(mark) for each in node.body for mark in getattr(each, "decorator_list", [])]
                 if "abstractmethod" in marks:
                     abstract.add(node.name)
