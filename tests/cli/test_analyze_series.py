@@ -291,7 +291,7 @@ def test_a_process_of_torchrun_measures_its_share(trained, recipe, tmp_path, mon
 
 def test_help_names_the_series_and_their_options(capsys):
     for words, said in (
-        (["--help"], ["--series SERIES", "lit_layers.series.HubRevisions", "lit_layers.series.Models"]),
+        (["--help"], ["--series SERIES", "HubRevisions", "Models"]),
         (["--series.help=HubRevisions"], ["--series.repo REPO", "--series.steps STEPS"]),
         (["--series.help=Models"], ["--series.models [ITEM,...]"]),
     ):
