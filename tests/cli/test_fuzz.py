@@ -248,6 +248,7 @@ def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
     """What an accepted case did that nobody can have wanted."""
     named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # asked for by name
     expected = named | {
+        *(f"{name}.html" for name in named if argv[0] == "report"),
         "out",
         "run",
         "compacted",

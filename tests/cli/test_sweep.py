@@ -399,28 +399,30 @@ def test_real_cells_are_run_folders_that_correlate_reads(tmp_path, corpus):
     recipe.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "root": "unused"}))
     grid = tmp_path / "grid.yaml"
     command = ["${env}", "lit-layers", "fit", "--config", str(recipe), "${args}"]
-    parameters = {"model.lr": {"values": [0.01, -1.0]}}
+    # The second cell has options that can be read, and is refused when its data meet its model.
+    parameters = {"model.lr": {"values": [0.01]}, "data.num_tokens": {"values": [16, 32]}}
     metric = {"name": "validation/loss", "goal": "minimize"}
     content = {"method": "grid", "command": command, "parameters": parameters, "metric": metric}
     grid.write_text(yaml.safe_dump(content))
     root = tmp_path / "runs"
     assert main(["sweep", str(grid), "--root", str(root)]) == 1
     table = pd.read_csv(root / "sweep.csv")
-    assert table["run"].tolist() == ["lr=0.01", "lr=-1.0"]
-    assert table["error"].tolist()[1] == "model.lr: expected a positive learning rate, got -1.0"
-    rows = [json.loads(line) for line in (root / "lr=0.01" / "metrics.jsonl").read_text().splitlines()]
+    cell = "num_tokens=16,lr=0.01"
+    assert table["run"].tolist() == [cell, "num_tokens=32,lr=0.01"]
+    assert table["error"].tolist()[1].startswith("data.num_tokens: expected at most 16, the model's context, got 32")
+    rows = [json.loads(line) for line in (root / cell / "metrics.jsonl").read_text().splitlines()]
     losses = [row["validation/loss"] for row in rows if "validation/loss" in row]
     assert table["validation/loss"].tolist()[0] == pytest.approx(losses[-1])
     assert table["best"].tolist()[0] == pytest.approx(min(losses))
-    assert json.loads((root / "lr=0.01" / "run.json").read_text())["run"] == "lr=0.01"
+    assert json.loads((root / cell / "run.json").read_text())["run"] == cell
     for copy in ("lr=0.02", "lr=0.03"):  # three models are the fewest to correlate
-        shutil.copytree(root / "lr=0.01", root / copy)
+        shutil.copytree(root / cell, root / copy)
         measured = root / copy / "measurements.jsonl"
-        measured.write_text(measured.read_text().replace('"run":"lr=0.01"', f'"run":"{copy}"'))
+        measured.write_text(measured.read_text().replace(f'"run":"{cell}"', f'"run":"{copy}"'))
         table.loc[len(table)] = [copy, *table.iloc[0].tolist()[1:]]
     table.to_csv(root / "sweep.csv", index=False)
     found = read_runs([root], metric="trajectory/line_shape_score", score=f"{root / 'sweep.csv'}:validation/loss")
-    assert sorted(found.frame["model"]) == ["lr=0.01", "lr=0.02", "lr=0.03"]
+    assert sorted(found.frame["model"]) == ["lr=0.02", "lr=0.03", cell]
     assert found.frame["validation/loss"].tolist() == pytest.approx([losses[-1]] * 3)
 
 
