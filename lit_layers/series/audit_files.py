@@ -226,12 +226,17 @@ def odd_names(listed: Listed) -> Iterator[Finding]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """What the manifest says was reported."""
-    for defect in listed.listing.defects:
+    """What the manifest says was reported, also of steps that are neither there nor missed as a gap."""
+    listing = listed.listing
+    known = {*(one.step for one in listing.checkpoints), *(listing.expected or ())}
+    for defect in listing.defects:
         condemned = listed.chosen if defect.suspect and not defect.steps else ()
         suspects = [one for one in listed.chosen if one.step in defect.steps] or condemned
         if not defect.steps or suspects:
             yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
+        if missing := [step for step in defect.steps if step not in known]:
+            steps = f"no step {' and no step '.join(map(str, missing))}"
+            yield finding("reported", f"{defect.says} ({defect.source}): there is {steps}", (), note=True)
 
 
 OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, odd_names, reported)

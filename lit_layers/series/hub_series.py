@@ -93,11 +93,12 @@ class Manifest:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
+        self._patterns: list[dict[str, bool]] = []  # of each entry: its names, and which of them stand for others
         for number, entry in enumerate(self._entries):
             try:
-                entry.patterns()
-                for defect in entry.defects:
-                    expand(defect.repository or "")
+                self._patterns.append({name: bool(re.search(r"[*?\[]", name)) for name in entry.patterns()})
+                for place, defect in enumerate(entry.defects):
+                    self._refuse_nowhere(f"defects.{place}.repository", defect, entry)
                 if entry.steps is not None:
                     Schedule(entry.steps)
                 if entry.grammar is not None:
@@ -105,17 +106,29 @@ class Manifest:
             except InputError as error:
                 raise InputError(f"{self.path}: repositories.{number}: {error}") from error
 
+    def _refuse_nowhere(self, field: str, defect: Defect, entry: Facts) -> None:
+        """Refuses a defect of a repository that its entry does not describe: it would never be told."""
+        for name in [] if defect.repository is None else expand(defect.repository):
+            if self._entry(name) is not entry:
+                names = entry.names if isinstance(entry.names, str) else ", ".join(entry.names)
+                raise InputError(f"{field}: expected one of {names} that no entry before names, got {name}")
+
     def names(self) -> list[str]:
         """The repositories that are named in full."""
-        every = (name for entry in self._entries for name in entry.patterns())
-        return list(dict.fromkeys(name for name in every if not re.search(r"[*?\[]", name)))
+        every = (item for patterns in self._patterns for item in patterns.items())
+        return list(dict.fromkeys(name for name, is_pattern in every if not is_pattern))
 
     def facts(self, repo: str) -> Facts | None:
         """What is known of a repository, or None."""
-        for entry in self._entries:
-            if any(fnmatch.fnmatchcase(repo, name) for name in entry.patterns()):
-                about = (each for each in entry.defects if each.repository is None or repo in expand(each.repository))
-                return dataclasses.replace(entry, defects=tuple(about))
+        if (entry := self._entry(repo)) is None:
+            return None
+        about = (each for each in entry.defects if each.repository is None or repo in expand(each.repository))
+        return dataclasses.replace(entry, defects=tuple(about))
+
+    def _entry(self, repo: str) -> Facts | None:
+        for entry, patterns in zip(self._entries, self._patterns, strict=False):
+            if repo in patterns or any(fnmatch.fnmatchcase(repo, name) for name, many in patterns.items() if many):
+                return entry
         return None
 
 
@@ -211,7 +224,7 @@ class HubRevisions(Series):
             expected=facts.expected() if self.stage == 1 else None,
             strangers=strangers,
             doubles=doubles,
-            defects=facts.defects,
+            defects=tuple(each for each in facts.defects if self.stage == 1 or not each.steps),
             warm_up=facts.warm_up if self.stage == 1 else 0,
         )
 

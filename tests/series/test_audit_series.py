@@ -109,6 +109,17 @@ def test_pythia_knows_its_154_steps_and_what_was_reported(hub, root, model):
     assert "EleutherAI/pythia issue 206" in reported[0].message
 
 
+def test_a_report_about_a_step_that_is_not_there_is_told_and_condemns_nothing(hub, root, model, tmp_path):
+    repo, manifest = pythia(root, model), tmp_path / "own.yaml"
+    said = "{says: broken, source: us, suspect: true, steps: [64, 65, 66]}"
+    manifest.write_text(f"repositories: [{{names: {repo}, grammar: step, defects: [{said}]}}]")
+    for steps, told in (("all", [(64,), ()]), ([0, 1], [()])):
+        found = audit(HubRevisions(repo, steps, manifest=manifest))
+        assert [finding.steps for finding in found.findings] == told
+        assert found.findings[-1].message == "broken (us): there is no step 65 and no step 66"
+        assert found.suspect_steps == told[0]
+
+
 def test_what_no_hash_can_show_is_condemned_by_the_manifest(hub, root, model):
     make_series(model, root / "EleutherAI" / "pythia-160m-weight-seed1", [0, 1, 2])
     assert audit(HubRevisions("EleutherAI/pythia-160m-weight-seed1")).suspect_steps == (0,)

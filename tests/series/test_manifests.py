@@ -112,6 +112,14 @@ MANY_ALIASES = "x0: &x0 [1]\n" + "".join(f"x{n + 1}: &x{n + 1} [{','.join([f'*x{
         ("repositories: [{names: 'a/{1..999}{1..999}{1..999}'}]", "expected at most 10,000 names, got 997,002,999 by"),
         ("repositories: [{names: 'a/b{1..9'}]", "expected braces that close, and none within others, got 'a/b{1..9'"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, repository: 'a/{b'}]}]", "braces that close"),
+        (
+            "repositories: [{names: 'a/b-{1,2}', defects: [{says: x, source: y, repository: 'a/b-{2,3}'}]}]",
+            "repositories.0: defects.0.repository: expected one of a/b-.1,2. that no entry before names, got a/b-3",
+        ),
+        (
+            "repositories: [{names: 'a/*'}, {names: a/b, defects: [{says: x, source: y, repository: a/b}]}]",
+            "repositories.1: defects.0.repository: expected one of a/b that no entry before names, got a/b",
+        ),
         ("repositories: &a\n- *a\n", "repositories.0: expected an object"),
         ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "repositories.0.steps: expected pythia"),
         ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
