@@ -28,6 +28,7 @@ COMMANDS = {  # each a file of `verbs`
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
 FAILED, REFUSED, DIVERGED, INTERRUPTED = 1, 2, 3, 130
+_LONGEST = 3000  # characters of a sentence
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 
 
@@ -158,8 +159,17 @@ def _called(command: str, rest: list[str]) -> int:
 
 def _refuse(sentence: str, command: str | None = None) -> int:
     prog = f"lit-layers {command}" if command else "lit-layers"
-    print(f"{prog}: error: {sentence}", file=sys.stderr)
+    print(f"{prog}: error: {_printable(sentence)}", file=sys.stderr)
     return REFUSED
+
+
+def _printable(sentence: str) -> str:
+    """One line, whatever it quotes: without control characters, which a terminal would obey, and with its two ends
+    where it is endless."""
+    if len(sentence) > _LONGEST:
+        half = _LONGEST // 2
+        sentence = f"{sentence[:half]} ... ({len(sentence):,} characters) ... {sentence[-half:]}"
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
 
 
 def _help() -> str:

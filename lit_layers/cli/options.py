@@ -282,7 +282,9 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
         raise InputError("a recipe or an option is nested too deeply: expected some levels at most") from error
     except (OmegaConfBaseException, YAMLError) as error:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
-        raise InputError(sentence.removeprefix("InputError raised while resolving interpolation: ")) from error
+        sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")
+        option = getattr(error, "full_key", None)
+        raise InputError(f"{option}: {sentence}" if option else sentence) from error
     except UnicodeDecodeError as error:
         words = [part for word in argv for part in (word, word.partition("=")[2]) if Path(part).is_file()]
         recipe = next((word for word in words if not _is_utf8(Path(word))), "a recipe")

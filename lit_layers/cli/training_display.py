@@ -1,7 +1,6 @@
 """What a training shows: how it begins, a bar or a line now and then, and what has changed when it ends."""
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,11 +126,12 @@ def show_results(root: Path) -> None:
     for measurement in measurements:
         spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
     facts = run_facts(root)
-    seconds = facts.get("seconds") or math.nan  # unknown where others removed the run
-    spent["all analyses, as training waited"] = facts.get("analysis_seconds", 0.0)
-    spent["saving checkpoints"] = facts.get("checkpoint_seconds", 0.0)
-    rows = [{"": name, "seconds": f"{each:.1f}", "share": f"{each / seconds:.1%}"} for name, each in spent.items()]
-    show_table(rows, f"\nWall time {seconds:.0f} s, of which")
+    waits = {"all analyses, as training waited": "analysis_seconds", "saving checkpoints": "checkpoint_seconds"}
+    spent |= {name: facts[field] for name, field in waits.items() if field in facts}
+    seconds = facts.get("seconds")  # unknown where others removed or changed what the run says of itself
+    title = f"\nWall time {seconds:.0f} s, of which" if seconds else "\nWall time unknown, of which"
+    rows = [{"": name, "seconds": f"{each:.1f}"} for name, each in spent.items()]
+    show_table([row | {"share": f"{spent[row['']] / seconds:.1%}"} for row in rows] if seconds else rows, title)
     for measurement in measurements:
         if measurement.error is not None:
             print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")

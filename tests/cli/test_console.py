@@ -1,10 +1,12 @@
 """The bar, also of a training, and its second duty: a Ctrl-C that Python drops ends the work all the same."""
 
 import io
+import json
 import re
 import signal
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.training_display import StepProgress
+from lit_layers.cli.training_display import StepProgress, show_results
 from lit_layers.records import Measurement
 from lit_layers.training import time_left
+from tests.support.runs import make_run
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -187,3 +190,18 @@ def test_without_a_terminal_a_training_says_how_long_a_checkpoint_takes(monkeypa
         "measuring lens at step 1, about 40 s left",
         "step 1: lens measured in 1.0 s",
     ]
+
+
+def test_shares_of_a_wall_time_that_is_not_known_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "run", steps=(0, 1), analyses=("coupling",), layers=2)
+
+    def wall_time() -> list[list[str]]:
+        show_results(run)
+        return [line.split() for line in capsys.readouterr().out.partition("Wall time ")[2].splitlines()]
+
+    assert [line[-1] for line in wall_time()[-2:]] == ["21.9%", "1.7%"]  # 41 and 3.1 s of 187.5 s
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({name: facts[name] for name in facts if name != "seconds"}))
+    assert wall_time()[:2] == [["unknown,", "of", "which"], ["seconds"]]
+    (run / "run.json").unlink()
+    assert [line[0] for line in wall_time()] == ["unknown,", "seconds", "coupling"]

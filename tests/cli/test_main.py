@@ -28,6 +28,17 @@ def test_a_strange_command_is_answered_with_all(capsys):
     assert f"expected one of {', '.join(sorted(COMMANDS))}" in capsys.readouterr().err
 
 
+def test_what_a_sentence_quotes_is_cut_and_its_control_characters_are_written_out(tmp_path, capsys):
+    for word, quoted in (("a\n\x1b[2J\u2028é b", r"a\n\x1b[2J\u2028é b"), ("x" * 3_000_000, "x" * 1000)):
+        for argv in (["audit", word], ["correlate", str(tmp_path), "--metric=x", "--score", word], [word]):
+            assert main(argv) == 2
+            said = capsys.readouterr().err
+            assert "error: " in said
+            assert said.count("\n") == 1
+            assert len(said) < 3200
+            assert quoted in said or "measurements.jsonl" in said
+
+
 def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lit-layers 0.")
