@@ -383,8 +383,8 @@ class EmergenceCallback(_AtSteps):
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)
-        tokens = self._tokens(trainer, step)
-        self.measurer.measure(model, step, tokens, provenance=provenance, loggers=trainer.loggers)
+        about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
+        self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
 
     def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:

@@ -134,8 +134,15 @@ class StepMeasurer:
         *,
         provenance: dict[str, Any] | None = None,
         loggers: Sequence[Any] = (),
+        is_first: bool = False,
     ) -> None:
-        """Measures what is missing of a step; every rank calls."""
+        """Measures what is missing of a step; every rank calls.
+
+        Raises:
+            InputError: before training has begun (`is_first`), of an analysis whose options or data no step could be
+                measured with.
+        """
+        refusals: list[str] = []
 
         def starting(analysis: Analysis) -> None:
             for watcher in self.watchers:
@@ -156,6 +163,11 @@ class StepMeasurer:
             starting=starting,
         ):
             self.tell(measurement, loggers)
+            kind, _, sentence = (measurement.error or "").partition(": ")
+            if kind == InputError.__name__:
+                refusals.append(sentence)
+        if is_first:
+            self.ranks.from_first(functools.partial(_refuse, refusals))
 
     def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
         """Writes for every analysis why it could not be measured at a step."""
@@ -224,6 +236,11 @@ class StepMeasurer:
             configs = {analysis.name: analysis.config() for analysis in self.analyses}
             self._tracked[id(destination)] = None if tracker is None else TrackedRun(tracker, self.root, configs)
         return self._tracked[id(destination)]
+
+
+def _refuse(refusals: Sequence[str]) -> None:
+    if refusals:
+        raise InputError(refusals[0])
 
 
 def _local(root: Any) -> Path:
@@ -439,7 +456,8 @@ class Watch:
             write = functools.partial(save_step, self.model, self.measurer.root, self.now, self.tokenizer)
             self.measurer.ranks.from_first(functools.partial(write, resumed_at=resumed_at))
         tokens = None if self.tokens_per_step is None else self.now * self.tokens_per_step
-        self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers)
+        is_first = self.now == self._first
+        self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers, is_first=is_first)
         self.paused_seconds += time.perf_counter() - started
 
 

@@ -201,13 +201,15 @@ def test_nothing_in_a_file_runs(tmp_path, capsys):
     [
         ({"num_tuned": 1}, "expected num_tuned of at least num_prompts, 2, got 1"),
         ({"num_tuned": 7}, "no prompt is left to compare on: give more than 7"),
-        ({"skip_first": 40}, "skip_first: no prompt has a place from 40 on"),
+        ({"skip_first": 40}, "skip_first: none of the first 2 prompts has a place from 40 on"),
         ({"lenses": ()}, "expected at least one of lenses, got none"),
         ({"lenses": ("logits",)}, "expected lenses to be"),
         ({"tuned_steps": 0}, "expected tuned_steps of at least 1, got 0"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, sentence, view):
+def test_options_that_do_not_fit_are_refused_before_anything_is_measured(options, sentence, view):
+    with pytest.raises(InputError, match=sentence):
+        lens(**options).check(view)
     with pytest.raises(InputError, match=sentence):
         list(lens(**options).run(view))
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import lit_layers
 from lit_layers import records
-from lit_layers.analyses import Lens, Trajectory
+from lit_layers.analyses import Lens, PooledStates, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
@@ -244,6 +244,23 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(option,
     with pytest.raises(InputError, match=re.escape(said)):
         lit_layers.watch(network(0.0), options.pop("analyses"), **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("train", [in_a_loop, in_lightning, in_transformers])
+def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins(train, tmp_path, monkeypatch):
+    model = network(0.0)
+    untrained = weights_hash(model)
+    given = [Trajectory(batches=TOKENS), PooledStates(batches=TOKENS[:1])]
+    monkeypatch.setitem(globals(), "analyses", lambda: given)
+    with pytest.raises(InputError, match="pooled_states: expected at least 2 prompts, .* got 1"):
+        train(model, tmp_path / "run", watched=True)
+    assert weights_hash(model) == untrained
+    given[1] = PooledStates(batches=TOKENS)
+    train(model, tmp_path / "run", watched=True)
+    measured = records.read(tmp_path / "run" / "measurements.jsonl")
+    assert sorted((m.step, m.analysis) for m in measured if m.error is None) == [
+        (step, name) for step in (*STEPS, LAST) for name in ("pooled_states", "trajectory")
+    ]
 
 
 def test_a_number_that_no_step_can_have_is_refused_and_nothing_is_measured(tmp_path):

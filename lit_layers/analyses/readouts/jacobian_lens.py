@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
-from lit_layers.analyses.states import at_least_float32, first_rows
+from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, refused
@@ -147,6 +147,26 @@ class JacobianLens(Analysis):
                     f"this one is {model.dim} wide and has {model.num_layers}"
                 )
 
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Refuses prompts that are too few or too short to fit on and to compare on."""
+        is_long = [len(ids) > self.skip_first + 1 for batch in self.batches for ids in real_tokens(batch)]
+        fitted = "shuffled" in self.lenses or ("jacobian" in self.lenses and self.file is None)
+        fitting = is_long[: self.num_prompts if fitted else self.num_tuned]
+        if (fitted or "tuned" in self.lenses) and not any(fitting):
+            raise InputError(
+                f"{self.name}: skip_first: none of the first {len(fitting)} prompts has a place from {self.skip_first} "
+                "on that another token follows: give longer texts"
+            )
+        if not any(is_long[(most := max(self.num_prompts, self.num_tuned)) :]):
+            raise InputError(
+                f"{self.name}: no prompt is left to compare on: give more than {most} that have a place from "
+                f"{self.skip_first} on (skip_first), got {len(is_long)}"
+            )
+
     def work(self, model: LayeredModel) -> Work | None:
         whole = passes_of(model, self.batches)
         if whole is None:
@@ -167,6 +187,7 @@ class JacobianLens(Analysis):
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)
+        self._check_prompts()
         view = at_least_float32(model)
         yield from with_a_value(self.name, self._records(view))
 
@@ -205,10 +226,7 @@ class JacobianLens(Analysis):
         return {"num_fit_prompts": fitted.num_prompts} | ({"num_undefined_fit_prompts": left_out} if left_out else {})
 
     def _fitted(self, view: LayeredModel) -> FittedLens:
-        try:
-            return fit_jacobian_lens(view, self.batches, num_prompts=self.num_prompts, skip_first=self.skip_first)
-        except InputError as error:
-            raise InputError(f"{self.name}: {error}") from error
+        return fit_jacobian_lens(view, self.batches, num_prompts=self.num_prompts, skip_first=self.skip_first)
 
     def _jacobian(self, view: LayeredModel) -> dict[str, Any]:
         if self.file is not None:
@@ -227,10 +245,6 @@ class JacobianLens(Analysis):
             if len(places):
                 states.append(trajectory.hidden[:, 0, places])
                 logits.append(trajectory.logits_of((torch.zeros_like(places), places)))
-        if not states:
-            raise InputError(
-                f"{self.name}: skip_first: no prompt has a place from {self.skip_first} on: give longer texts"
-            )
         hidden, target = torch.cat(states, 1), torch.cat(logits)
         defined = hidden.isfinite().all(-1).all(0) & target.isfinite().all(-1)
         hidden, target = hidden[:, defined], target[defined]
@@ -245,24 +259,17 @@ class JacobianLens(Analysis):
     ) -> dict[tuple[str, int], Tensor]:
         """KL, log rank and tokens (3, prompts) of each lens and layer, over the prompts that are held out."""
         results: dict[tuple[str, int], list[Tensor]] = {(n, layer): [] for n, maps in lenses.items() for layer in maps}
-        held_out = 0
         for batch, trajectory in _prompts(view, self.batches, after=max(self.num_prompts, self.num_tuned)):
             pieces = self._rows(view, batch, trajectory)
             for sums in results.values() if not pieces else ():
                 sums.append(torch.zeros(3, device=view.device))  # too short: left out of the ratio, and counted
             for rows in pieces:
-                held_out += 1
                 full = FullModel(trajectory.logits_of(rows.index), rows)
                 for (name, layer), sums in results.items():
                     with torch.no_grad():
                         carried = lenses[name][layer](trajectory.hidden[layer][rows.index])
                         logits = view.readout(carried[None])[0]
                     sums.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows), *_count(rows)]))
-        if not held_out:
-            raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {max(self.num_prompts, self.num_tuned)} "
-                f"that have a place from {self.skip_first} on (skip_first)"
-            )
         return {key: torch.stack(sums, -1).double().cpu() for key, sums in results.items() if sums}
 
     def _rows(self, view: LayeredModel, batch: Batch, trajectory: Trajectory) -> Sequence[Rows]:
