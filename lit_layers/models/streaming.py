@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-from lit_layers.models.block_calls import BlockCall, in_place_of, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, entered
 from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
@@ -106,22 +107,15 @@ class StreamedModel(LayeredModel):
         """
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             inputs, alignment = self._inputs(batch)
-            for in_tuples in (False, True):  # what blocks return is only seen in what their model makes of it
-                calls: list[BlockCall] = []
-                states: list[Tensor] = []
-                returned = self.family.num_returned(self.num_layers, in_tuple=in_tuples)
-                recorders = [
-                    self._recorder(block, states, calls, number)
-                    for block, number in zip(self.blocks, returned, strict=True)
-                ]
-                recording = replaced(self.blocks, recorders)
-                with recording, _Lookups(self), self._filled_on_the_way(), suppress(_PastTheBlocks):
-                    self._logits(inputs)
-                if [call.module for call in calls] == list(self.blocks) and all(h is states[0] for h in states):
-                    break
-            else:
+            made = None
+            for in_tuple in (False, True):  # what blocks return is only seen in what their model makes of it
+                returned = self.family.num_returned(self.num_layers, in_tuple=in_tuple)
+                with _Lookups(self), self._filled_on_the_way():
+                    made = made or entered(self.blocks, returned, partial(self._logits, inputs))
+            if made is None:
                 raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
-            hidden, layout = states[0], self._layout(states[0], inputs)
+            hidden, calls = made
+            layout = self._layout(hidden, inputs)
             if layout is not None:
                 hidden = layout.taken(hidden, calls[0].args)
                 calls = [replace(call, layout=layout) for call in calls]
@@ -129,8 +123,6 @@ class StreamedModel(LayeredModel):
             if alignment is not None:
                 hidden, mask = alignment.given_back(hidden), alignment.given_mask
                 calls = [replace(call, alignment=alignment) for call in calls]
-            masks: dict = {}
-            calls = [replace(c, args=softened(c.args, masks), kwargs=softened(c.kwargs, masks)) for c in calls]
         return Entered(hidden, mask, tuple(calls))
 
     @contextmanager
@@ -263,19 +255,6 @@ class StreamedModel(LayeredModel):
                 _put_(part, name, room.take(tensor).copy_(source))
         return before
 
-    def _recorder(self, block: nn.Module, states: list[Tensor], calls: list[BlockCall], num_values: int) -> Any:
-        """A block's forward that hands the state on and notes the other arguments; the last block's ends the call."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden, args, kwargs = split_arguments(args, kwargs)
-            states.append(hidden)
-            calls.append(BlockCall(block, args, kwargs))
-            if len(calls) == self.num_layers:
-                raise _PastTheBlocks
-            return in_place_of(hidden, num_values)
-
-        return forward
-
     @contextmanager
     def _filled_on_the_way(self, *, blocks_too: bool = False) -> Iterator[None]:
         """Whatever is called before the blocks has its own tensors by then; embeddings are looked up without. A block
@@ -305,10 +284,6 @@ class StreamedModel(LayeredModel):
                 handle.remove()
             for module in list(before) if blocks_too else ():
                 empty(module, (), None)
-
-
-class _PastTheBlocks(Exception):
-    """All that a skeleton can compute is done."""
 
 
 class _Lookups(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """Which modules of a model are its blocks, by what they are called with, and how they hold their states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Any
@@ -34,35 +34,14 @@ class Structured(Family):
     returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
     dim: int = 0
     limit: int | None = None  # tokens of the longest text
-    causal: bool = False
-    padding: bool = False
-    together: bool = False  # whether a readout needs all tokens of a text or image at once
+    origin: str = "structure"
+    takes_padding: bool = False
+    is_causal: bool = False
     word: int = 0  # a token without a meaning of its own
     order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
     beside: tuple[
         str, ...
     ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
-    shown: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def origin(self) -> str:
-        return "structure"
-
-    @property
-    def proof(self) -> Mapping[str, Any] | None:
-        return dict(self.shown)
-
-    @property
-    def takes_padding(self) -> bool:
-        return self.padding
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal
-
-    @property
-    def reads_tokens_alone(self) -> bool:
-        return not self.together and self.layout is None
 
     def container(self, model: Network) -> nn.Module:
         return model.get_submodule(self.blocks)

@@ -7,24 +7,21 @@ other in their modules, the twins leave to each other, and of other states.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lit_layers.models.block_calls import BlockCall, first, in_place_of, replaced, softened, split_arguments
+from lit_layers.models.block_calls import BlockCall, entered, first, replaced, split_arguments
 from lit_layers.models.families.discovery import Structured
 from lit_layers.models.families.probe import CANNOT_CALL, Probe, Watched
 from lit_layers.models.families.proof import Evidence, NotShown, Pass, alike, apart, shifted
 from lit_layers.models.families.rows import Network, trunk_of
 
 _MOST_VALUES = 4  # that a block returns in a tuple
-
-
-class _PastTheBlocks(Exception):
-    """All that is wanted of a call is there."""
 
 
 class Entered(NamedTuple):
@@ -43,7 +40,7 @@ class Companions:
         self.twins = outlined.block_list(_twin(model))
         self.replayed, self.chained, self.padded = ([torch.inf] * len(blocks) for _ in range(3))
         self.refusals: list[str] = []
-        self.states = {name: entered.hidden for name, entered in passes.items()}
+        self.states = {name: each.hidden for name, each in passes.items()}
         self.states["another"] = shifted(passes["own"].hidden, seed=1)
         self.takes_padding = "padded" in passes and "alone" in passes
 
@@ -60,15 +57,24 @@ class Companions:
             "padded": {name: column for name, column in padded.items() if name in probe.columns},
             "alone": {"input_ids": ids[:1, :length]},
         }
+
+        def enter(call: Callable[..., Any], inputs: Mapping[str, Tensor], num_values: int) -> Entered | None:
+            """None where blocks are not called one after the other; of copies that the model's own pass never sees."""
+            with suppress(*CANNOT_CALL):
+                own_call = partial(call, model, inputs, dict(probe.options))
+                if (made := entered(blocks, [num_values] * len(blocks), own_call)) is not None:
+                    hidden, calls = made
+                    return Entered(hidden, copy.deepcopy(calls, {id(block): block for block in blocks}))
+            return None
+
         for num_values in range(_MOST_VALUES + 1):
-            enter = _Entering(model, blocks, probe, num_values)
-            made = {name: enter(probe.call, inputs) for name, inputs in batches.items()}
-            passes = {name: entered for name, entered in made.items() if entered is not None}
+            made = {name: enter(probe.call, inputs, num_values) for name, inputs in batches.items()}
+            passes = {name: each for name, each in made.items() if each is not None}
             if "own" in passes and "other" in passes:
                 break
         else:
             return None
-        trunk = None if trunk_of(model) is model else enter(outlined.features, probe.inputs)
+        trunk = None if trunk_of(model) is model else enter(outlined.features, probe.inputs, num_values)
         whole = passes["own"]
         is_trunk = (
             trunk is not None
@@ -157,40 +163,6 @@ def _twin(model: Network) -> Network:
     for mine, its in zip(twin.modules(), model.modules(), strict=True):
         vars(mine)["_parameters"], vars(mine)["_buffers"] = its._parameters, its._buffers
     return twin
-
-
-class _Entering:
-    """The model's own calls without its blocks, in whose place a tuple of so many values is returned (0: the state)."""
-
-    def __init__(self, model: Network, blocks: Sequence[nn.Module], probe: Probe, num_values: int) -> None:
-        self.model, self.blocks, self.options, self.num_values = model, blocks, dict(probe.options), num_values
-
-    def __call__(self, call: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Entered | None:
-        """None where blocks are then not called one after the other."""
-        states: list[Tensor] = []
-        calls: list[BlockCall] = []
-
-        def recorder(block: nn.Module) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                state, given, named = split_arguments(args, kwargs)
-                states.append(state)
-                calls.append(BlockCall(block, softened(given, masks), softened(named, masks)))
-                if len(calls) == len(self.blocks):
-                    raise _PastTheBlocks
-                return in_place_of(state, self.num_values)
-
-            forward.hands_on = True
-            return forward
-
-        masks: dict = {}
-        with replaced(self.blocks, [recorder(block) for block in self.blocks]), suppress(_PastTheBlocks, *CANNOT_CALL):
-            call(self.model, inputs, self.options)
-        if [each.module for each in calls] != list(self.blocks) or any(state is not states[0] for state in states):
-            return None
-        try:  # in which blocks leave nothing for the model's own pass
-            return Entered(states[0], copy.deepcopy(calls, {id(block): block for block in self.blocks}))
-        except CANNOT_CALL:
-            return None
 
 
 class EvidenceOfOneRead(Evidence):

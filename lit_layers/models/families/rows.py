@@ -239,35 +239,25 @@ class Family:
     features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
     layout: Layout | None = None  # of the states, where blocks do not hold them as (batch, tokens, dim)
+    origin: str = "row"  # or "structure": how its models are taken apart
+    shown: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
+    takes_padding: bool = True  # whether the states of a text are the same with padding behind it
+    is_causal: bool = True  # whether no state of a model that generates sees a later token
+    together: bool = False  # whether a readout needs all tokens of a text or image at once
 
     @property
     def sees_images(self) -> bool:
         return self.vision is not None
 
     @property
-    def origin(self) -> str:
-        """How its models are taken apart: by a "row", or by their "structure"."""
-        return "row"
-
-    @property
     def proof(self) -> Mapping[str, Any] | None:
-        """What was held against the model's own pass where there is no row."""
-        return None
-
-    @property
-    def takes_padding(self) -> bool:
-        """Whether the states of a text are the same with padding behind it."""
-        return True
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no state of a model that generates sees a later token."""
-        return True
+        """What was `shown`, by name; None where there is a row."""
+        return dict(self.shown) if self.shown else None
 
     @property
     def reads_tokens_alone(self) -> bool:
         """Whether the model's own call ends with any states (1, tokens, dim) in place of those of a text."""
-        return True
+        return not self.together and self.layout is None
 
     def container(self, model: Network) -> nn.Module:
         """The module that holds the blocks and nothing else."""

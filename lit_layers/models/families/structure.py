@@ -250,8 +250,8 @@ def _shown(evidence: Evidence) -> Structured:
     return replace(
         family,
         limit=min(positive) if positive else None,
-        causal=causal,
-        padding=padding,
+        is_causal=causal,
+        takes_padding=padding,
         together=together,
         shown=tuple(
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
@@ -409,7 +409,7 @@ def _outlined(model: Network) -> Structured:
         returned=(0,) * len(lists[path]),
         dim=config.hidden_size,
         limit=_said_limit(config),
-        causal=True,
+        is_causal=True,
         shown=(("blocks", path), ("proof", UNPROVEN)),
     )
 
