@@ -18,8 +18,8 @@ from lit_layers.functional._checks import check_option, settled, widened
 
 Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
-DRAWN_AT_ONCE = 2**22  # row numbers of resamples: 32 MB
-_KEPT = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 64 MB
+DRAWN_AT_ONCE = 2**20  # row numbers of resamples: 8 MB
+_KEPT = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 17 MB in int16
 SLACK = 1e-12  # of the largest score: 0.84 - 0.80 is no more than 0.04, whatever float64 makes of it
 
 
@@ -142,15 +142,18 @@ def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tenso
     """How often each row is drawn, some resamples at a time."""
     if resamples < 1:
         raise ValueError(f"expected at least 1 resample, got {resamples}")
-    if num_rows * resamples <= _KEPT:  # all records of an analysis have the same
-        yield _few_counts(num_rows, resamples, seed)
+    if (
+        num_rows * resamples <= _KEPT and num_rows <= torch.iinfo(torch.int16).max
+    ):  # all records of an analysis have them
+        parts = _few_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
+        yield from (part.double() for part in parts)
     else:
         yield from _drawn_counts(num_rows, resamples, seed)
 
 
 @lru_cache(maxsize=4)
 def _few_counts(num_rows: int, resamples: int, seed: int) -> Tensor:
-    return torch.cat([*_drawn_counts(num_rows, resamples, seed)])
+    return torch.cat([counts.short() for counts in _drawn_counts(num_rows, resamples, seed)])
 
 
 def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
