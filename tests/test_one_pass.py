@@ -11,6 +11,7 @@ import torch
 
 from lit_layers.analyses import (
     Coupling,
+    JacobianLens,
     LabelProbe,
     LayerSimilarity,
     Lens,
@@ -113,6 +114,32 @@ def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it(padding):
         for one, other in zip(beside.records, alone.records, strict=True):
             assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
             assert (one.layer, one.n, one.low is None) == (other.layer, other.n, other.low is None)
+
+
+def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(monkeypatch):
+    model, batch = tiny("gpt2", torch.float64), texts()
+    lens = JacobianLens(
+        batches=cut(batch, 3, 5),
+        num_prompts=2,
+        num_tuned=4,
+        skip_first=2,
+        lenses=("jacobian", "logit", "tuned"),
+        tuned_steps=3,
+    )
+    alone = measure(model, lens, **FACTS)
+    entered, trajectory = Counter(), LayeredModel.trajectory  # of texts; Jacobians call blocks by themselves
+
+    def counting(view, batch):
+        entered.update(map(tuple, batch["input_ids"].tolist()))
+        return trajectory(view, batch)
+
+    monkeypatch.setattr(LayeredModel, "trajectory", counting)
+    found = together(model, [Trajectory(batches=cut(batch, 4, 4)), lens])
+    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
+    assert entered == dict.fromkeys(map(tuple, batch["input_ids"].tolist()), 1)
+    for one, other in zip(found[lens.name].records, alone.records, strict=True):
+        assert (one.metric, one.layer, one.tags.get("lens")) == (other.metric, other.layer, other.tags.get("lens"))
+        assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12)
 
 
 def test_equal_batches_give_the_same_bits():

@@ -464,6 +464,8 @@ def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     facts = {"run": "it", "step": 0, "weights_hash": "0"}
     analyses = [Trajectory(batches=TEXTS), Lens(batches=TEXTS), Representation(batches=TEXTS)]
     analyses.append(LayerSimilarity(batches=others))
+    lens = JacobianLens(batches=TEXTS, num_prompts=1, num_tuned=2, skip_first=2)
+    assert planned(model, [analyses[0], lens], device=CPU).notes()[3].startswith("jacobian_lens: passes of trajectory,")
     runs, _ = counted(model, analyses[0], lambda: in_one_pass(model, analyses, lambda analysis: None, **facts))
     plan = planned(model, analyses, device=CPU)
     assert plan.whole.block_runs() == runs == (8 + 4) * 3

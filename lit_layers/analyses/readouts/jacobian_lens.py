@@ -161,10 +161,10 @@ class JacobianLens(Analysis):
                 f"{self.name}: skip_first: none of the first {len(fitting)} prompts has a place from {self.skip_first} "
                 "on that another token follows: give longer texts"
             )
-        if not any(is_long[(most := max(self.num_prompts, self.num_tuned)) :]):
+        if not any(is_long[self._num_seen :]):
             raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {most} that have a place from "
-                f"{self.skip_first} on (skip_first), got {len(is_long)}"
+                f"{self.name}: no prompt is left to compare on: give more than {self._num_seen} that have a "
+                f"place from {self.skip_first} on (skip_first), got {len(is_long)}"
             )
 
     def work(self, model: LayeredModel) -> Work | None:
@@ -178,18 +178,30 @@ class JacobianLens(Analysis):
         places = max(0, tokens - self.skip_first - 1)
         steps = self.tuned_steps if "tuned" in self.lenses else 0
         trained = 2 * steps * min(_ROWS, self.num_tuned * places) * model.num_layers  # there, and back to its input
-        compared = max(0, whole.texts - max(self.num_prompts, self.num_tuned)) * places
+        compared = max(0, whole.texts - self._num_seen) * places
         readouts = len(self.lenses) + 2 * (self.file is None and "jacobian" in self.lenses)  # both halves, too
         head = Part("head", trained + compared * (readouts * model.num_layers + 1))
         small = Part("steps", 30 * steps * model.num_layers)
         held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
         return whole + Work(parts=(backward, head, small), device=whole.device + held)
 
+    def announced(self) -> Iterator[Batch]:
+        if "jacobian" in self.lenses and self.file is None:
+            yield from first_rows(self.batches, self.num_prompts)
+        if "tuned" in self.lenses:
+            yield from first_rows(self.batches, self.num_tuned)
+        yield from _one_by_one(self.batches, after=self._num_seen)
+
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)
         self._check_prompts()
         view = at_least_float32(model)
         yield from with_a_value(self.name, self._records(view))
+
+    @property
+    def _num_seen(self) -> int:
+        """The prompts that are not held out."""
+        return max(self.num_prompts, self.num_tuned)
 
     def _records(self, view: LayeredModel) -> Iterator[Record]:
         layers, lenses, untrained = range(view.num_layers), {}, 0
@@ -259,7 +271,7 @@ class JacobianLens(Analysis):
     ) -> dict[tuple[str, int], Tensor]:
         """KL, log rank and tokens (3, prompts) of each lens and layer, over the prompts that are held out."""
         results: dict[tuple[str, int], list[Tensor]] = {(n, layer): [] for n, maps in lenses.items() for layer in maps}
-        for batch, trajectory in _prompts(view, self.batches, after=max(self.num_prompts, self.num_tuned)):
+        for batch, trajectory in _prompts(view, self.batches, after=self._num_seen):
             pieces = self._rows(view, batch, trajectory)
             for sums in results.values() if not pieces else ():
                 sums.append(torch.zeros(3, device=view.device))  # too short: left out of the ratio, and counted
@@ -301,15 +313,19 @@ def with_shuffled_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
     return model
 
 
-def _prompts(view: LayeredModel, batches: Iterable[Batch], *, after: int = 0) -> Iterator[tuple[Batch, Trajectory]]:
-    """Prompts one by one, each passed alone; without the first `after`."""
+def _one_by_one(batches: Iterable[Batch], *, after: int = 0) -> Iterator[Batch]:
+    """Prompts, each in a batch of its own; without the first `after`."""
     number = 0
     for batch in batches:
         for row in range(len(next(iter(batch.values())))):
             number += 1
             if number > after:
-                prompt = {name: column[row : row + 1] for name, column in batch.items()}
-                yield prompt, view.trajectory(prompt)
+                yield {name: column[row : row + 1] for name, column in batch.items()}
+
+
+def _prompts(view: LayeredModel, batches: Iterable[Batch], *, after: int = 0) -> Iterator[tuple[Batch, Trajectory]]:
+    """Prompts one by one, each passed alone; without the first `after`."""
+    return ((prompt, view.trajectory(prompt)) for prompt in _one_by_one(batches, after=after))
 
 
 def _places(trajectory: Trajectory, skip_first: int) -> Tensor:
