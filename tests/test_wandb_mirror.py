@@ -167,6 +167,32 @@ def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(roo
 
 
 @pytest.mark.slow
+def test_a_run_that_is_over_begins_no_new_files_where_those_there_hold_all_of_it(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror_all(root)
+    for gained, files in ((False, 1), (True, 2), (False, 2)):
+        if gained:
+            records.append(root / "measurements.jsonl", measurement("quickstart", 8, "trajectory", layers=2, seed=5))
+        mirror = WandbMirror(mode="offline")
+        mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
+        mirror.finish()
+        read_back(root)
+        assert len(folders(root)) == files
+        assert mirror.closing_line() == f"W&B          offline; upload it with: wandb sync {_joined(folders(root))}"
+    mirror_all(root)  # more may come: it needs a file to be written to
+    assert len(folders(root)) == 3
+    folders(root)[-1].joinpath(f"run-{RUN_ID}.wandb").write_bytes(b"")  # killed before its end was written
+    mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
+    mirror.finish()
+    assert len(folders(root)) == 4
+
+
+def _joined(places: list[Path]) -> str:
+    return " ".join(map(str, places))
+
+
+@pytest.mark.slow
 def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: Path) -> None:
     mirror = WandbMirror(mode="offline")
     mirror.open(tmp_path, run_id=RUN_ID, config={})

@@ -27,17 +27,15 @@ class MirrorAside(CallThread):
         self._refused: InputError | None = None
         self._last_words = ""
 
-    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
-        """Starts the mirror; what W&B lacks of the run is sent meanwhile.
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
+        """Starts the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
 
         Raises:
             InputError: what the mirror refuses to start with.
         """
         self.mirror.root = Path(root)
         self._start("wandb")
-        self._later(
-            lambda: self.mirror.start(root, run_id=run_id, config=config, allow_suspect=allow_suspect), self._limit
-        )
+        self._later(lambda: self.mirror.start(root, run_id=run_id, config=config, **options), self._limit)
         self._is_starting = False
         if self._refused is not None:
             raise self._refused

@@ -29,6 +29,7 @@ class Mirrored:
 
     names: dict[int | None, frozenset[str]] = field(default_factory=dict)
     last_row: int = -1
+    is_closed: bool = False  # the last file has the end of a run
     _shared: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def add(self, step: int | None, names: set[str]) -> None:
@@ -73,9 +74,11 @@ def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
     """
     points, deadline = Mirrored(), time.monotonic() + _LONGEST
     for file in files:
-        if "exit" not in _read_into(points, file, before):
+        kinds = _read_into(points, file, before)
+        if "exit" not in kinds:
             _wait_until_quiet(file, deadline)
-            _read_into(points, file, before)
+            kinds = _read_into(points, file, before)
+        points.is_closed = "exit" in kinds
     return points
 
 

@@ -77,15 +77,24 @@ class WandbMirror:
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
 
-    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
         """Starts or resumes the run and sends what W&B does not have of it yet: `start`, then `catch_up`."""
-        self.start(root, run_id=run_id, config=config, allow_suspect=allow_suspect)
+        self.start(root, run_id=run_id, config=config, **options)
         self.catch_up()
 
-    def start(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
+    def start(
+        self,
+        root: str | Path,
+        *,
+        run_id: str,
+        config: Mapping[str, Any],
+        allow_suspect: bool = False,
+        is_over: bool = False,
+    ) -> None:
         """Starts or resumes the run.
 
-        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`.
+        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`. Of a run that
+        is over no files are begun where those of an offline run hold all of it.
 
         Raises:
             InputError: where `mode` is online and W&B cannot be reached.
@@ -106,6 +115,13 @@ class WandbMirror:
             self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
             return
         self._files = run_files(self.root, run_id)
+        if mode == "auto" and not _has_credentials(wandb):
+            logger.warning("W&B: no API key, so the run is mirrored offline")
+            mode = "offline"
+        if is_over and mode == "offline" and self._files and self._has_all():
+            self._message = self._where_offline(run_id)
+            self._stop()
+            return
         for _ in range(20):  # W&B names a run's folder by the second, and would take an old one for the new
             if any(time.strftime("%Y%m%d_%H%M%S") in file.parent.name for file in self._files):
                 time.sleep(0.1)
@@ -123,8 +139,7 @@ class WandbMirror:
         # What a crash kept from the server is sent again; what only the server has is known by its number alone.
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
-        self._sent = mirrored(files, before=self._server_rows if online else None)
-        self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
+        self._read(files, before=self._server_rows if online else None)
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
 
@@ -134,13 +149,8 @@ class WandbMirror:
         """Sends the points of one closed step that W&B does not have; see the class for the order."""
         if self._run is None:
             return
-        row: dict[str, Any] = dict(scalars)
-        for measurement in measurements:
-            row.update(values_of(measurement, self._name(measurement)))
-        sent = self._sent.names.get(step, frozenset())
-        new = {name: value for name, value in row.items() if name not in sent}
-        for measurement in measurements:
-            new.update(self._images(heat_maps(measurement, self._name(measurement), sent)))
+        new, pictures = self._new(step, scalars, measurements)
+        new |= self._images(pictures)
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
@@ -174,9 +184,6 @@ class WandbMirror:
         """Sets the run, or leaves it None and says why."""
         # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
         os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
-        if mode == "auto" and not _has_credentials(self._wandb):
-            logger.warning("W&B: no API key, so the run is mirrored offline")
-            mode = "offline"
         try:
             if mode in ("auto", "online"):
                 refuse_settings_of_folder()
@@ -270,6 +277,33 @@ class WandbMirror:
             scalars.pop("step", None)
             yield step, None if tokens is None else int(tokens), scalars, measurements
 
+    def _read(self, files: list[Path], before: int | None = None) -> None:
+        """Notes what these files hold."""
+        self._sent = mirrored(files, before=before)
+        self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
+
+    def _has_all(self) -> bool:
+        """Whether the files of the run, to its end, hold all that is on the disk."""
+        self._read(self._files)
+        steps = self._on_disk() if self._sent.is_closed else ()
+        lacks = any(any(self._new(step, scalars, measured)) for step, _, scalars, measured in steps)
+        return (
+            self._sent.is_closed
+            and not lacks
+            and (not self._measured() or TABLE in self._sent.names.get(None, frozenset()))
+        )
+
+    def _new(
+        self, step: int, scalars: Mapping[str, float], measurements: Sequence[Measurement]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The numbers and pictures of one step that W&B does not have."""
+        row, pictures = dict(scalars), {}
+        sent = self._sent.names.get(step, frozenset())
+        for measurement in measurements:
+            row.update(values_of(measurement, self._name(measurement)))
+            pictures.update(heat_maps(measurement, self._name(measurement), sent))
+        return {name: value for name, value in row.items() if name not in sent}, pictures
+
     def _measured(self) -> list[Measurement]:
         measurements = latest(records.read(self.root / "measurements.jsonl"))
         return [m for m in measurements if self._allow_suspect or not records.is_suspect(m)]
@@ -312,7 +346,10 @@ class WandbMirror:
     def _where_to_look(self) -> str:
         if self._run.settings.mode != "offline":
             return f"W&B          {self._run.url}"
-        folders = sorted((self.root / "wandb").glob(f"offline-run-*-{self._run.id}"))
+        return self._where_offline(self._run.id)
+
+    def _where_offline(self, run_id: str) -> str:
+        folders = sorted((self.root / "wandb").glob(f"offline-run-*-{run_id}"))
         return f"W&B          offline; upload it with: wandb sync {' '.join(shlex.quote(str(f)) for f in folders)}"
 
     def _adds_later(self) -> str:

@@ -154,8 +154,8 @@ class RunFolder(L.Callback):
             if old != new:
                 raise InputError(f"{field}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
-    def go_on(self, step: int) -> None:
-        """Under the run's own id, so that its curves go on in W&B too."""
+    def go_on(self, step: int, *, is_over: bool = False) -> None:
+        """Under the run's own id, so that its curves go on in W&B too; `is_over`: no step of it is left to train."""
         facts = run_facts(self.root, needed=_TO_GO_ON)
         self._clear_away()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
@@ -164,7 +164,7 @@ class RunFolder(L.Callback):
         resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
         self._write_facts({**facts, "resumed": resumed})
         if self.mirror is not None:
-            self.mirror.open(self.root, run_id=self.run_id, config=self.options)
+            self.mirror.open(self.root, run_id=self.run_id, config=self.options, is_over=is_over)
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -31,7 +31,7 @@ _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "tra
 class Mirror(Protocol):
     """Where closed steps are shown again, e.g. W&B; what is on disk stays the truth."""
 
-    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any]) -> None: ...
+    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None: ...
 
     def log_step(
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: list[Measurement]

@@ -315,7 +315,7 @@ def _train(run: Run) -> int:
         if point is not None and run.folder.resume and point.step >= end:
             last_step = point.step
             if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
-                run.folder.go_on(point.step)
+                run.folder.go_on(point.step, is_over=True)
         else:
             state = None if point is None else point.state
             run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)

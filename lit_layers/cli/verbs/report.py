@@ -84,7 +84,7 @@ def report(
     if wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
         config = run.about.get("config", {})
-        mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
+        mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect, is_over=True)
         mirror.finish()
         print(mirror.closing_line())
     if at_wandb:
