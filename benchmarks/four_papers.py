@@ -263,7 +263,6 @@ def over_layers(study: Study) -> Table:
             line = Line.of(group, seeds)
             at = [*line.at.tolist()]
             places = [at.index(step) for step in RISING_STEPS]
-            line = replace(line, low=line.low.clip(-1, 1), high=line.high.clip(-1, 1))
             yield [f"{group}: {asked.title}", *(_interval(line, place, ".2f") for place in (*places, -1))]
 
 

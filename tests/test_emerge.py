@@ -17,16 +17,16 @@ from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, o
 from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import wrapped
+from lit_layers.figures.vega import encoded
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.identity import UNKNOWN
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.report.emergence_charts import (
-    MOST_LETTERS,
     at_text,
     layer_fronts,
     order_matrix,
-    row_label,
     sentence,
     timeline,
 )
@@ -266,21 +266,42 @@ def test_a_run_without_a_curve_is_named_among_what_is_left_out():
     assert measure_times(curves).left_out == {why: 1, f"all of short: {why}": 2}
 
 
-def test_long_names_of_rows_keep_both_ends_and_their_number():
-    """Two that differ in their middle or their end alone are still told apart in a figure."""
-    curves = [
-        StepCurve(run="a", analysis="r", metric="monotonicity_spearman", layer=None, tags=tags, at=AXIS, values=AXIS)
-        for drop in (0, 1)
-        for kind in ("raw", "maxEntropy")
-        for tags in [{"of": "prompt_entropy", "drop_first": drop, "normalization": kind}]
-    ]
-    labels = [row_label(curve) for curve in curves]
-    assert len({*labels}) == 4
-    assert max(map(len, labels)) <= MOST_LETTERS
+def test_long_names_of_rows_stand_in_two_lines_and_keep_their_number():
+    tags = [{"of": of, "drop_first": 1, "normalization": "maxEntropy"} for of in ("accuracy", "token_curvature")]
+    named = {"run": "a", "analysis": "r", "metric": "monotonicity_spearman", "layer": None, "at": AXIS, "values": AXIS}
+    curves = [StepCurve(tags=each, **named) for each in (*tags, {"of": "accuracy"})]
     time = Time(3.0, 2.0, 4.0)
-    times = [EmergenceTimes(True, 0.01, time, time, time, time, (), 12, 0, np.arange(10.0))] * 4
-    shown = order_matrix(Clock(curves, times), "a").y.labels
-    assert [label.split()[-1] for label in shown.values()] == ["1", "2", "3", "4"]
+    times = [EmergenceTimes(True, 0.01, time, time, time, time, (), 12, 0, np.arange(10.0))] * 3
+    clock = Clock(curves, times)
+    names = [
+        "Monotonicity of accuracy,\nwithout the first token, share of the maximum",
+        "Monotonicity of Token curvature,\nwithout the first token, share of the maximum",
+        "Monotonicity of accuracy",
+    ]
+    shown, matrix = timeline(clock), order_matrix(clock, "a")
+    assert [*shown.x.labels.values()] == names
+    assert [*matrix.y.labels.values()] == [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    short = Clock([replace(curves[2], tags={"of": of}) for of in ("f1", "loss", "accuracy")], times)
+    assert shown.height - timeline(short).height == matrix.height - order_matrix(short, "a").height > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("a, b c d", ["a, b c d"]),
+        ("a, b c dd", ["a,", "b c dd"]),
+        ("aaa bb cc dd", ["aaa bb", "cc dd"]),
+        ("a" * 12, ["a" * 8, "a" * 4]),
+        ("aaa bb ccccc dd eee", ["aaa bb…", "…dd eee"]),
+        ("aa bbbbb cc ddd", ["aa bbbbb", "cc ddd"]),
+        ("aa bbbbbb ccccc", ["aa…", "…ccccc"]),
+        ("a" * 8 + " " + "b" * 8, ["a" * 8, "b" * 8]),
+        ("aaaa bbb cccc ddd eeee", ["aaaa…", "…eeee"]),
+        ("a" * 20, ["a" * 7 + "…", "…" + "a" * 7]),
+    ],
+)
+def test_a_long_text_breaks_at_a_comma_or_a_word_and_loses_its_middle_only_beyond_two_lines(text, lines):
+    assert wrapped(text, 8).split("\n") == lines
 
 
 def test_steps_between_powers_of_ten_are_named_where_there_is_room(clock):
@@ -292,6 +313,18 @@ def test_steps_between_powers_of_ten_are_named_where_there_is_room(clock):
         curves = [replace(curve, at=np.geomspace(1, last, len(curve.at))) for curve in clock.curves]
         axis = timeline(Clock(curves, clock.times)).y
         assert " ".join(axis.labels.values()) == expected
+
+
+def test_a_front_of_layers_shows_the_steps_at_which_they_are_half_way():
+    curve = StepCurve(run="a", analysis="r", metric="accuracy", layer=1, tags={}, at=np.array(STEPS), values=AXIS)
+    times = [
+        EmergenceTimes(True, 0.01, *[Time(half, half, half * 1.2)] * 4, (), 12, 0, np.arange(10.0)) for half in (30, 70)
+    ]
+    ((_, front),) = layer_fronts(Clock([curve, replace(curve, layer=2)], times))
+    assert [*front.y.labels.values()] == ["10", "30", "100"]
+    pad = 0.02 * np.log10(101 / 11)
+    assert front.y.ends == pytest.approx([np.log10(11) - pad, np.log10(101) + pad], abs=1e-4)
+    assert "tickCount" not in encoded(front.y, "y")["axis"]  # of more labels than that Vega leaves out every second
 
 
 def scores(**columns) -> pd.DataFrame:

@@ -55,9 +55,9 @@ def seeds(tmp_path):
     return roots, values
 
 
-def curve(values, at=STEPS, stderr=None) -> StepCurve:
+def curve(values, at=STEPS, stderr=None, metric="without_a_range") -> StepCurve:
     numbers = {"at": np.array(at), "values": np.array(values), "stderr": None if stderr is None else np.array(stderr)}
-    return StepCurve(run="a", analysis="coupling", metric="coupling", layer=None, tags={}, **numbers)
+    return StepCurve(run="a", analysis="coupling", metric=metric, layer=None, tags={}, **numbers)
 
 
 def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
@@ -68,6 +68,27 @@ def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
     alone = Line.of("a", [curve(rows[0], stderr=[0.1, 0.2, 0.3, 0.4])])
     assert alone.high - alone.values == pytest.approx(stats.norm.ppf(0.975) * np.array([0.1, 0.2, 0.3, 0.4]))
     assert (alone.over, Line.of("a", [curve(rows[0])]).over) == ("prompts", "")
+
+
+def test_a_band_ends_where_the_range_of_its_metric_does():
+    rows = np.array([[0.0, 0.5, 0.99, 1 + 1e-9], [0.1, 0.5, 0.7, 1.0], [0.0, 0.6, 0.99, 1.0]])
+    low, high = stats.t.interval(0.95, 2, rows.mean(0), stats.sem(rows))
+    assert low[0] < 0
+    assert high[2] > 1
+    line = Line.of("a", [curve(row, metric="accuracy") for row in rows])
+    assert line.low == pytest.approx([0, *low[1:]])
+    assert line.high == pytest.approx([*high[:2], 1, 1])
+    alone = Line.of("a", [curve(rows[0], stderr=[0.1] * 4, metric="accuracy")])
+    assert (alone.low[0], alone.high[2], alone.high[1]) == (0, 1, pytest.approx(0.5 + 0.196, abs=1e-4))
+    # A difference of accuracies is from -1 to 1.
+    other = Line.of("b", [curve(row, metric="accuracy") for row in 1 - rows])
+    apart, free = difference(line, other), stats.ttest_ind(rows, 1 - rows, equal_var=False).confidence_interval(0.95)
+    assert free.low[0] < -1
+    assert free.high[2] > 1
+    assert (apart.low[0], apart.high[2], apart.low[1]) == (-1, 1, pytest.approx(free.low[1]))
+    # In per cent the range is not the one that is known.
+    percent = Line.of("a", [curve(100 * row, metric="accuracy") for row in rows])
+    assert (percent.low, percent.high) == (pytest.approx(100 * low), pytest.approx(100 * high))
 
 
 def test_a_mean_is_never_over_fewer_seeds_than_it_says():
@@ -102,7 +123,7 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
     rows = [hard + RNG.normal(size=(12, 4)) for _ in "ab"]
     rows[0][5, 2] = rows[1][4, 2] = np.nan  # at this step they are left out of interval and centre
     rows[1][4:, 3] = rows[0][:3, 3] = np.nan  # one pair: too few
-    given = {"analysis": "coupling", "metric": "coupling", "layer": None, "tags": {}, "at": np.array(STEPS)}
+    given = {"analysis": "coupling", "metric": "without_a_range", "layer": None, "tags": {}, "at": np.array(STEPS)}
     errors = {"stderr": np.full(4, 3.0)}
     curves = [
         StepCurve(run=run, values=np.nanmean(each, 0), prompts=each, prompts_of=f"{run} data 12", **given, **errors)
@@ -120,7 +141,7 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
     assert of_difference(found).title.endswith("a \N{MINUS SIGN} b, without up to 2 of 12 prompts")
     two = {each.run: Line.of(each.run, [each]) for each in curves}
     content = SideBySide(groups={run: [run] for run in two}, lines={curves[0].key: two})
-    assert "where some have one in a single run alone: curve Coupling." in page_of(content)
+    assert "where some have one in a single run alone: curve coupling: Without a range." in page_of(content)
     for other in (replace(curves[1], prompts_of="b others 12"), replace(curves[1], prompts=None)):
         apart = difference(*(Line.of(each.run, [each]) for each in (curves[0], other)))
         assert apart.high - apart.low == pytest.approx(2 * stats.norm.ppf(0.975) * np.sqrt(2) * errors["stderr"])

@@ -11,7 +11,7 @@ import pandas as pd
 from lit_layers.figures import tables
 from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Cells, Chart, Series
-from lit_layers.figures.labels import pair_text
+from lit_layers.figures.labels import pair_text, wrapped
 from lit_layers.figures.profiles import FRAMES
 from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
@@ -157,15 +157,20 @@ def named_matrix(
 
     `texts` are what hovering says of a row, beyond the value; the names by default.
     """
-    keys = list(range(len(names)))
+    keys, labels = list(range(len(names))), [wrapped(f"{name} ({n})") for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
     return Chart(
         title=title,
         x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
-        y=Axis(labels={key: f"{name}  {key + 1}" for key, name in enumerate(names)}, keys=keys, grid=False),
+        y=Axis(labels=dict(enumerate(labels)), keys=keys, grid=False),
         cells=Cells(values=[values], rows=keys, columns=keys, **look),
-        height=140 + 18 * len(keys),
+        height=140 + row_height(labels) * len(keys),
     )
+
+
+def row_height(labels: Iterable[str]) -> int:
+    """Returns pixels that rows with such labels are apart."""
+    return 27 if any("\n" in label for label in labels) else 18
 
 
 def tabled(

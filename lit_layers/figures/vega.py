@@ -22,6 +22,7 @@ from lit_layers.files.own_python import own_python
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
 _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
+_LINE = 13  # pixels from line to line of a label
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
@@ -56,7 +57,8 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}
     look |= whole if axis.whole else {"format": ",.6~g"}
-    look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
+    if side == "x" or axis.labels is None:  # Vega takes the number for places that are given, too
+        look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
     look |= _labels(axis, side)
     return {"field": side, "type": "quantitative", "scale": scale, "axis": None if axis.hidden else look}
 
@@ -64,9 +66,14 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
 def _labels(axis: Axis, side: str) -> dict[str, Any]:
     if axis.labels is None:
         return {"labelAngle": 0} if axis.keys is not None else {}
-    places, texts = json.dumps(list(axis.labels)), json.dumps(list(axis.labels.values()))
+    lines = {place: text.split("\n") for place, text in axis.labels.items()}
+    places = json.dumps(list(lines))
+    texts = json.dumps([each if len(each) > 1 else each[0] for each in lines.values()])
     look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": f"{texts}[indexof({places}, datum.value)]"}
     look |= {"labelAngle": 0, "labelOverlap": side == "x" or axis.keys is None, "labelLimit": 330}
+    if two := [place for place, each in lines.items() if len(each) > 1]:
+        raised = {"test": f"indexof({json.dumps(two)}, datum.value) >= 0", "value": -_LINE / 2}
+        look |= {"labelLineHeight": _LINE, "labelOffset": {"condition": raised, "value": 0}}
     if axis.strong:
         test = f"indexof({json.dumps(list(axis.strong))}, datum.value) >= 0"
         look["labelFontWeight"] = {"condition": {"test": test, "value": "bold"}, "value": "normal"}

@@ -12,8 +12,8 @@ from lit_layers.clock.step_curves import AxisName, StepCurve
 from lit_layers.clock.times_and_order import Clock, emerged_in_order, is_before
 from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import count, p_equation, value
-from lit_layers.figures.maps import named_matrix
+from lit_layers.figures.labels import count, p_equation, value, wrapped
+from lit_layers.figures.maps import named_matrix, row_height
 from lit_layers.figures.models import look_of
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import rounded
@@ -21,7 +21,6 @@ from lit_layers.functional.emergence import EmergenceTimes, Time
 
 Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
 LEAST_P = 1e-4  # that is written out
-MOST_LETTERS = 54  # of a row's label
 MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
 
 
@@ -47,12 +46,6 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
 
 
 # ------------------------------------------------------------------------------------------------ figures
-
-
-def row_label(curve: StepCurve) -> str:
-    """Returns its title as a row has room for it: a long one loses its middle, since names differ at their ends."""
-    title = curve.title.removesuffix(", rank correlation")
-    return title if len(title) <= MOST_LETTERS else f"{title[:35]}…{title[36 - MOST_LETTERS :]}"
 
 
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
@@ -83,7 +76,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(times.peak)}" for row, times in of_run]
         hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
-    labels = {rows[key]: row_label(by_key[key][0][1]) for key in keys}
+    labels = {rows[key]: wrapped(_row_title(by_key[key][0][1])) for key in keys}
     down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)
     title = "When each metric is half-way (filled, with its interval) and at its peak (hollow)"
     return Chart(
@@ -93,7 +86,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         series=series,
         horizontal=True,
         place="",
-        height=110 + 18 * len(keys),
+        height=110 + row_height(labels.values()) * len(keys),
     )
 
 
@@ -105,7 +98,7 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
     )
     charts = []
     for pairs in by_metric.values():
-        series = []
+        series, halves = [], [_halfway(times) for _, times in pairs]
         for number, run in enumerate(clock.runs):
             of_run = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
             half = [_halfway(times) for _, times in of_run]
@@ -117,7 +110,8 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
         if max(len(one.x) for one in series) > 1:
             first = pairs[0][0]
             title = f"{first.title.removesuffix(f', layer {first.layer}')}: when each layer is half-way"
-            chart = Chart(title=title, x=layer_axis(), y=_time_axis(clock, axis), series=series, place="")
+            up = _time_axis(clock, axis, min(half.low for half in halves), max(half.high for half in halves))
+            chart = Chart(title=title, x=layer_axis(), y=up, series=series, place="")
             charts.append((first, chart))
     return charts
 
@@ -164,7 +158,7 @@ def order_matrix(clock: Clock, run: str) -> Chart:
     """
     emerged = surest_pairs(clock, run)
     table = [[None if a is b else is_before(a, b)[0] for b in emerged] for a in emerged]
-    names = [row_label(curve) for curve, _ in emerged]
+    names = [_row_title(curve) for curve, _ in emerged]
     title = f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}"
     texts = [f"that {curve.title} is before" for curve, _ in emerged]
     return named_matrix(title, names, [rounded(row, 3) for row in table], (0.0, 1.0), texts)
@@ -176,6 +170,10 @@ def surest_pairs(clock: Clock, run: str) -> Emerged:
     widest = sorted(_width(times) for _, times in emerged)[:MOST_ROWS]
     surest = [pair for pair in emerged if _width(pair[1]) <= widest[-1]] if emerged else []
     return surest if len(surest) > 1 else []
+
+
+def _row_title(curve: StepCurve) -> str:
+    return curve.title.removesuffix(", rank correlation")
 
 
 def _width(times: EmergenceTimes) -> float:
@@ -190,13 +188,18 @@ def _halfway(times: EmergenceTimes) -> Time:
     return times.halfway
 
 
-def _time_axis(clock: Clock, axis: AxisName) -> Axis:
-    """log(1 + step), with labels at powers of ten, and at 2 and 5 or 3 between them where there is room."""
+def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.inf) -> Axis:
+    """log(1 + step), with labels at powers of ten, and at 2 and 5 or 3 between them where there is room.
+
+    From the last label below `low` to the first one above `high`.
+    """
     last = max(float(curve.at[-1]) for curve in clock.curves)
     factors = (1, 2, 5) if last < 200 else (1, 3) if last < 10**DECADES else (1,)
     powers = range(math.floor(math.log10(max(last, 1))) + 1)
     ticks = [0, *(tick for power in powers for factor in factors if (tick := factor * 10**power) <= max(last, 1))]
     ticks = ticks if last < 10**7 else [tick for n, tick in enumerate(ticks) if n % 2 == 0]
-    return Axis(
-        title=TITLES[axis], labels={place(tick): at_text(tick) for tick in ticks}, ends=(-0.02, place(last) * 1.02)
-    )
+    low = max((tick for tick in ticks if tick < low), default=0)
+    high = min((tick for tick in ticks if tick > high), default=last)
+    ticks, pad = [tick for tick in ticks if low <= tick <= high], 0.02 * (place(high) - place(low))
+    labels = {place(tick): at_text(tick) for tick in ticks}
+    return Axis(title=TITLES[axis], labels=labels, ends=(place(low) - pad, place(high) + pad))

@@ -32,15 +32,16 @@ Array = NDArray[np.floating[Any]]
 Key = tuple[str, str, int | None, str]  # analysis, metric, layer, tags
 _FRAMES = 24
 _CONFIDENCE = 0.95
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One number of a run, or of all seeds of a group, over the steps that they have in common, (checkpoints,).
 
-    `low` and `high` are a 95% interval: over seeds by Student's t, of a single run over prompts where it has errors.
-    `error` is the standard error behind it and `df` its degrees of freedom, infinite over prompts. `left_out` says
-    which prompts a difference is without.
+    `low` and `high` are a 95% interval: over seeds by Student's t, of a single run over prompts where it has errors;
+    what of it lies outside the metric's range (an accuracy below 0) is cut off. `error` is the standard error behind it
+    and `df` its degrees of freedom, infinite over prompts. `left_out` says which prompts a difference is without.
     """
 
     group: str
@@ -65,9 +66,10 @@ class Line:
                 error, df = rows.std(0, ddof=1) / np.sqrt(n), float(n - 1)
             elif first.stderr is not None:
                 error = first.stderr[np.isin(first.at, common)]
-            half, mean = _quantile(df) * error, rows.mean(0)
-            ends = {"low": mean - half, "high": mean + half, "error": error, "df": df}
-        return cls(group=group, curve=first, at=common, values=mean, num_runs=n, **ends)
+            mean, row = rows.mean(0), look_up(first.metric)
+            low, high = _interval(mean, _quantile(df) * error, row.low, row.high)
+        about = {"low": low, "high": high, "error": error, "df": df, "num_runs": n}
+        return cls(group=group, curve=first, at=common, values=mean, **about)
 
     @property
     def over(self) -> str:
@@ -76,6 +78,14 @@ class Line:
 
 def _quantile(df: float) -> float:
     return float(stats.norm.ppf((1 + _CONFIDENCE) / 2) if np.isinf(df) else stats.t.ppf((1 + _CONFIDENCE) / 2, df))
+
+
+def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Array, Array]:
+    """Its ends, no farther than from `least` to `most`, unless values lie outside: these are of another unit."""
+    low, high = values - half, values + half
+    if ((values < least - _ROUNDING) | (values > most + _ROUNDING)).any():
+        return low, high
+    return np.maximum(low, np.minimum(values, least)), np.minimum(high, np.maximum(values, most))
 
 
 def difference(one: Line, other: Line) -> Line:
@@ -103,8 +113,9 @@ def difference(one: Line, other: Line) -> Line:
     elif (apart := _of_same_prompts(a.curve, b.curve, common)) is not None:
         values, error, df, left_out = _over_pairs(*apart, values, error)
     with np.errstate(over="ignore", invalid="ignore"):
-        half = np.array([_quantile(float(each)) for each in df]) * error
-    ends = {"low": values - half, "high": values + half, "error": error, "df": float(df.min(initial=np.inf))}
+        row, half = look_up(a.curve.metric), np.array([_quantile(float(each)) for each in df]) * error
+        low, high = _interval(values, half, row.low - row.high, row.high - row.low)
+    ends = {"low": low, "high": high, "error": error, "df": float(df.min(initial=np.inf))}
     about = {"num_runs": min(a.num_runs, b.num_runs), "left_out": left_out}
     name = f"{a.group} \N{MINUS SIGN} {b.group}"
     return Line(group=name, curve=a.curve, at=common, values=values, **about, **ends)
