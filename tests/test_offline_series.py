@@ -11,10 +11,10 @@ import torch
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import shard_of
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.measuring import offline
+from lit_layers.measuring.measuring_options import shard_of
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint

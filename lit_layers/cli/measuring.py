@@ -1,12 +1,11 @@
 """Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
@@ -15,19 +14,18 @@ from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard
+from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.measuring.offline import SeriesResult
     from lit_layers.measuring.plan import Plan
-    from lit_layers.measuring.targets import Make, Targets
+    from lit_layers.measuring.targets import Make
     from lit_layers.records import Measurement
     from lit_layers.series import Series
 
 ROUNDING = ("bf16_difference", "bf16_largest_difference")
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,62 +105,7 @@ def _roundings(measurements: "Sequence[Measurement]") -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """How checkpoints are measured, and where the results go.
-
-    Args:
-        allow_suspect: also measure checkpoints that the audit of the series found suspect
-        stream_blocks: read a model block by block, so that it is never in memory as a whole
-        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
-            of torchrun
-        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder). It may be on a store,
-            except for watch: s3://bucket/run, gs://bucket/run
-        device: where the model runs. auto: on a GPU if there is one
-        dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
-        kept_mb: most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk
-        values_mb: most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
-            curves by; 0: none
-        engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
-            (docs/clusters.md)
-    """
-
-    allow_suspect: bool = False
-    stream_blocks: bool = False
-    keep_downloads: bool = True
-    shard: str = AUTO
-    root: Path | None = None
-    device: Device = "auto"
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
-    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
-    engine: Engine = "process"
-
-    def targets(self, everything: "Sequence[Series]", make: "Make", *, tokenizer: str | None) -> "list[Targets]":
-        """What is measured of a model, or of each series, with the analyses that are made for it."""
-        from lit_layers.analyses.base import in_bfloat16
-        from lit_layers.measuring.targets import targets_of
-
-        places: Any = {name: getattr(self, name) for name in ("root", "device", "stream_blocks")}
-        rounded = (lambda target: [in_bfloat16(each) for each in make(target)]) if self.dtype == "bfloat16" else make
-        return targets_of(everything, rounded, tokenizer=tokenizer, **places)
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The options of a target's `measure`."""
-        names = ("allow_suspect", "keep_downloads", "kept_mb", "values_mb", "engine")
-        options = {name: getattr(self, name) for name in names} | {"shard": shard_of(self.shard, os.environ)}
-        refuse_no_shard(options["shard"], self.engine)
-        return options | {"dtype": "float32" if self.dtype == "bfloat16" else self.dtype}  # of weights: `BFloat16View`
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether another process speaks for this one: the first one of torchrun."""
-        return self.how["shard"][0] > 0 and self.shard == AUTO
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints(Measuring):
+class Checkpoints(MeasuringOptions):
     """Which checkpoints are measured, how, and where the results go.
 
     Args:
@@ -236,7 +179,9 @@ def measure(
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
         threads.tell(options.device)
-    targets = options.targets(everything, make, tokenizer=tokenizer)
+    from lit_layers.measuring.targets import targets_of
+
+    targets = targets_of(everything, make, options, tokenizer=tokenizer)
     if options.plan:
         for target in targets:
             target.plan(_show_plan)
@@ -245,7 +190,7 @@ def measure(
     for target in targets:
         series = target.series
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-            result = target.measure(progress=show, **options.how)
+            result = target.measure(show)
         if not hidden and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
@@ -262,18 +207,6 @@ def measure(
 def _show_plan(name: str, plan: "Plan") -> None:
     show_table(plan.table(), name)
     print(*plan.notes(), sep="\n")
-
-
-def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Which checkpoints are this process's: (i, n) of `i/n`; `auto` is what torchrun says, alone all of them."""
-    if text == AUTO:
-        if not {"RANK", "WORLD_SIZE"} <= environment.keys():
-            return 0, 1
-        text = f"{environment['RANK']}/{environment['WORLD_SIZE']}"
-    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
-    if numbers is None:
-        raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
-    return int(numbers[1]), int(numbers[2])
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

@@ -19,7 +19,13 @@ RECORDS = Path(__file__).with_suffix(".json")
 _LIBRARIES = ("docstring-parser", "jsonargparse", "lightning")
 _WHOLE = ("cli/options.py", "cli/recipes.py")  # make parsers: what their functions do matters, too
 _OUTLINED = {  # whose options, words and classes the help tells
-    "analyze": ("cli/verbs/analyze.py", "cli/measuring.py", "analyses/__init__.py", "series/__init__.py"),
+    "analyze": (
+        "cli/verbs/analyze.py",
+        "cli/measuring.py",
+        "measuring/measuring_options.py",
+        "analyses/__init__.py",
+        "series/__init__.py",
+    ),
     "fit": (
         "cli/verbs/fit.py",
         "analyses/__init__.py",

@@ -6,20 +6,21 @@ A checkpoint is in memory whole, one at a time while the next one is fetched, or
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import settings_name, spelled_as
 from lit_layers.measuring import canary
+from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard, refuse_outside
+from lit_layers.schema import COUNT_OR_NONE, Device, refuse_no_shard, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
@@ -27,6 +28,7 @@ from lit_layers.series.checkpoint_sources import at_once
 from lit_layers.series.weight_files import Fingerprint, Memory
 
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
+ALONE = MeasuringOptions(shard="0/1")  # whatever torchrun says
 
 
 @dataclass
@@ -74,19 +76,12 @@ def analyze(
 def analyze_series(
     series: Series,
     analyses: Analyses,
+    options: MeasuringOptions = ALONE,
     *,
     root: str | Path,
-    allow_suspect: bool = False,
-    keep_downloads: bool = True,
-    shard: tuple[int, int] = (0, 1),
-    stream_blocks: bool = False,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    kept_mb: int = KEPT_MB,
-    values_mb: int = VALUES_MB,
-    engine: Engine = "process",
     beside_training: bool = False,
     progress: Tell | None = None,
+    **changed: Any,
 ) -> SeriesResult:
     """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
 
@@ -98,49 +93,56 @@ def analyze_series(
 
     Args:
         analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
+        options: how; `changed` are some of them by name: `stream_blocks=True`.
         root: the folder of the results, or s3://bucket/run; its name is the run's (of several models without steps each
             is a run), so that the numbers of a run's own folder join those that training wrote.
-        keep_downloads: whether weights that this call downloads stay in the Hub's cache when they are measured.
-        shard: (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a training,
-            which adds checkpoints and removes others, the name of each one says whose it is.
-        stream_blocks: whether to read each model block by block, so that it is never in memory as a whole; an
-            interrupted call goes on after the last finished block. Trajectory, Representation, StateMetric, Coupling.
-        device: "auto" is a GPU where there is one.
-        dtype: what the weights are converted to, however they are stored.
-        kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
-            lies in files in `root` meanwhile.
-        values_mb: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
-        engine: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
-            is running: a task a checkpoint and group of analyses that look at the same texts. This process audits,
-            hands out and writes; the numbers are those of "process".
         beside_training: whether a training may go on in root meanwhile, which measures nothing itself.
         progress: told what is done and what comes next.
+
+    Of the options:
+
+    - `keep_downloads`: false: weights that this call downloads leave the Hub's cache when they are measured.
+    - `shard`, here (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a
+      training, which adds checkpoints and removes others, the name of each one says whose it is.
+    - `stream_blocks`: each model is read block by block, and an interrupted call goes on after the last finished block.
+      Trajectory, Representation, StateMetric, Coupling.
+    - `dtype`: what the weights are converted to, however they are stored.
+    - `kept_mb`: how much of the states that several analyses look at is kept on the device between them; what is more
+      lies in files in `root` meanwhile.
+    - `values_mb`: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
+    - `engine`: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
+      is running: a task a checkpoint and group of analyses that look at the same texts. This process audits, hands out
+      and writes; the numbers are those of "process".
 
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
             `root`, unless as another shard of as many.
     """
-    refuse_no_shard(shard, engine)
-    sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
-    refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
+    if "shard" in changed:
+        refuse_no_shard(changed["shard"], changed.get("engine", options.engine))
+        changed["shard"] = "{}/{}".format(*changed["shard"])
+    options = replace(options, **changed)
+    refuse_outside("", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), vars(options))
     tell = progress or silent
     with remote_runs.written(root) as root:
         measurer = Measurer(
             series=series,
             root=root,
-            stream_blocks=stream_blocks,
-            device=device_of("cpu" if engine == "ray" else device),  # each worker has its own
-            dtype=dtype,
-            kept_mb=kept_mb,
+            options=options,
+            device=device_of("cpu" if options.engine == "ray" else options.device),  # each worker has its own
             earlier=SeriesMeasurements(root),
             tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
         )
-        how: Any = {"allow_suspect": allow_suspect, "keep_downloads": keep_downloads, "values_mb": values_mb}
-        measuring = _Measuring(measurer=measurer, tell=tell, shard=shard, grows=beside_training, **how)
+        measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
         measuring.choose(analyses)
-        with run_lock.writing(root, shard=shard, part="measuring" if beside_training else "all"):
-            return measuring.run(device if engine == "ray" else None)
+        with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
+            return measuring.run()
+
+
+def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
+    """The analyses, with their blocks in bfloat16 where that is asked for."""
+    return [in_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
 def _named(checkpoint: Checkpoint, error: InputError) -> str:
@@ -167,16 +169,12 @@ class _Measuring:
 
     measurer: Measurer
     tell: Tell
-    allow_suspect: bool
-    keep_downloads: bool
-    shard: tuple[int, int]
     grows: bool
-    values_mb: int
 
     def __post_init__(self) -> None:
-        self.series, self.earlier = self.measurer.series, self.measurer.earlier
+        self.series, self.earlier, self.options = self.measurer.series, self.measurer.earlier, self.measurer.options
         checkpoints, root = len(self.series.checkpoints), self.measurer.root
-        self.earlier.store.values = ValueFiles(root, self.values_mb, checkpoints=checkpoints)
+        self.earlier.store.values = ValueFiles(root, self.options.values_mb, checkpoints=checkpoints)
         self.memory = self.series.memory or Memory(root)
         self.analyses, self.verdicts = self.measurer.analyses, self.measurer.verdicts
         self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
@@ -191,12 +189,13 @@ class _Measuring:
         """
         self.varied = callable(analyses)
         if not callable(analyses):
+            analyses = in_dtype(analyses, self.options)
             self._refuse(analyses)
             self.analyses.update({one.name: analyses for one in self.series})
             return
         for one in self.series:
             try:
-                self.analyses[one.name] = made = analyses(one)
+                self.analyses[one.name] = made = in_dtype(analyses(one), self.options)
                 self._refuse(made)
             except InputError as error:
                 self.analyses.pop(one.name, None)
@@ -214,7 +213,7 @@ class _Measuring:
             analysis.check_data()
             spelled = spelled_as(self._same_data(analysis), analysis.config())
             vars(analysis)["spelled"] = spelled  # of a frozen class, too
-        if self.measurer.stream_blocks:
+        if self.options.stream_blocks:
             layerwise(analyses)
 
     def _same_data(self, analysis: Analysis) -> list[dict[str, Any]]:
@@ -223,8 +222,8 @@ class _Measuring:
         data = {"data_hash": analysis.data_hash(), "tokenizer_hash": analysis.tokenizer_hash()} if earlier else {}
         return [each for each in earlier if all(each.get(name) == value for name, value in data.items())]
 
-    def run(self, device_of_workers: Device | None) -> SeriesResult:
-        """Measures in this process, or where workers are to have a device on these."""
+    def run(self) -> SeriesResult:
+        """Measures in this process or over workers, as the engine says."""
         audited = self._mine()
         if not self.series.is_alone:
             self.measurer.refuse_another(lambda one: ("weight_files", one.source.weights()))
@@ -233,10 +232,10 @@ class _Measuring:
         self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
         for run in dict.fromkeys(self.earlier.run_of(one) for one in due if one.step is not None):
             canary.compare_with_earlier(self.earlier.store, run, self.series.listing.checkpoints, self.measurer.opened)
-        if device_of_workers is None:
-            self._one_by_one(due, len(audited) - len(due), len(audited))
+        if self.options.engine == "ray":
+            self._over_workers(due)
         else:
-            self._over_workers(due, device_of_workers)
+            self._one_by_one(due, len(audited) - len(due), len(audited))
         if self._is_read:  # judged once more, by the weights that were downloaded to be measured
             self._judge(audited)
         for each in {id(each): each for analyses in self.analyses.values() for each in analyses}.values():
@@ -246,7 +245,7 @@ class _Measuring:
 
     def _mine(self) -> list[Checkpoint]:
         """The checkpoints of this shard."""
-        index, count = self.shard
+        index, count = self.options.share
         if not self.grows:
             return [*self.series.checkpoints[index::count]]
         return [one for one in self.series if zlib.crc32(one.name.encode()) % count == index]
@@ -265,17 +264,15 @@ class _Measuring:
                     self._remember(checkpoint, read_weights(checkpoint))
             finally:
                 self.measurer.release()
-                if not self.keep_downloads:
+                if not self.options.keep_downloads:
                     checkpoint.source.drop()
         tell(total, total, "")
 
-    def _over_workers(self, due: Sequence[Checkpoint], device: Device) -> None:
+    def _over_workers(self, due: Sequence[Checkpoint]) -> None:
         left = {checkpoint.name: (checkpoint, self._not_known(checkpoint)) for checkpoint in due}
         self.result.num_known += sum(len(self.analyses[name]) - len(mine) for name, (_, mine) in left.items())
         unread = {checkpoint.name for checkpoint in due if self._is_unread(checkpoint)}
-        for task, outcome in over_workers(
-            self.measurer, [*left.values()], self.tell, device=device, unread=unread, keep_downloads=self.keep_downloads
-        ):
+        for task, outcome in over_workers(self.measurer, [*left.values()], self.tell, unread):
             checkpoint, _ = left[task.checkpoint]
             if outcome.failure is not None:
                 self._failed(checkpoint, outcome.failure)
@@ -305,7 +302,7 @@ class _Measuring:
         self._judge(listed)
         findings = self.result.audit.findings
         damaged = {name: each.message for each in findings if each.kind == "damaged" for name in each.names}
-        suspects = [one for one in listed if is_suspect(self.verdicts[one.name]) and not self.allow_suspect]
+        suspects = [one for one in listed if is_suspect(self.verdicts[one.name]) and not self.options.allow_suspect]
         self.result.left_out = suspects
         self.result.failures = [self.unmeasured[one.name] for one in mine if one.name in self.unmeasured]
         self.result.failures += [
@@ -336,7 +333,7 @@ class _Measuring:
         try:
             facts = {
                 "weight_files": checkpoint.source.weights(),
-                "dtype": self.measurer.dtype,
+                "dtype": self.options.weights_dtype,
                 "model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint),
             }
         except InputError:  # its tokenizer cannot be had: fetching says why

@@ -24,6 +24,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.layerwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
 from lit_layers.measuring import canary, one_model, ray_workers, undisturbed
+from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.plan import counted, texts_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import outline
@@ -74,10 +75,8 @@ class Measurer:
 
     series: Series
     root: Path
-    stream_blocks: bool
+    options: MeasuringOptions
     device: torch.device
-    dtype: Dtype
-    kept_mb: int
     earlier: SeriesMeasurements
     analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)
     verdicts: dict[str, str] = field(default_factory=dict)
@@ -101,15 +100,15 @@ class Measurer:
         everything = self.analyses[checkpoint.name]
         analyses = everything if analyses is None else analyses
         try:
-            if self.stream_blocks:
+            if self.options.stream_blocks:
                 streamed: Any
-                with self.model(checkpoint, self.dtype) as streamed:
+                with self.model(checkpoint, self.options.weights_dtype) as streamed:
                     self._check(streamed, everything)
                     return self._walk(streamed, checkpoint, analyses)
             view, fingerprint = self._whole(checkpoint, everything)
             seen = canary.provenance_of(view, fingerprint, self.earlier.store)
             folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
-            way = functools.partial(one_model.in_one_pass, kept_mb=self.kept_mb, folder=folder)
+            way = functools.partial(one_model.in_one_pass, kept_mb=self.options.kept_mb, folder=folder)
             return self._keep(checkpoint, view, analyses, way, fingerprint, seen)
         except torch.OutOfMemoryError as error:
             self.release()
@@ -124,7 +123,7 @@ class Measurer:
         """A checkpoint in memory, loaded unless it was the last one, and the hash of its weights."""
         if self._loaded is None or self._loaded[0] != checkpoint.name:
             self.release()
-            with self.model(checkpoint, self.dtype) as view:
+            with self.model(checkpoint, self.options.weights_dtype) as view:
                 self._check(view, analyses)
                 self._loaded = checkpoint.name, view, weights_hash(view.model)
         return self._loaded[1:]
@@ -132,7 +131,7 @@ class Measurer:
     @contextlib.contextmanager
     def model(self, checkpoint: Checkpoint, dtype: str) -> Iterator[LayeredModel]:
         """A checkpoint in memory, or to be read block by block."""
-        if not self.stream_blocks:
+        if not self.options.stream_blocks:
             yield LayeredModel(checkpoint.load(dtype=getattr(torch, dtype)).to(self.device))
             return
         files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(checkpoint.fetch())
@@ -169,11 +168,11 @@ class Measurer:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
         source, same = checkpoint.provenance() | seen, {}
         if self.series.is_alone:
-            source |= {"streamed": self.stream_blocks, "audit": UNAUDITED}
+            source |= {"streamed": self.options.stream_blocks, "audit": UNAUDITED}
             self.refuse_another(lambda _: ("weights_hash", fingerprint))
         else:
             source["audit"] = self.verdicts[checkpoint.name]
-            source |= {"streamed": True} if self.stream_blocks else {}
+            source |= {"streamed": True} if self.options.stream_blocks else {}
             same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
             source |= {name: value for name, value in same.items() if value is not None}
         measured = [
@@ -268,22 +267,22 @@ class Outcome:
 class CheckpointWorker:
     """What a worker does: it keeps the checkpoint of its last task loaded, and fetches that of the following one."""
 
-    def __init__(self, measurer: Measurer, device: Device, threads: int, keep_downloads: bool) -> None:
-        self.measurer, self.threads, self.keep_downloads = measurer, threads, keep_downloads
-        self.device: Device = device
+    def __init__(self, measurer: Measurer, threads: int) -> None:
+        self.measurer, self.options, self.threads = measurer, measurer.options, threads
         self._ahead: Iterator[Any] = iter(())  # the download under way, which would stop if nobody held it
 
     def __call__(self, task: Task, following: Task | None) -> Outcome:
         """Measures, and writes nothing."""
         by_name = {one.name: one for one in self.measurer.series.checkpoints}
         checkpoint = by_name[task.checkpoint]
-        ahead = [following] if following is not None and self.keep_downloads else []  # another may come to measure it
+        keeps = self.options.keep_downloads  # else another worker may come to measure what follows, and download it
+        ahead = [following] if following is not None and keeps else []
         self._ahead = fetched_ahead([by_name[each.checkpoint] for each in (task, *ahead)])
         _, fetched = next(self._ahead)
         analyses = [one for one in self.measurer.analyses[checkpoint.name] if one.name in task.analyses]
         try:
             torch.set_num_threads(self.threads)  # as where they are handed out: sums are rounded alike
-            self.measurer.device = device_of(self.device)
+            self.measurer.device = device_of(self.options.device)
             earlier = self.measurer.earlier
             earlier.store = UnwrittenStore(earlier.store.path, task.earlier)
             measured = self.measurer.measure(checkpoint, fetched, analyses)
@@ -291,30 +290,24 @@ class CheckpointWorker:
         except InputError as error:
             return Outcome(failure=error)
         finally:
-            if not self.keep_downloads:
+            if not self.options.keep_downloads:
                 checkpoint.source.drop()
 
 
 def over_workers(
-    measurer: Measurer,
-    due: Sequence[tuple[Checkpoint, Sequence[Analysis]]],
-    tell: Tell,
-    *,
-    device: Device,
-    unread: set[str],
-    keep_downloads: bool,
+    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], tell: Tell, unread: set[str]
 ) -> Iterator[tuple[Task, Outcome]]:
-    """Yields each task with what came of it, in the order in which they are done.
+    """Yields each task with its outcome, in the order in which they are done; `unread`: whose weights the audit needs.
 
     Raises:
         InputError: an engine that is not there, workers that cannot be started.
     """
-    jobs, memory = _jobs(measurer, due, unread, whole=measurer.stream_blocks or not keep_downloads)
+    jobs, memory = _jobs(measurer, due, unread)
     if not jobs:
         return
     total, threads = len(jobs), torch.get_num_threads()
-    carried = CheckpointWorker(_carried(measurer), device, threads, keep_downloads)
-    with ray_workers.RayWorkers(carried, threads=threads, gpu=device, memory=memory) as workers:
+    carried = CheckpointWorker(_carried(measurer), threads)
+    with ray_workers.RayWorkers(carried, threads=threads, gpu=measurer.options.device, memory=memory) as workers:
 
         def show(done: int, under_way: Sequence[Task]) -> None:
             what = ", ".join(dict.fromkeys(task.checkpoint for task in under_way[:2]))
@@ -340,9 +333,10 @@ def _carried(measurer: Measurer) -> Measurer:
 
 
 def _jobs(
-    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], unread: set[str], *, whole: bool
+    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], unread: set[str]
 ) -> tuple[list[ray_workers.Job[Task]], int]:
-    """A job for each task, and the bytes of memory that a worker needs for any; `whole`: all analyses in one."""
+    """A job for each task, and the bytes of memory that a worker needs for any."""
+    whole = measurer.options.stream_blocks or not measurer.options.keep_downloads  # all analyses of one in one task
     jobs, memory, counts = [], 0.0, {}
     for checkpoint, analyses in due:
         earlier = _earlier(measurer, checkpoint)
@@ -358,7 +352,7 @@ def _jobs(
             memory = max(memory, held)
             task = Task(checkpoint.name, names, earlier, is_unread=number == 0 and checkpoint.name in unread)
             jobs.append(ray_workers.Job(checkpoint.name, task, cost))
-    states = measurer.kept_mb * 2**20
+    states = measurer.options.kept_mb * 2**20
     return jobs, int(MARGIN * (memory + states) + OF_A_PROCESS) if memory else 0
 
 

@@ -12,12 +12,12 @@ from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import is_gguf
-from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series
+from lit_layers.measuring.measuring_options import MeasuringOptions
+from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, in_dtype
 from lit_layers.measuring.one_checkpoint import device_of
 from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
-from lit_layers.schema import Device
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
 
@@ -87,19 +87,20 @@ class Targets:
     make: Make
     root: Path
     tokenizer: str | None
-    device: Device
-    stream_blocks: bool
+    options: MeasuringOptions
 
-    def measure(self, *, progress: Callable[[int | None, int | None, str], None], **options: Any) -> SeriesResult:
-        """Makes the analyses and measures them: `options` are those of `analyze_series`, which raises what this does.
+    def measure(
+        self, progress: Callable[[int | None, int | None, str], None], *, beside_training: bool = False
+    ) -> SeriesResult:
+        """Makes the analyses and measures them: `analyze_series`, which raises what this does.
 
         Raises:
             InputError: a tokenizer that is not the models' own, texts longer than a model reads.
         """
-        is_carried = options.get("engine", "process") != "process"  # what an analysis says is then heard by nobody
+        is_carried = self.options.engine != "process"  # what an analysis says is then heard by nobody
         analyses = self._analyses(_unheard if is_carried else lambda what: progress(None, None, what))
-        options |= {"device": self.device, "stream_blocks": self.stream_blocks}
-        return analyze_series(self.series, analyses, root=self.root, progress=progress, **options)
+        how: Any = {"root": self.root, "beside_training": beside_training, "progress": progress}
+        return analyze_series(self.series, analyses, self.options, **how)
 
     def plan(self, show: Callable[[str, Plan], None]) -> None:
         """Shows what measuring would cost, of different models one after the other, by name and plan.
@@ -116,8 +117,8 @@ class Targets:
                 raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
             chosen = analyses(checkpoint) if callable(analyses) else analyses
             view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
-            how: Any = {"num_checkpoints": number, "stream_blocks": self.stream_blocks}
-            plan = planned(view, chosen, device=device_of(self.device), **how)
+            how: Any = {"num_checkpoints": number, "stream_blocks": self.options.stream_blocks}
+            plan = planned(view, in_dtype(chosen, self.options), device=device_of(self.options.device), **how)
             show(name, plan)
             plan.refuse(self.root)
 
@@ -179,8 +180,11 @@ def _folder_of(series: Series) -> Path | None:
     return getattr(series, "root", None)
 
 
-def targets_of(everything: Sequence[Series], make: Make, *, root: Path | None, **options: Any) -> list[Targets]:
+def targets_of(
+    everything: Sequence[Series], make: Make, options: MeasuringOptions, *, tokenizer: str | None
+) -> list[Targets]:
     """One for each series, each with its root: the one that was named, of several each below it, or a run's own."""
+    root = options.root
 
     def place(series: Series) -> Path:
         if series.is_alone:
@@ -191,7 +195,8 @@ def targets_of(everything: Sequence[Series], make: Make, *, root: Path | None, *
             return root if len(everything) == 1 else root / name
         return _folder_of(series) or Path("checkpoints") / name
 
-    return [Targets(series=series, make=make, root=place(series), **options) for series in everything]
+    about: Any = {"make": make, "tokenizer": tokenizer, "options": options}
+    return [Targets(series=series, root=place(series), **about) for series in everything]
 
 
 def name_of(model: str) -> str:

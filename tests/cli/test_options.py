@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import COMMANDS, main
-from lit_layers.cli.measuring import Checkpoints, Measuring
+from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.options import Recipe, arguments, parser_of
+from lit_layers.measuring.measuring_options import MeasuringOptions
 
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
@@ -160,7 +161,7 @@ def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(
     given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
     given |= {"keep_downloads": False, "shard": "0/2"}
     of_series = {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
-    group, given = (Measuring, given) if verb == "watch" else (Checkpoints, given | of_series)
+    group, given = (MeasuringOptions, given) if verb == "watch" else (Checkpoints, given | of_series)
     assert given.keys() == {field.name for field in fields(group)}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(given))

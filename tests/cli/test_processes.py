@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from lit_layers.cli.measuring import shard_of, take_own_gpu, wait_for_the_others
+from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
+from lit_layers.measuring.measuring_options import shard_of
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import DIVERGED, FAILED, run_verb
-from lit_layers.cli.measuring import shard_of
 from lit_layers.errors import InputError, refused
+from lit_layers.measuring.measuring_options import shard_of
 from lit_layers.schema import COUNT, Engine, refuse_no_shard
 
 if TYPE_CHECKING:

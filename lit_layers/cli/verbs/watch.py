@@ -10,12 +10,14 @@ from typing import Annotated
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.main import FAILED
-from lit_layers.cli.measuring import AUTO, Measuring, take_own_gpu, wait_for_the_others
+from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe, given, refuse_beside, refuse_unwritable
 from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
 from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
+from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions
 from lit_layers.measuring.offline import SeriesResult
+from lit_layers.measuring.targets import targets_of
 from lit_layers.schema import Range
 from lit_layers.series.checkpoint import Series
 
@@ -26,7 +28,7 @@ SECONDS = Range(0, math.inf, words="a number of seconds of at least 0")
 def watch(
     recipe: Recipe,
     folder: Path,
-    measuring: Measuring,
+    measuring: MeasuringOptions,
     *,
     every: Annotated[float, INTERVAL] = EVERY,
     settled: Annotated[float, SECONDS] = SETTLED,
@@ -67,8 +69,8 @@ def watch(
 
     def measure(series: Series) -> SeriesResult:
         named = None if command.wants_own_tokenizer else tokenizer
-        (target,) = measuring.targets([series], command.analyses, tokenizer=named)
-        result = target.measure(progress=lambda *_: None, beside_training=True, **measuring.how)
+        (target,) = targets_of([series], command.analyses, measuring, tokenizer=named)
+        result = target.measure(lambda *_: None, beside_training=True)
         failures.clear()
         failures.update(
             result.failures, (f"{each.analysis}: {each.error}" for each in result.measurements if each.error)
