@@ -126,6 +126,8 @@ class Targets:
         """For all checkpoints, or a function that makes those of one."""
         folder = _folder_of(self.series)
         trained = training_of(folder) if folder else {}
+        if self.options.stream_blocks:  # by which not all of a training's analyses can be measured
+            trained = {name: value for name, value in trained.items() if name != "analyses"}
 
         def target(checkpoint: Checkpoint, name: str) -> Target:
             about: Any = {"root": self.root, "series": self.series, "trained": trained, "tokenizer": self.tokenizer}

@@ -11,6 +11,7 @@ import yaml
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
+from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
@@ -308,7 +309,7 @@ def test_help_names_the_series_and_their_options(capsys):
 @pytest.mark.parametrize("analyses", ["text", pytest.param("coupling", marks=pytest.mark.soak)])
 def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
     command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
-    (series,) = command.series()
+    (series,) = command.series(Checkpoints())
     assert command.wants_own_tokenizer
     assert series.name in (command.options.series.init_args.get("repo"), path.stem)
     made = command.analyses(target(series.name, "its/tokenizer"))

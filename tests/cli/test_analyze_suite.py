@@ -10,6 +10,7 @@ import yaml
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.cli.main import main
+from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import BenchmarkPrompts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
@@ -227,7 +228,7 @@ def test_prompts_that_are_not_there_are_refused_before_anything_is_measured(hub,
 def test_the_recipe_lists_the_figure_and_families_that_are_measured_here(prompts, monkeypatch):
     monkeypatch.setenv("LIT_LAYERS_BENCHMARKS", str(prompts))
     command = Command(["--config", str(RECIPE)])
-    (series,) = command.series()
+    (series,) = command.series(Checkpoints())
     trajectory, coupling, coupling_p1 = command.analyses(target("some/model", "its/tokenizer"))
     assert trajectory.batches == BenchmarkPrompts("its/tokenizer", folder=str(prompts), num_prompts=1200)
     assert (coupling.k, coupling.p, coupling_p1.p) == ((0.1,), 2.0, 1.0)

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lit_layers.cli.main import main
+from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.models.build import causal_lm, save
 from tests.cli.test_fit import RECIPE
@@ -280,7 +281,7 @@ def test_every_recipe_of_the_package_is_read(tmp_path, capsys):
     for path in sorted(ROOT.glob("recipes/analyses/*.yaml")):
         assert Command(["model", "--tokenizer", "bpe:300", "--config", str(path)]).options.analyses, path
     for path in sorted(ROOT.glob("recipes/series/*.yaml")):
-        assert Command(["--config", str(path)]).series(), path
+        assert Command(["--config", str(path)]).series(Checkpoints()), path
 
 
 def test_every_parser_of_recipes_is_the_one_that_takes_care():

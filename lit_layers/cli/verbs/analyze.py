@@ -3,6 +3,7 @@
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lit_layers.analyses import catalogue
@@ -19,16 +20,37 @@ OWN_TOKENIZER = "<the model's own tokenizer>"
 OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnalysisOptions:
+    """What is measured.
+
+    Args:
+        corpus: the text to measure on; in recipes ${corpus} stands for it
+        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it. Of several models each reads
+            with its own
+        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
+        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
+            Trajectory, Representation, Coupling)
+    """
+
+    corpus: str = OWN_CORPUS
+    tokenizer: str | None = OWN_TOKENIZER
+    metrics: str | None = None
+    analyses: list[Analysis] = field(default_factory=list)
+
+    @property
+    def named_tokenizer(self) -> str | None:
+        """The tokenizer, where one was named."""
+        return None if self.tokenizer == OWN_TOKENIZER else self.tokenizer
+
+
 def analyze(
     recipe: Recipe,
     checkpoints: Checkpoints,
+    measured: AnalysisOptions,
     model: str | None = None,
     *,
     series: Series | None = None,
-    corpus: str = OWN_CORPUS,
-    tokenizer: str | None = OWN_TOKENIZER,
-    metrics: str | None = None,
-    analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
     """Measure every layer of a model, or of each checkpoint of a series. Run it again to continue.
 
@@ -38,16 +60,10 @@ def analyze(
         model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
         series: instead of a model: the class of a series, with its own options
-        corpus: the text to measure on; in recipes ${corpus} stands for it
-        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it. Of several models each reads
-            with its own
-        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
-        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
-            Trajectory, Representation, Coupling)
     """
     command = Command(recipe)
-    named = None if command.wants_own_tokenizer else tokenizer
-    return measure(command.series(), checkpoints, command.analyses, _tell, tokenizer=named)
+    everything = command.series(checkpoints)
+    return measure(everything, checkpoints, command.analyses, _tell, tokenizer=measured.named_tokenizer)
 
 
 class Command:
@@ -72,7 +88,7 @@ class Command:
         """Whether no tokenizer was named."""
         return self.options.tokenizer == OWN_TOKENIZER
 
-    def series(self) -> list[Series]:
+    def series(self, checkpoints: Checkpoints) -> list[Series]:
         """The model, or each series that is meant.
 
         Raises:
@@ -82,17 +98,17 @@ class Command:
         if options.series is None:
             if options.model is None:
                 raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
-            return self._recipe.group(Checkpoints, options).opened(options.model)
-        if options.untrained is not None:
+            return checkpoints.opened(options.model)
+        if checkpoints.untrained is not None:
             raise InputError("untrained: is for one model, and --series was given: leave one of them out")
-        if options.submodule is not None:
+        if checkpoints.submodule is not None:
             raise InputError("submodule: is for a folder of *.ckpt files; of --series it is --series.model")
         if options.model is not None:
             raise InputError(f"model and series: expected one of them, got {options.model} and a series: leave one out")
-        if options.steps is not None:
-            raise InputError(f"steps: {options.steps} belongs among the series' own options: say --series.steps")
-        if options.revision is not None:
-            raise InputError(f"revision: {options.revision} is one model: leave it out, or leave --series out")
+        if checkpoints.steps is not None:
+            raise InputError(f"steps: {checkpoints.steps} belongs among the series' own options: say --series.steps")
+        if checkpoints.revision is not None:
+            raise InputError(f"revision: {checkpoints.revision} is one model: leave it out, or leave --series out")
         return [self._recipe.made("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:
@@ -106,7 +122,7 @@ class Command:
         """
         options, trained, names = self.options, target.trained, self._names
         is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
-        if is_open and trained.get("analyses") and not options.stream_blocks:
+        if is_open and trained.get("analyses"):
             return self._of_training(target.name, trained["analyses"])
         defaults = {"corpus": trained.get("corpus") or CORPUS}
         if self.wants_own_tokenizer:

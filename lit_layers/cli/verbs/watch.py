@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from lit_layers.analyses.base import Analysis
 from lit_layers.cli import threads
 from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe, given, refuse_beside, refuse_unwritable
-from lit_layers.cli.verbs.analyze import OWN_CORPUS, OWN_TOKENIZER, Command
+from lit_layers.cli.verbs.analyze import AnalysisOptions, Command
 from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
 from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions
@@ -29,14 +28,11 @@ def watch(
     recipe: Recipe,
     folder: Path,
     measuring: MeasuringOptions,
+    measured: AnalysisOptions,
     *,
     every: Annotated[float, INTERVAL] = EVERY,
     settled: Annotated[float, SECONDS] = SETTLED,
     patience: Annotated[float | None, SECONDS] = None,
-    corpus: str = OWN_CORPUS,
-    tokenizer: str | None = OWN_TOKENIZER,
-    metrics: str | None = None,
-    analyses: list[Analysis] = [],  # noqa: B006
 ) -> int:
     """Measure the checkpoints in a folder, and those that come, until Ctrl-C or for as long as --patience says. Results
     go to the folder itself unless --root names another.
@@ -49,11 +45,6 @@ def watch(
         settled: seconds that the files of a checkpoint must be unchanged before it is measured, as it may be half
             written
         patience: end when nothing came for so many seconds, and no fit --measure async goes on there; null: never
-        corpus: the text to measure on; in recipes ${corpus} stands for it
-        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it
-        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
-        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
-            Trajectory, Representation, Coupling)
     """
     no_downloads = "is for series of the Hub, and what appears in a folder of this machine is never removed"
     refuse_beside(given(measuring), [(("keep_downloads",), True, no_downloads)])
@@ -68,8 +59,7 @@ def watch(
         threads.tell(measuring.device, f"; watching {folder}")
 
     def measure(series: Series) -> SeriesResult:
-        named = None if command.wants_own_tokenizer else tokenizer
-        (target,) = targets_of([series], command.analyses, measuring, tokenizer=named)
+        (target,) = targets_of([series], command.analyses, measuring, tokenizer=measured.named_tokenizer)
         result = target.measure(lambda *_: None, beside_training=True)
         failures.clear()
         failures.update(
