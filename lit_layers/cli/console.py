@@ -84,18 +84,15 @@ def bar(
     It raises a Ctrl-C that got lost. Drawn on standard error where no console is given; a transient bar leaves nothing.
     Where no bar can be seen (a log file, -v), a line a minute says the same.
     """
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    times, console = (TimeElapsedColumn(), TimeRemainingColumn()), console or Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+    )
+    times, console = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn()), console or Console(stderr=True)
     says_lines = not hidden and (verbosity() > 0 or (verbosity() == 0 and not console.is_terminal))
     hidden, last = hidden or verbosity() != 0, console.get_time()  # a bar would be written over by lines
     # Drawn after each block and not by a thread of its own.
@@ -103,7 +100,7 @@ def bar(
     options["speed_estimate_period"] = (
         math.inf
     )  # of the last 30 s, checkpoints that take longer tell no time that is left
-    with _no_ctrl_c_lost() as raise_it, Progress(*columns, *times, **options) as drawn:
+    with _no_ctrl_c_lost() as raise_it, progress.Progress(*columns, *times, **options) as drawn:
         task = drawn.add_task(opening, total=None)
 
         def show(done: int | None, total: int | None, what: str) -> None:

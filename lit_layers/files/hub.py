@@ -15,14 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors
 
 from lit_layers.errors import InputError
 
@@ -90,7 +83,7 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
 
 
 # HTTPError is that of the HTTP library the installed huggingface_hub is built on: it covers a refused connection, too.
-HUB_ERRORS = (OSError, ValueError, HTTPError, EntryNotFoundError)
+HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
 
 
 LOG_IN = "access is refused: ask for it on the repository's page, then log in with `hf auth login` or set HF_TOKEN"
@@ -99,7 +92,7 @@ LOG_IN = "access is refused: ask for it on the repository's page, then log in wi
 def is_refused(error: BaseException) -> bool:
     """Whether the Hub answered that this user may not have it: a gated repository, or status 403."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(error, GatedRepoError) or status == 403
+    return isinstance(error, errors.GatedRepoError) or status == 403
 
 
 def reason(error: Exception) -> str:
@@ -168,11 +161,11 @@ class Retry:
 def is_transient(error: BaseException | None) -> bool:
     """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged or moved content."""
     while error is not None:
-        if isinstance(error, OfflineModeIsEnabled):
+        if isinstance(error, errors.OfflineModeIsEnabled):
             return False
         if isinstance(error, DamagedDownload | MovedCommit | TimeoutError | ConnectionError):
             return True
-        if isinstance(error, HTTPError):
+        if isinstance(error, errors.HTTPError):
             status = getattr(getattr(error, "response", None), "status_code", None)
             return status is None or status in WORTH_ANOTHER_TRY
         if isinstance(error, OSError) and "Consistency check failed" in str(error):
@@ -184,9 +177,9 @@ def is_transient(error: BaseException | None) -> bool:
 def _advice(error: BaseException) -> str:
     if is_refused(error):
         return LOG_IN
-    if isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
         return "unset HF_HUB_OFFLINE"
-    if isinstance(error, HTTPError | ValueError):
+    if isinstance(error, errors.HTTPError | ValueError):
         return "check the name, the revision and your access to it"
     return "check the disk of the cache (HF_HOME)"
 
@@ -264,7 +257,7 @@ class Hub:
             return self.retry.call(what, lambda: self._download(repo, revision, path, None)[0])
         except InputError as error:
             cause = error.__cause__
-            if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
+            if isinstance(cause, errors.EntryNotFoundError) and not isinstance(cause, errors.LocalEntryNotFoundError):
                 raise error from FileNotFoundError(path)
             raise
 
@@ -293,7 +286,7 @@ class Hub:
         def once() -> Result:
             try:
                 return action()
-            except RevisionNotFoundError as error:
+            except errors.RevisionNotFoundError as error:
                 now = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(repo).branches}.get(name)
                 there = f"now {now[:12]}" if now else "now gone"
                 raise MovedCommit(f"{name} was moved: listed at {commit[:12]}, {there}") from error

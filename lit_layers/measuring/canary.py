@@ -21,16 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lit_layers import identity
 from lit_layers.analyses.layerwise import Key, StatesAnalysis, walk
 from lit_layers.analyses.states import States
-from lit_layers.identity import (
-    CANARY,
-    NUM_SUMS,
-    VERSIONS,
-    computing_versions,
-    differing_versions,
-    refuse_drift,
-)
 from lit_layers.measuring import one_model
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.streaming import StreamedModel
@@ -80,9 +73,9 @@ class Canary(StatesAnalysis):
 
 def _signs(dim: int) -> Tensor:
     """(sums, dim), the same everywhere: no generator of any library keeps its stream for ever."""
-    content = hashlib.shake_256(b"canary").digest(math.ceil(NUM_SUMS * dim / 8))
-    bits = np.unpackbits(np.frombuffer(content, dtype=np.uint8))[: NUM_SUMS * dim]
-    return torch.from_numpy(bits.astype(np.float64)).reshape(NUM_SUMS, dim) * 2 - 1
+    content = hashlib.shake_256(b"canary").digest(math.ceil(identity.NUM_SUMS * dim / 8))
+    bits = np.unpackbits(np.frombuffer(content, dtype=np.uint8))[: identity.NUM_SUMS * dim]
+    return torch.from_numpy(bits.astype(np.float64)).reshape(identity.NUM_SUMS, dim) * 2 - 1
 
 
 def sums(records: Iterable[Record]) -> dict[str, list[float]]:
@@ -125,12 +118,12 @@ def compared(
         return {}
     before = [m for m in measured if m.provenance.get("weights_hash") == weights_hash]
     if before:
-        refuse_drift([*before, _now(before[-1], weights_hash, canary)])
-    return {CANARY: canary}
+        identity.refuse_drift([*before, _now(before[-1], weights_hash, canary)])
+    return {identity.CANARY: canary}
 
 
 def _now(like: Measurement, weights_hash: str, canary: Any = None) -> Measurement:
-    facts = {"weights_hash": weights_hash, CANARY: canary, VERSIONS: dict(one_model.versions())}
+    facts = {"weights_hash": weights_hash, identity.CANARY: canary, identity.VERSIONS: dict(one_model.versions())}
     return Measurement(
         run=like.run, step=like.step, tokens=None, analysis=like.analysis, records=[], seconds=0.0, provenance=facts
     )
@@ -138,9 +131,13 @@ def _now(like: Measurement, weights_hash: str, canary: Any = None) -> Measuremen
 
 def of_other_versions(measured: Iterable[Measurement], run: str) -> list[Measurement]:
     """The measurements of a run all of which are of other versions; none where it went on under these before."""
-    mine = [m for m in measured if m.run == run and m.step is not None and m.error is None and VERSIONS in m.provenance]
-    now = computing_versions(_now(mine[0], "")) if mine else ()
-    return [] if any(computing_versions(m) == now for m in mine) else mine
+    mine = [
+        m
+        for m in measured
+        if m.run == run and m.step is not None and m.error is None and identity.VERSIONS in m.provenance
+    ]
+    now = identity.computing_versions(_now(mine[0], "")) if mine else ()
+    return [] if any(identity.computing_versions(m) == now for m in mine) else mine
 
 
 def compare_with_earlier(
@@ -157,7 +154,7 @@ def compare_with_earlier(
     others = of_other_versions(measured, run)
     if not others:
         return
-    by_step = {m.step: m for m in others if m.provenance.get(CANARY)}
+    by_step = {m.step: m for m in others if m.provenance.get(identity.CANARY)}
     for checkpoint in reversed([*checkpoints]):
         earlier = by_step.get(checkpoint.step)
         if earlier is None or not checkpoint.source.is_here:
@@ -171,7 +168,7 @@ def compare_with_earlier(
 
 def warn_of(others: Sequence[Measurement]) -> None:
     """Says that a run goes on under other versions, and that nobody knows whether they compute the same."""
-    old, new = differing_versions(others[-1], _now(others[-1], ""))
+    old, new = identity.differing_versions(others[-1], _now(others[-1], ""))
     logger.warning(
         "%s was measured under %s and goes on under %s: none of its measured checkpoints is here to tell whether both "
         "compute the same",

@@ -57,18 +57,7 @@ def emerge(
     refuse_unwritable("out", folder)
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
-    from lit_layers.clock import (
-        block_tables,
-        curves_of,
-        early_parts,
-        forecast_models,
-        layer_curves,
-        lead_lag_table,
-        measure_times,
-        over_seeds,
-        over_the_seeds,
-        similar_states,
-    )
+    from lit_layers import clock
     from lit_layers.clock.layer_statistics import MONOTONICITY
     from lit_layers.clock.model_forecasts import sentences as forecast_sentences
     from lit_layers.report.emergence_page import write_emergence
@@ -77,14 +66,14 @@ def emerge(
     for place in runs:
         asked = [*metrics, *([loss] if loss else [])] if metrics else ()
         options = {"metrics": asked, "where": dict(where), "axis": axis, "settings": settings or ()}
-        more = curves_of(place, allow_suspect=allow_suspect, **options)
+        more = clock.curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
         curves += more
         if (place / "measurements.jsonl").is_file():
-            blocks += block_tables(place, settings=settings or ())
-    early = None if forecast is None else early_parts(curves, forecast, loss=loss or "")
-    layers = layer_curves(curves)
+            blocks += clock.block_tables(place, settings=settings or ())
+    early = None if forecast is None else clock.early_parts(curves, forecast, loss=loss or "")
+    layers = clock.layer_curves(curves)
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
     names = dict.fromkeys(curve.run for curve in curves)
     together = f"{len(names)} seeds" if seeds else ""
@@ -93,23 +82,23 @@ def emerge(
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
         if together in names:
             raise InputError(f"seeds: expected no run to be called {together}, as the mean over them is")
-        merged = over_seeds(curves, together)
+        merged = clock.over_seeds(curves, together)
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves
-        layers = over_the_seeds(layers, together) + layers
+        layers = clock.over_the_seeds(layers, together) + layers
     with bar("", hidden=not sys.stderr.isatty()) as show:
-        clock = measure_times(curves, confidence=confidence, seed=seed, show=show)
+        times = clock.measure_times(curves, confidence=confidence, seed=seed, show=show)
     if seeds and lacking:
-        clock.left_out[f"over {together}: not all of them have it at common steps"] = lacking
-    forecasts = None if early is None else forecast_models(early, clock, confidence=confidence, seed=seed)
-    leads = lead_lag_table(clock, loss=loss or "", seed=seed)
+        times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
+    forecasts = None if early is None else clock.forecast_models(early, times, confidence=confidence, seed=seed)
+    leads = clock.lead_lag_table(times, loss=loss or "", seed=seed)
     folders = [place for place in runs if (place / "measurements.jsonl").is_file()]
     about: dict[str, Any] = {"settings": settings or (), "allow_suspect": allow_suspect, "together": together}
-    states = similar_states(folders, **about) if folders else None
+    states = clock.similar_states(folders, **about) if folders else None
     extra: dict[str, Any] = {"layers": layers, "blocks": blocks, "leads": leads, "forecasts": forecasts}
     extra["states"] = states
-    paths = write_emergence(clock, folder, axis=axis, seeds=seeds, **extra)
-    _show(clock, axis)
+    paths = write_emergence(times, folder, axis=axis, seeds=seeds, **extra)
+    _show(times, axis)
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     files = [path for path in paths if path not in pictures]
     lines = forecast_sentences(forecasts) if forecasts else []

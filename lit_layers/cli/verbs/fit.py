@@ -33,18 +33,10 @@ from lit_layers.models.workload import bytes_of_model
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range
-from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import plan_run
 from lit_layers.training.checkpoints import Origin, axis_step, kept
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, resume_point
-from lit_layers.training.run_folder import (
-    RunFolder,
-    is_a_run,
-    name_of_run,
-    origin_in,
-    refuse_a_used_folder,
-    refuse_another_run,
-)
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -132,16 +124,20 @@ class Run:
             held.enter_context(run_lock.writing(self.root, part=part))
         self.console = Console(quiet=verbosity() < 0)
         self.resume_from = self.resume_point(hashed=is_first_rank())
-        goes_on = options.resume is not None and is_a_run(self.root) and self._is_inside()
+        goes_on = options.resume is not None and run_folder.is_a_run(self.root) and self._is_inside()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
         if goes_on:
-            refuse_another_run(self.root, given)
-        self.folder = RunFolder(self.root, config=text, options=given, mirror=self.mirror, resume=goes_on)
-        if goes_on and getattr(self.module, "init_from", None) and (begun := kept(self.root, origin_in(self.root))):
+            run_folder.refuse_another_run(self.root, given)
+        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, resume=goes_on)
+        if (
+            goes_on
+            and getattr(self.module, "init_from", None)
+            and (begun := kept(self.root, run_folder.origin_in(self.root)))
+        ):
             self.module.beginning = begun
-        self.trainer = self._trainer(dict(options.trainer), run=name_of_run(self.root) if goes_on else None)
+        self.trainer = self._trainer(dict(options.trainer), run=run_folder.name_of_run(self.root) if goes_on else None)
 
     def _trainer(self, given: dict[str, Any], *, run: str | None) -> L.Trainer:
         """Callbacks in this order: the folder is ready, scalars are noted, weights are on disk, then they are measured,
@@ -235,7 +231,7 @@ def fit(
     with contextlib.ExitStack() as held:
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
-            refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
+            run_folder.refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
         return _train(run)
 
 
