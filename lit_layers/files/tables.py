@@ -3,7 +3,6 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,17 +26,13 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
     path = Path(path)
     if path.suffix not in (".parquet", ".csv"):
         raise InputError(f"expected a file that ends in .parquet or .csv, got {path.name!r}")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.suffix == ".csv":
+        content = _without_formulas(frame).to_csv(index=False)
+    else:
+        mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
+        content = frame.astype(mixed).where(frame.notna(), None).to_parquet(index=False)
     with refused(f"cannot write {path}"):
-        try:
-            if path.suffix == ".csv":
-                _without_formulas(frame).to_csv(partial, index=False)
-            else:
-                mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
-                frame.astype(mixed).where(frame.notna(), None).to_parquet(partial, index=False)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(path, content)
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

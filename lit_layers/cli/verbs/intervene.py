@@ -192,6 +192,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
     from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, VARIANTS
 
     _refuse_another_kind(options, target)
+    results, folder = target.root / RESULTS, options.folder
     chosen: dict[str, Any] = {
         "variants": VARIANTS if options.variants == ALL else tuple(options.variants),
         "middles": None if options.middles == "all" else tuple(options.middles),
@@ -208,48 +209,35 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             of_middle = {name: value for name, value in chosen.items() if name != "custom"}
             of_middle["variants"] = tuple(name for name in chosen["variants"] if name in OF_MIDDLES)
             yield analyses.OrderStates(batches=batches, **of_middle)
-    yield from _tasks(options, target, chosen)
+    chosen["tell"] = target.tell
+    for task in options.tasks or ():
+        from lit_layers.tasks.benchmark_rows import is_file
+        from lit_layers.tasks.benchmark_scores import BenchmarkScores
+
+        limits: Any = {"limit": options.limit, "max_new_tokens": options.max_new_tokens}
+        limits["folder"] = None if is_file(task) else folder
+        tokenizer = target.own_tokenizer()
+        yield BenchmarkScores(task=task, tokenizer=tokenizer, results=results / "scores", **limits, **chosen)
     if options.speed:
         from lit_layers.analyses.speed import Speed
 
         length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         executions: Any = options.execution
-        yield Speed(**_timed(chosen), executions=executions, tell=target.tell, **length)
-    if (recipe := recipes.get("finetune")) is not None and hasattr(recipe, "task"):
-        from lit_layers.training.tuning.finetuning import TaskFinetuning
+        yield Speed(**_timed(chosen), executions=executions, **length)
+    if (recipe := recipes.get("finetune")) is not None:
+        from lit_layers.training.tuning.finetuning import Finetuning, TaskFinetuning
 
-        yield TaskFinetuning(
-            recipe=recipe,
-            root=target.root / RESULTS / f"finetuned_{recipe.task}",
-            tokenizer=target.own_tokenizer(),
-            folder=options.folder,
-            tell=target.tell,
-            **chosen,
-        )
-    elif recipe is not None:
-        from lit_layers.training.tuning.finetuning import Finetuning
-
-        yield Finetuning(
-            recipe=recipe,
-            root=target.root / RESULTS / "finetuned",
-            tokenizer=recipe.tokenizer or target.own_tokenizer(),
-            tell=target.tell,
-            **chosen,
-        )
+        if hasattr(recipe, "task"):
+            of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": folder}
+            yield TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen)
+        else:
+            tokenizer = recipe.tokenizer or target.own_tokenizer()
+            yield Finetuning(recipe=recipe, root=results / "finetuned", tokenizer=tokenizer, **chosen)
     if (recipe := recipes.get("glue")) is not None:
         from lit_layers.training.tuning.sequence_tasks import GlueScores
 
-        for task in recipe.tasks:
-            yield GlueScores(
-                task=task,
-                recipe=recipe,
-                model=model,
-                root=target.root / RESULTS,
-                folder=options.folder,
-                tokenizer=target.own_tokenizer(),
-                tell=target.tell,
-                **chosen,
-            )
+        places: Any = {"model": model, "root": results, "folder": folder, "tokenizer": target.own_tokenizer()}
+        yield from (GlueScores(task=task, recipe=recipe, **places, **chosen) for task in recipe.tasks)
 
 
 def _refuse_another_kind(options: Interventions, target: "Target") -> None:
@@ -270,25 +258,6 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in chosen["variants"] if name not in ("random", *OF_BLOCKS)]
     loops = (PUBLISHED_LOOPS,) if PUBLISHED_LOOPS in chosen["loops"] else chosen["loops"][:1]
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
-
-
-def _tasks(options: Interventions, target: "Target", chosen: dict[str, Any]) -> "Iterator[Analysis]":
-    if not options.tasks:
-        return
-    from lit_layers.tasks.benchmark_rows import is_file
-    from lit_layers.tasks.benchmark_scores import BenchmarkScores
-
-    for task in options.tasks:
-        yield BenchmarkScores(
-            task=task,
-            tokenizer=target.own_tokenizer(),
-            results=target.root / RESULTS / "scores",
-            folder=None if is_file(task) else options.folder,
-            limit=options.limit,
-            max_new_tokens=options.max_new_tokens,
-            tell=target.tell,
-            **chosen,
-        )
 
 
 def _texts(options: Any, target: "Target") -> Any:

@@ -181,21 +181,16 @@ def _layer_name(column: Any) -> Any:
 def _described(means: "Averages") -> dict[str, Any]:
     """As JSON: NaN, which JSON has not, as null."""
     has = bool(len(means.scores)) and means.num_layers > 0
-    best, first, last = (means.best_layer(), 0, means.num_layers) if has else (None, None, None)
-    best_value, first_value, last_value = (
-        None if layer is None or math.isnan(value := means.at(layer)) else value for layer in (best, first, last)
-    )
+    layers = {"best": means.best_layer(), "last": means.num_layers, "layer_0": 0} if has else {}
+    values = {name: None if math.isnan(value := means.at(layer)) else value for name, layer in layers.items()}
     return {
-        "run": means.run,
-        "step": means.step,
-        "pooling": means.pooling,
-        "states": means.states,
+        **{name: getattr(means, name) for name in ("run", "step", "pooling", "states")},
         **means.options,
-        "best_layer": best,
-        "best": best_value,
-        "last_layer": last,
-        "last": last_value,
-        "layer_0": first_value,
+        "best_layer": layers.get("best"),
+        "best": values.get("best"),
+        "last_layer": layers.get("last"),
+        "last": values.get("last"),
+        "layer_0": values.get("layer_0"),
         "best_per_task": means.best_per_task() if has else None,
         "missing": list(means.missing),
         "averages": _json_rows(means.curve),

@@ -3,13 +3,15 @@
 import hashlib
 import inspect
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
+
+if TYPE_CHECKING:
+    from lit_layers.report.side_by_side import SideBySide
 
 
 def report(
@@ -54,7 +56,10 @@ def report(
         of_one = {"wandb": wandb, "workspace": workspace, "wandb_report": wandb_report, "provenance": provenance}
         if alone := next((name for name, on in of_one.items() if on), None):
             raise InputError(f"{alone}: expected one run, got {len(runs)}")
-        return _side_by_side(runs, seeds, group, out or Path("runs.html"), export, pictures, chosen, allow_suspect)
+        from lit_layers.report.side_by_side import read_side_by_side
+
+        about: Any = {"seeds": seeds, "group": group, "settings": chosen, "allow_suspect": allow_suspect}
+        return _side_by_side(read_side_by_side(runs, **about), out or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
     if group is not None or (seeds and workspace is None and wandb_report is None):
@@ -107,20 +112,10 @@ def _place(option: str, place: str) -> tuple[str, str, str]:
         raise InputError(f"{option}: {error}") from error
 
 
-def _side_by_side(
-    runs: list[Path],
-    seeds: bool,
-    group: str | None,
-    out: Path,
-    export: Path | None,
-    pictures: Path | None,
-    settings: Sequence[str],
-    allow_suspect: bool,
-) -> int:
-    from lit_layers.report.side_by_side import last_values, page_of, read_side_by_side, write_pictures
+def _side_by_side(content: "SideBySide", out: Path, export: Path | None, pictures: Path | None) -> int:
+    from lit_layers.report.side_by_side import last_values, page_of, write_pictures
     from lit_layers.report.template import write_page
 
-    content = read_side_by_side(runs, seeds=seeds, group=group, settings=settings, allow_suspect=allow_suspect)
     for note in content.notes:
         print(note, file=sys.stderr)
     if export is not None:
