@@ -140,7 +140,12 @@ def test_it_is_one_sentence_and_exit_code_2(run, half, tmp_path, monkeypatch, ca
 
 def test_under_the_same_versions_nobody_asks_and_another_build_is_the_same_version(run, half, monkeypatch):
     under_other_versions(monkeypatch, torch=one_model.versions()["torch"].partition("+")[0] + "+cu999")
-    monkeypatch.setattr(canary.identity, "refuse_drift", lambda found: pytest.fail("compared") if len(found) < 2 else None)
+
+    def refuse_to_compare(measured):
+        if len(measured) < 2:
+            pytest.fail("compared")
+
+    monkeypatch.setattr(canary.identity, "refuse_drift", refuse_to_compare)
     assert [m.step for m in analyze_series(StepFolders(run), analyses(), root=half).measurements] == [4]
 
 
