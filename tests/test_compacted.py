@@ -287,6 +287,13 @@ def test_what_is_published_loads_as_a_data_set(root, tmp_path, capsys):
 
 def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tmp_path, monkeypatch, capsys):
     import huggingface_hub
+    from huggingface_hub.errors import HTTPError
+
+    class TimeoutException(HTTPError):
+        """What the library of HTTP raises, which is no OSError."""
+
+        def __init__(self, said):
+            Exception.__init__(self, said)
 
     calls = []
 
@@ -295,6 +302,8 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
             calls.append((name, options))
             if name == "no/access":
                 raise OSError("403 Forbidden")
+            if name == "no/network":
+                raise TimeoutException("Name or service not known")
 
         def upload_folder(self, **options):
             calls.append(options)
@@ -307,7 +316,13 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
     assert calls[1]["allow_patterns"] == ["README.md", "numbers/*.parquet", "measurements/*.parquet"]
     assert "https://huggingface.co/datasets/me/numbers" in capsys.readouterr().out
     assert main(["publish", str(root), "--out", str(out), "--hub", "no/access"]) == 2
-    assert "hub: no/access took nothing: 403 Forbidden" in capsys.readouterr().err
+    assert "hub: no/access took nothing (OSError: 403 Forbidden): run the same command" in capsys.readouterr().err
+    assert main(["publish", str(root), "--out", str(out), "--hub", "no/network"]) == 2
+    assert "hub: no/network took nothing (TimeoutException: Name or service" in capsys.readouterr().err
+    for name in ("numbers", "a/b/c", "../x", "", "a/" + "x" * 97, "ü/numbers"):
+        assert main(["publish", str(root), "--out", str(tmp_path / "other"), "--hub", name]) == 2
+        assert f"hub: expected ORGANIZATION/NAME, got {name!r}" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

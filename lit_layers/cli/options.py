@@ -85,8 +85,10 @@ def _pairs(value: Any) -> Pairs:
 
 
 def _path(value: Any) -> Path:
-    if value == "":  # which would be the working directory
-        raise ValueError("expected a file or folder, got ''")
+    if not str(value).strip():  # which would be the working directory, or a folder that nobody sees
+        raise ValueError(f"expected a file or folder, got {str(value)!r}")
+    if str(value).partition("/")[0] == "~":  # a shell leaves it as it is behind `--out=`
+        raise ValueError(f"expected a file or folder, got {str(value)!r}, which no shell has written out")
     return Path(value)
 
 
@@ -124,8 +126,11 @@ class Recipe:
         self.parser.set_defaults(**defaults)
         options = _parsed(self.parser, self.argv)
         for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
-            words = self.typed(action.dest) if getattr(action, "_typehint", None) == str | None else []
+            kind = getattr(action, "_typehint", None)
+            words = self.typed(action.dest) if kind in (str | None, Path | None) else []
             if words and options[action.dest] is None and words[-1] != "null":
+                if kind == Path | None:
+                    raise InputError(f"{action.dest}: expected a file or folder, got {words[-1]!r}")
                 options[action.dest] = words[-1]
         _refuse_out_of_range(self.parser, options)
         refuse_wild_values(options.as_dict())
@@ -268,6 +273,17 @@ def refuse_unwritable(name: str, folder: Path) -> None:
             raise InputError(f"{name}: expected a folder, {there} is a file")
         with tempfile.TemporaryFile(dir=there):
             pass
+
+
+def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
+    """Refuses a folder whose results, by their names without endings, would take the place of a file that is read.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for path in map(Path, filter(None, read)):
+        if path.stem in written and path.resolve().parent == folder.resolve():
+            raise InputError(f"out: {path}, which is read, would be replaced in {folder}: name another folder")
 
 
 def _parsed(parser: RecipeParser, argv: list[str]) -> Any:

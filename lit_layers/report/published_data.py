@@ -58,13 +58,14 @@ def send(folder: Path, repository: str) -> str:
     """Sends a data set to the Hub, to a repository that is made, private, where there is none; returns its address.
 
     Raises:
-        InputError: what the Hub refused.
+        InputError: what the Hub refused, or that it cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from lit_layers.files.hub import asking_the_hub  # which imports the client, too
 
     api = HfApi()
-    try:
+    with asking_the_hub(f"hub: {repository} took nothing", f"run the same command again; {folder} is whole"):
         api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
         written = [_CARD, f"{_NUMBERS}/*.parquet", f"{_MEASUREMENTS}/*.parquet"]  # nothing else that lies there
         api.upload_folder(
@@ -74,8 +75,6 @@ def send(folder: Path, repository: str) -> str:
             allow_patterns=written,
             delete_patterns="*.parquet",
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"hub: {repository} took nothing: {' '.join(str(error).split())[:300]}") from error
     return f"https://huggingface.co/datasets/{repository}"
 
 

@@ -101,6 +101,14 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         ("correlate NAMELESS --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
         ("correlate VAST --metric coupling --score score", "got -1e+308, beyond 1e+100, for a"),
         ("mteb nothing --tasks local --folder RUN --cache NOWHERE", "cache: cannot write to NOWHERE"),
+        ("correlate MODELS --metric coupling --score score --out FOLDER", "out: MODELS, which is read, would be"),
+        ("correlate RUN --metric coupling --score MODELS:score --out FOLDER", "out: MODELS, which is read, would"),
+        ("correlate RUN --metrics coupling --scores CURVES --out FOLDER", "out: CURVES, which is read, would"),
+        ("emerge CURVES FOLDER/times.parquet --out=FOLDER", "times.parquet, which is read, would be replaced"),
+        ("select nothing --task MODELS --out FOLDER", "out: MODELS, which is read, would be replaced in FOLDER"),
+        ("correlate MODELS --metric coupling --score score --out=~", "out: expected a file or folder, got '~'"),
+        ("publish RUN --out=~/x", "out: expected a file or folder, got '~/x', which no shell has written out"),
+        ("publish RUN --out=\t", r"out: expected a file or folder, got '\t'"),
         ("watch RUN --root NOWHERE", "root: cannot write to NOWHERE"),
         ("compact TORN", "measurements.jsonl, line 2: not valid JSON"),
         ("compact ", "roots: expected a file or folder, got ''"),
@@ -120,6 +128,7 @@ def test_what_cannot_be_is_refused_before_anything_is_opened_or_computed(
     (tmp_path / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
     (tmp_path / "vast.csv").write_text("model,coupling,score\na,-1e308,2\nb,1e308,1\nc,3,5\nd,0,1\n")
     places = {"VAST": str(tmp_path / "vast.csv"), "NAMELESS": str(tmp_path / "nameless.csv")}
+    places |= {"CURVES": str(tmp_path / "curves.csv"), "FOLDER": str(tmp_path)}
     places |= {"MODELS": str(tmp_path / "models.csv"), "NOWHERE": "/proc/nowhere/at/all"}
     places |= {name: str(tmp_path / name) for name in ("RUN", "TORN")}
     for name, place in places.items():

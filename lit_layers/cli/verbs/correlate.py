@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_blank, refuse_unwritable
+from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT_OR_NONE, MANY, SEED, Range
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_layers.correlate.correlation_page import OverTag, Table
 
 NONE = Pairs()
+WRITTEN = {False: ("models", "correlation", "over"), True: ("layers", "correlations", "selection", "curves")}  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ def correlate(
     if not layers_given:
         _check(models, over_models, step)
     refuse_unwritable("out", out)
+    read = [*models, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
+    refuse_replacing(out, read, WRITTEN[bool(layers_given)])
     if layers_given:
         return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
     from lit_layers.correlate import correlate

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, Pairs, refuse_unwritable
+from lit_layers.cli.options import Names, Pairs, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range
 
 if TYPE_CHECKING:
     from lit_layers.clock import Clock
 
+WRITTEN = (  # without their endings
+    *("times", "order", "layer_order", "layers", "blocks", "lead_lag", "states", "agreement", "forecast"),
+    *("forecast_errors", "emergence"),
+)
 CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
 NO_TAGS = Pairs()
 MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
@@ -55,6 +59,7 @@ def emerge(
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = out or Path("emergence")
     refuse_unwritable("out", folder)
+    refuse_replacing(folder, runs, WRITTEN)
     if loss == "":
         raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
     from lit_layers import clock

@@ -1,5 +1,6 @@
 """`lit-layers publish`: the numbers of runs as a data set that `datasets` loads, with a card."""
 
+import re
 from pathlib import Path
 
 from lit_layers.errors import InputError
@@ -21,6 +22,8 @@ def publish(
 
     if not roots:
         raise InputError("missing: roots: expected a run's folder, or several")
+    if hub is not None and not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", hub, re.ASCII):
+        raise InputError(f"hub: expected ORGANIZATION/NAME, got {hub!r}")
     numbers = write_data_set(roots, out, title=title or out.resolve().name)
     print(f"Wrote {numbers:,} numbers of {len(roots)} run{'s' * (len(roots) > 1)} to {out}")
     if hub is not None:

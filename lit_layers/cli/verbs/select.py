@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import given, refuse_beside, refuse_blank, refuse_unwritable
+from lit_layers.cli.options import given, refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
@@ -111,6 +111,8 @@ class SelectOptions:
         for name, folder in {"out": self.out, "export": self.export, "cache": self.cache}.items():
             if folder is not None:
                 refuse_unwritable(name, Path(folder))
+        if self.out is not None:
+            refuse_replacing(self.out, [self.task], ("models", "layers"))
         if self.out and self.export and self.out.resolve().is_relative_to(self.export.resolve()):
             raise InputError(f"out: {self.out} is where the export goes: name another folder")
         task = None if self.task is None else self._task(self.task)
