@@ -306,7 +306,7 @@ def changes(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> 
     yield from _findings("other tensors", shapes, _tensor_differences)
     yield from _findings(
         "other precision",  # the first step may hold a model that training began with
-        [(one, precision(each)) for one, each in read],
+        [(one, each.precision) for one, each in read],
         lambda value, usual: f"its values are {value}, those of the other steps {usual}",
         first_may_differ=True,
     )
@@ -416,27 +416,6 @@ def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
         return f"{more[0]} is there as at no other step"
     name = next(name for name in sorted(there) if here[name] != there[name])
     return f"{name} is {here[name]}, not {there[name]}"
-
-
-def precision(weights: Fingerprint) -> str:
-    """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in; 8 bits
-    where most of them are."""
-    import torch
-
-    stored = Counter(facts.dtype for facts in weights.tensors.values()).most_common(1)
-    names = [name for name in weights.samples if is_matrix(weights.tensors[name])]
-    matrices = [weights.samples[name] for name in names]
-    if sum(weights.tensors[name].is_8_bit for name in names) * 2 > len(names):
-        return "8 bits"
-    for coarse in (torch.bfloat16, torch.float16) if matrices else ():
-        if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
-            return str(coarse).removeprefix("torch.")
-    return stored[0][0] if stored else "nothing"
-
-
-def is_matrix(facts: Any) -> bool:
-    """Whether a tensor is large enough for what is said of it to be no chance."""
-    return len(facts.shape) >= 2 and facts.count >= 128
 
 
 def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lit_layers.series.audit_files import Finding, finding, is_matrix, precision
+from lit_layers.series.audit_files import Finding, finding
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.weight_files import Fingerprint
 
@@ -54,7 +54,7 @@ class Path:
         names = sorted(
             name
             for name, _ in (set.intersection(*shapes) if shapes else ())
-            if is_matrix(prints[steps[0].name].tensors[name])
+            if prints[steps[0].name].tensors[name].is_matrix
         )
         of_tensor, norms = {}, {}
         for name in names:
@@ -64,7 +64,7 @@ class Path:
             here = np.diag(products)
             apart = np.maximum(here[:, None] + here[None] - 2 * products, 0)
             of_tensor[name], norms[name] = np.sqrt(apart), np.sqrt(here)
-        stored = {precision(prints[one.name]) for one in steps}
+        stored = {prints[one.name].precision for one in steps}
         rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
         return cls._joining(steps, of_tensor, norms, rounding)
 
@@ -115,7 +115,7 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
         zero = {name for name, tensor in facts.items() if tensor.norm == 0 and not tensor.num_broken}
         if len(zero) == len(facts):
             yield finding("zero weights", "every value is 0", [one])
-        elif cleared := sorted(name for name in zero & weighted if is_matrix(facts[name])):
+        elif cleared := sorted(name for name in zero & weighted if facts[name].is_matrix):
             yield finding("zero weights", f"{cleared[0]} is 0 and was not before", [one])
         weighted |= {name for name, tensor in facts.items() if tensor.norm > 0}
 
@@ -153,7 +153,7 @@ def copies(
             kind, checkpoints, message = "identical weights", group, "the same values under several names"
         yield finding(kind, excuse or message, checkpoints, note=bool(excuse))
     copied = {one.name for group in same for one in group}
-    grids = {one.name: precision(prints[one.name]) for one in steps}
+    grids = {one.name: prints[one.name].precision for one in steps}
     for one, other in itertools.permutations(steps, 2):
         grid = grids[one.name]
         if one.name in copied or grid not in COARSE or grids[other.name] == grid:

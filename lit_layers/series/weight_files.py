@@ -8,6 +8,7 @@ import math
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +89,11 @@ class TensorFacts:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is large enough for what is said of it to be no chance."""
+        return len(self.shape) >= 2 and self.count >= 128
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -98,6 +104,23 @@ class Fingerprint:
     tensors: Mapping[str, TensorFacts]
     digest: str
     samples: Mapping[str, "Tensor"]
+
+    @property
+    def precision(self) -> str:
+        """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in; 8
+        bits where most of them are.
+        """
+        import torch
+
+        stored = Counter(facts.dtype for facts in self.tensors.values()).most_common(1)
+        names = [name for name in self.samples if self.tensors[name].is_matrix]
+        matrices = [self.samples[name] for name in names]
+        if sum(self.tensors[name].is_8_bit for name in names) * 2 > len(names):
+            return "8 bits"
+        for coarse in (torch.bfloat16, torch.float16) if matrices else ():
+            if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
+                return str(coarse).removeprefix("torch.")
+        return stored[0][0] if stored else "nothing"
 
 
 def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
