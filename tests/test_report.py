@@ -29,7 +29,7 @@ from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
 from lit_layers.report.sections import block
-from lit_layers.report.template import Figures, placed
+from lit_layers.report.template import Block, Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.drawn import in_its_own_process
@@ -1080,7 +1080,7 @@ def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
     figures: Figures = []
     monkeypatch.setattr(template, "content_of", lambda _: math.log(0))
     figure = template.figure(SimpleNamespace(height=100, frames=()))
-    (block,) = placed([{"choices": [{"text": "", "figures": [figure]}]}], figures)
+    (block,) = placed([Block(choices=[{"text": "", "figures": [figure]}])], figures)
     assert block["figures"][0]["numbers"] == [0]
     assert figures[0]["problem"].startswith("This figure could not be drawn: ValueError")
 

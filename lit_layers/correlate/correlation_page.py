@@ -26,7 +26,7 @@ from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.metrics import look_up
-from lit_layers.report.template import Cells, Figures, Group, Table, block_of, figure, fill, placed
+from lit_layers.report.template import Block, Cells, Group, Table, block_of, figure, fill
 
 HEADLINE = "Pearson r"
 
@@ -185,17 +185,18 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
 
 def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot], over: OverTag | None = None) -> str:
     """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
-    figures: Figures = []
-    beside = [] if over is None else [_over_block(over)]
+    beside = []
+    if over is not None:
+        note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
+        beside = [block_of(f"Correlation over {over.tag}", [("", over.chart())], note)]
     return fill(
         "correlation.html.jinja",
-        figures,
         table=table,
         findings=findings,
         title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=placed([*_plot_blocks(plots), *beside], figures),
+        blocks=[*_plot_blocks(plots), *beside],
         over=None if over is None else over_table(over),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
@@ -360,12 +361,7 @@ def _hover_text(cell: Any) -> str:
     return value(cell) if math.isfinite(cell) else str(cell)
 
 
-def _over_block(over: OverTag) -> dict[str, Any]:
-    note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
-    return block_of(f"Correlation over {over.tag}", [("", over.chart())], note)
-
-
-def _plot_blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:
+def _plot_blocks(plots: Sequence[Plot]) -> list[Block]:
     """A block a plot, drawn twice: with the names that have room on a wide page, and on a narrow one."""
     blocks = []
     for number, plot in enumerate(plots):
@@ -373,6 +369,6 @@ def _plot_blocks(plots: Sequence[Plot]) -> list[dict[str, Any]]:
         sizes = {"wide-only": (1140 if wide else 560, 560 if number == 0 else 420), "narrow-only": (_NARROW, 400)}
         charts = {kind: scatter_plot(plot.content, width=size[0], height=size[1]) for kind, size in sizes.items()}
         figures = [figure(chart, kind=kind) for kind, chart in charts.items()]
-        block = {"title": plot.title, "note": f"{plot.content.title}. {plot.note}", "wide": wide, "tall": True}
-        blocks.append({**block, "choices": [{"text": "", "figures": figures}]})
+        look = {"title": plot.title, "note": f"{plot.content.title}. {plot.note}", "wide": wide, "tall": True}
+        blocks.append(Block(look, choices=[{"text": "", "figures": figures}]))
     return blocks

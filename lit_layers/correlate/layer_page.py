@@ -18,7 +18,7 @@ from lit_layers.figures.labels import value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.report.template import Block, Cells, Figures, Group, Table, block_of, fill, placed
+from lit_layers.report.template import Block, Cells, Group, Table, block_of, fill
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -60,7 +60,6 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 
 def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
     """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
-    figures: Figures = []
     charts, chosen = depth_charts(tables), choice_charts(tables, findings)
     wide = lambda chart: chart is charts[0] and len(charts) % 2 == 1  # noqa: E731
     depth = [block_of(chart.title, [("", chart)], wide=wide(chart)) for chart in charts]
@@ -75,18 +74,17 @@ def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
         blocks.append(block_of(heading(result), zip(texts, drawn, strict=True), note))
     return fill(
         "layers.html.jinja",
-        figures,
         tables=tables,
         findings=findings,
         title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
-        depth=placed(depth, figures),
-        scatters=placed(blocks, figures),
+        depth=depth,
+        scatters=blocks,
         coefficients=correlation_table(tables, findings),
-        correlations=placed([_coefficients(correlation_charts(tables, findings))], figures),
+        correlations=[_coefficients(correlation_charts(tables, findings))],
         choices=choice_table(tables, findings),
-        selection=placed([block_of(chart.y.title, [("", chart)], kind="scrolled") for chart in chosen], figures),
+        selection=[block_of(chart.y.title, [("", chart)], kind="scrolled") for chart in chosen],
     )
 
 

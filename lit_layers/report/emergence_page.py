@@ -1,8 +1,7 @@
 """The page, the files and the tables of emergence times."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lit_layers.clock.state_maps import run_maps, step_maps
 from lit_layers.clock.state_maps import sentences as state_sentences
 from lit_layers.clock.state_similarity import CKA, kept_states, similarity_of_steps
 from lit_layers.clock.state_similarity import COLUMNS as SIMILARITY_COLUMNS
-from lit_layers.clock.step_curves import AxisName, StepCurve
+from lit_layers.clock.step_curves import AxisName
 from lit_layers.clock.times_and_order import (
     COLUMNS,
     Clock,
@@ -48,7 +47,7 @@ from lit_layers.report.emergence_charts import (
     time_text,
     timeline,
 )
-from lit_layers.report.template import Block, Figures, Table, block_of, fill, placed, table_of
+from lit_layers.report.template import Block, Table, block_of, fill, table_of
 
 ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
@@ -98,50 +97,10 @@ def write_emergence(
     files |= {"agreement.csv": agreement} if len(agreement) else {}
     files |= {} if forecasts is None else {"forecast_errors.csv": forecasts.errors}
     paths = records.write_files(folder, files)
-    charts = _Charts(
-        timeline=timeline(clock, axis=axis) if any(time.emerges for time in clock.times) else None,
-        orders={run: order_matrix(clock, run) for run in clock.runs if surest_pairs(clock, run)},
-        rising=monotonicity_charts(layers, clock, axis=axis),
-        harms={run: prediction_charts(predicted, blocks, run, axis=axis) for run in predicted["run"].unique()},
-        leads={run: lead_lag_chart(leads, run) for run in leads["run"].unique()},
-        forecast=error_chart(forecasts) if forecasts is not None and len(forecasts.errors) else None,
-        fronts=layer_fronts(clock, axis=axis),
-        states=_state_blocks(states, several=len(clock.runs) > 1),
-    )
-    pictures = write_pictures(charts.named(), folder)
-    page = _page(clock, charts, axis, agreement, predicted, leads, forecasts, state_sentences(states))
+    content, charts = _figures(clock, axis, layers, blocks, predicted, leads, forecasts, states)
+    pictures = write_pictures(charts, folder)
+    page = _page(clock, axis, agreement, content)
     return [*records.write_files(folder, {"emergence.html": page}), *pictures, *paths]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Charts:
-    """The figures of a page, each drawn once: by run, or with what it is of."""
-
-    timeline: Chart | None
-    orders: dict[str, Chart]
-    rising: list[tuple[str, Chart]]
-    harms: dict[str, list[Chart]]
-    leads: dict[str, Chart | None]
-    forecast: Chart | None
-    fronts: list[tuple[StepCurve, Chart]]
-    states: list[Block]
-
-    def named(self) -> Iterator[tuple[str, Chart | Panels]]:
-        """Yields what the files of each are called after, and the chart."""
-        if self.timeline is not None:
-            yield "timeline", self.timeline
-        yield from ((f"order {run}", chart) for run, chart in self.orders.items())
-        yield from ((f"monotonicity {name}", chart) for name, chart in self.rising)
-        for run, charts in self.harms.items():
-            yield f"blocks {run}", Panels(title="", charts=charts, columns=1, width=640)
-        yield from ((f"lead_lag {run}", chart) for run, chart in self.leads.items() if chart is not None)
-        if self.forecast is not None:
-            yield "forecast", self.forecast
-        for curve, chart in self.fronts:
-            yield f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart
-        for block in self.states:
-            charts = [each["chart"] for choice in block["choices"] for each in choice["figures"]]
-            yield f"states {block['title']}", Panels(title="", charts=charts, columns=3, width=300)
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -162,34 +121,73 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
     }
 
 
-def _page(
+def _figures(
     clock: Clock,
-    charts: _Charts,
     axis: AxisName,
-    agreement: pd.DataFrame,
+    layers: Sequence[LayerCurve],
+    blocks: Sequence[BlockTable],
     predicted: pd.DataFrame,
     leads: pd.DataFrame,
     forecasts: ModelForecasts | None,
-    alike: Sequence[str],
-) -> str:
-    figures: Figures = []
+    states: pd.DataFrame,
+) -> tuple[dict[str, Any], list[tuple[str, Chart | Panels]]]:
+    """What the page shows, by its parts, and what the files of each figure are called after: each is drawn once."""
+    several, first, named = len(clock.runs) > 1, list[Block](), list[tuple[str, Chart | Panels]]()
+    if any(times.emerges for times in clock.times):
+        chart = timeline(clock, axis=axis)
+        first.append(_block("Timeline", chart, kind="named"))
+        named.append(("timeline", chart))
+    orders = {run: order_matrix(clock, run) for run in clock.runs if surest_pairs(clock, run)}
+    named += [(f"order {run}", chart) for run, chart in orders.items()]
+    rising = monotonicity_charts(layers, clock, axis=axis)
+    named += [(f"monotonicity {name}", chart) for name, chart in rising]
+    harms = {run: prediction_charts(predicted, blocks, run, axis=axis) for run in predicted["run"].unique()}
+    named += [(f"blocks {run}", Panels(title="", charts=of, columns=1, width=640)) for run, of in harms.items()]
+    lags = {run: lead_lag_chart(leads, run) for run in leads["run"].unique()}
+    named += [(f"lead_lag {run}", chart) for run, chart in lags.items() if chart is not None]
+    errors = error_chart(forecasts) if forecasts is not None and len(forecasts.errors) else None
+    named += [("forecast", errors)] if errors is not None else []
+    fronts = layer_fronts(clock, axis=axis)
+    named += [(f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart) for curve, chart in fronts]
+    similar = _state_blocks(states, several=several)
+    for block in similar:
+        charts = [each["chart"] for choice in block["choices"] for each in choice["figures"]]
+        named.append((f"states {block['title']}", Panels(title="", charts=charts, columns=3, width=300)))
+    for title, note, each in (
+        ("Which layer first", "", fronts),
+        ("Does it rise over the layers?", RISING, rising),
+    ):
+        if each:
+            first.append(block_of(title, [(chart.title.split(":")[0], chart) for _, chart in each], note))
+    spared = [
+        {
+            "run": run,
+            "lines": block_sentences(predicted, run),
+            "blocks": [_block(chart.title.split(":")[0], chart) for chart in charts],
+        }
+        for run, charts in harms.items()
+    ]
+    content = {
+        "blocks": first,
+        "orders": [
+            _block(f"Order{f', {run}' if several else ''}", chart, kind="scrolled") for run, chart in orders.items()
+        ],
+        "spared": spared,
+        "leads": [_leads(leads, run, chart) for run, chart in lags.items()],
+        "forecast": None if forecasts is None else _forecast(forecasts, errors),
+        "alike": state_sentences(states),
+        "states": similar,
+    }
+    return content, named
+
+
+def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
+    """The page of these parts, with what is said in words."""
     emerges = [times.emerges for times in clock.times]
     # Without the mean over seeds.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
-    blocks = [_block("Timeline", charts.timeline, kind="named")] if charts.timeline is not None else []
-    for title, note, each in (
-        ("Which layer first", "", charts.fronts),
-        ("Does it rise over the layers?", RISING, charts.rising),
-    ):
-        if each:
-            blocks.append(block_of(title, [(chart.title.split(":")[0], chart) for _, chart in each], note))
-    orders = [
-        _block(f"Order{f', {run}' if len(clock.runs) > 1 else ''}", chart, kind="scrolled")
-        for run, chart in charts.orders.items()
-    ]
     return fill(
         "emergence.html.jinja",
-        figures,
         title=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
         sentences={run: [sentence(*pair, axis=axis) for pair in emerged_in_order(clock, run)] for run in clock.runs},
         still={
@@ -198,25 +196,12 @@ def _page(
         facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(runs))],
         notes=_notes(clock),
         left_out=clock.left_out,
-        blocks=placed(blocks, figures),
-        orders=placed(orders, figures),
-        spared=[
-            {
-                "run": run,
-                "lines": block_sentences(predicted, run),
-                "blocks": placed([_block(chart.title.split(":")[0], chart) for chart in of_run], figures),
-            }
-            for run, of_run in charts.harms.items()
-        ],
-        leads=[_leads(leads, run, chart, figures) for run, chart in charts.leads.items()],
-        forecast=None if forecasts is None else _forecast(forecasts, charts.forecast, figures),
-        alike=alike,
-        states=placed(charts.states, figures),
         agreement=_agreement(agreement),
         agreed=agreement_sentence(agreement),
         paired=_how_paired(clock),
         times=_times(clock),
         confidence=f"{100 * clock.confidence:g}%",
+        **content,
     )
 
 
@@ -241,23 +226,23 @@ def states_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> 
     return {"name": "states", "title": "How alike the checkpoints are", "note": note, "metrics": blocks}
 
 
-def _leads(leads: pd.DataFrame, run: str, chart: Chart | None, figures: Figures) -> dict[str, Any]:
+def _leads(leads: pd.DataFrame, run: str, chart: Chart | None) -> dict[str, Any]:
     rows = lead_lag_rows(leads, run)
     columns = ("Pair", "Octaves", "r", "p", "q", "Given the loss: octaves", "r", "p", "q")
     return {
         "run": run,
         "lines": lead_lag_sentences(leads, run),
-        "blocks": placed([_block(chart.title, chart, kind="scrolled")] if chart is not None else [], figures),
+        "blocks": [_block(chart.title, chart, kind="scrolled")] if chart is not None else [],
         "table": table_of(columns, [("", rows)]) if rows else None,
     }
 
 
-def _forecast(forecasts: ModelForecasts, chart: Chart | None, figures: Figures) -> dict[str, Any]:
+def _forecast(forecasts: ModelForecasts, chart: Chart | None) -> dict[str, Any]:
     columns = ("Forecast by", "Mean error", "Of the baseline's", "Of the loss's", "80% intervals that hold", "Width")
     rows = error_rows(forecasts)
     return {
         "lines": forecast_sentences(forecasts),
-        "blocks": placed([_block(chart.title, chart)] if chart is not None else [], figures),
+        "blocks": [_block(chart.title, chart)] if chart is not None else [],
         "errors": table_of(columns, rows) if rows else None,
     }
 

@@ -18,7 +18,7 @@ from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence_page, sections, variant_sections
-from lit_layers.report.template import Figures, charts_in, fill, placed, write_page
+from lit_layers.report.template import charts_in, fill, write_page
 
 
 def page_of_folder(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
@@ -32,16 +32,15 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    figures: Figures = []
     emergence = _emergence(run, allow_suspect=allow_suspect)
-    emergence["blocks"] = placed(emergence["blocks"], figures)
-    training = placed(sections.training(run), figures)
-    shown = [{**section, **_unfolded(placed(section["metrics"], figures))} for section in shown]
+    for section in shown:
+        blocks = section["metrics"]
+        section["metrics"] = [block for block in blocks if not block.get("folded")]
+        section["diagnostics"] = [block for block in blocks if block.get("folded")]  # which a reader opens
     suspects = run_data.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
         "run.html.jinja",
-        figures,
         title=run.name,
         run=run,
         facts=run_data.headline_facts(run),
@@ -59,7 +58,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
         emergence=emergence if any(emergence.values()) else None,
-        training=training,
+        training=sections.training(run),
         sections=shown,
         cost=run_data.cost(run) if any(each.seconds for each in run.measurements) else [],
         duration=run_data.duration,
@@ -68,7 +67,6 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         short=run_data.shortened,
         title_of=sentence,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
-        has_tokens=any("tokens" in figure for figure in figures),
     )
 
 
@@ -102,14 +100,6 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     if not comparing and (states := emergence_page.states_of_run(run.name, drawable, run.root)) is not None:
         shown.append(states)
     return frame, shown
-
-
-def _unfolded(blocks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What a section shows at once, and what a reader opens."""
-    return {
-        "metrics": [block for block in blocks if not block.get("folded")],
-        "diagnostics": [block for block in blocks if block.get("folded")],
-    }
 
 
 def _results(table: Any) -> list[dict[str, Any]]:

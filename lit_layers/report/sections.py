@@ -48,7 +48,7 @@ def sections(
             blocks, aside = aside, []
         if blocks:
             title, note = sentence(analysis), analysis_note(analysis)
-            metrics_of = [*balanced(blocks), *({**each, "folded": True} for each in balanced(aside))]
+            metrics_of = [*balanced(blocks), *(Block(each, folded=True) for each in balanced(aside))]
             shown.append({"name": analysis, "title": title, "note": note, "metrics": metrics_of})
     return shown
 
@@ -88,7 +88,7 @@ def block(
         choice["figures"] += [figure(None)] * (places - len(choice["figures"]))
     wide = len(shown[0]["figures"]) > 1 if wide is None else wide
     readings = [each for metric in of if (each := reading(metric)) is not None]
-    return {"title": title, "note": note, "wide": wide, "choices": shown, "readings": readings}
+    return Block(title=title, note=note, wide=wide, choices=shown, readings=readings)
 
 
 def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def _concepts(rows: Rows) -> Block:
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
     note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
     drawn = block("Categories of word pairs (cosine)", note, choices, wide=True, of=rows.having("concept"))
-    return {**drawn, "tall": True}
+    return Block(drawn, tall=True)
 
 
 def _residuals(rows: Rows) -> Block:

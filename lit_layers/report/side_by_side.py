@@ -25,7 +25,7 @@ from lit_layers.figures.theme import INK, MUTED, rounded, spread
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.sections import Captioned, balanced, block
-from lit_layers.report.template import Cells, Figures, Group, Table, charts_in, fill, placed
+from lit_layers.report.template import Block, Cells, Group, Table, charts_in, fill
 from lit_layers.schema import run_facts
 
 Array = NDArray[np.floating[Any]]
@@ -312,15 +312,13 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 
 def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
     """Returns the page: what the groups are, a table of last values, and the figures of each analysis."""
-    figures: Figures = []
     groups = list(content.groups)
     shown = [
-        {"name": analysis, "title": sentence(analysis), "metrics": placed(balanced(blocks), figures)}
+        {"name": analysis, "title": sentence(analysis), "metrics": balanced(blocks)}
         for analysis, blocks in _blocks(content, axis).items()
     ]
     return fill(
         "runs.html.jinja",
-        figures,
         title=f"{sum(map(len, content.groups.values()))} runs",
         facts=[("Groups" if len(groups) < sum(map(len, content.groups.values())) else "Runs", len(groups))],
         groups=content.groups,
@@ -336,9 +334,9 @@ def write_pictures(content: SideBySide, folder: Path, *, axis: AxisName = "step"
     return vega.write_pictures((pair for name, blocks in sections for pair in charts_in(name, blocks)), folder)
 
 
-def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[dict[str, Any]]]:
+def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
     groups = list(content.groups)
-    by_analysis: dict[str, list[dict[str, Any]]] = {}
+    by_analysis: dict[str, list[Block]] = {}
     metrics = grouped(content.lines.items(), lambda item: item[0][:2])
     for (analysis, metric), items in sorted(metrics.items(), key=lambda item: (item[0][0], rank(item[0][1]))):
         choices = []

@@ -19,7 +19,10 @@ from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
 
 Figures = list[dict[str, Any]]  # of one page, as its script takes them
-Block = dict[str, Any]  # the figures of a metric, with what stands above them
+
+
+class Block(dict[str, Any]):
+    """The figures of a metric, with what stands above them: `fill` gives each figure its place on the page."""
 
 
 class Cells(NamedTuple):
@@ -68,7 +71,7 @@ def block_of(
 ) -> Block:
     """Returns a block with one figure, which the reader chooses by these texts."""
     choices = [{"text": text, "figures": [figure(chart, kind=kind)]} for text, chart in charts]
-    return {"title": title, "note": note, "wide": wide, "tall": tall, "choices": choices}
+    return Block(title=title, note=note, wide=wide, tall=tall, choices=choices)
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
@@ -90,9 +93,10 @@ def content_of(chart: Chart) -> dict[str, Any]:
     return content | ({"frames": list(chart.frames)} if len(chart.frames) > 1 else {})
 
 
-def fill(template: str, figures: Figures, **content: Any) -> str:
-    """Returns a page as text, with the figures that its blocks were `placed` with."""
-    page = files("lit_layers.report").joinpath("page")
+def fill(template: str, **content: Any) -> str:
+    """Returns a page as text, with the figures of all blocks in the lists and dictionaries of its content."""
+    page, figures = files("lit_layers.report").joinpath("page"), Figures()
+    content = placed(content, figures)
     specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
     return (
         _environment()
@@ -103,6 +107,7 @@ def fill(template: str, figures: Figures, **content: Any) -> str:
             css=page.joinpath("page.css").read_text(encoding="utf-8"),
             js=page.joinpath("page.js").read_text(encoding="utf-8"),
             written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
+            has_tokens=any("tokens" in figure for figure in figures),
             **content,
         )
     )
@@ -120,38 +125,37 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def placed(blocks: Sequence[Block], figures: Figures) -> list[Block]:
-    """Returns the blocks with, for each place of a figure, the numbers of the figures that the choices put there.
+def placed(content: Any, figures: Figures) -> Any:
+    """Returns content whose blocks have, for each place of a figure, the numbers of what the choices put there.
 
     All that the blocks show is added to `figures`.
     """
-    shown = []
-    for block in blocks:
-        choices = block["choices"]
-        numbers = [[_number(each, figures) for each in choice["figures"]] for choice in choices]
-        first = choices[0]["figures"]
-        heights = [_height(each["chart"]) for each in first]
-        if not block.get("tall"):  # figures that stand side by side
-            heights = [max(heights)] * len(heights)
-        places = [
-            {
-                "captions": [choice["figures"][place]["caption"] for choice in choices],
-                "numbers": [choice[place] for choice in numbers],
-                "problem": each["problem"],
-                "absent": _is_absent(each),
-                "height": height,
-                "kind": each["kind"],
-            }
-            for place, (each, height) in enumerate(zip(first, heights, strict=True))
-        ]
-        texts = [choice["text"] for choice in choices]
-        shown.append({**block, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places})
-    return shown
-
-
-def _height(chart: Chart | None) -> int:
-    """In pixels; a slider stands below the plot."""
-    return 40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0)
+    if isinstance(content, list):
+        return [placed(part, figures) for part in content]
+    if not isinstance(content, dict):
+        return content
+    if not isinstance(content, Block):
+        return {name: placed(part, figures) for name, part in content.items()}
+    choices = content["choices"]
+    numbers = [[_number(each, figures) for each in choice["figures"]] for choice in choices]
+    first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
+    # in pixels; a slider stands below the plot
+    heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
+    if not content.get("tall"):  # figures that stand side by side
+        heights = [max(heights)] * len(heights)
+    places = [
+        {
+            "captions": [choice["figures"][place]["caption"] for choice in choices],
+            "numbers": [choice[place] for choice in numbers],
+            "problem": each["problem"],
+            "absent": _is_absent(each),
+            "height": height,
+            "kind": each["kind"],
+        }
+        for place, (each, height) in enumerate(zip(first, heights, strict=True))
+    ]
+    texts = [choice["text"] for choice in choices]
+    return {**content, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places}
 
 
 def _is_absent(drawn: Mapping[str, Any]) -> bool:
