@@ -118,14 +118,43 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     Raises:
         ValueError: fewer than 2 points, one that is zero or not finite (NaN there with `undefined="nan"`).
     """
+    rows, problems = _directions(points)
+    total, count = rows.sum(-2).square().sum(-1), rows.shape[-2]
+    return settled("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
+
+
+def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
+    """Logarithm of the mean of exp(-2 d^2) over pairs of different points, d the distance of their directions.
+
+    Range [-8, 0]: 0 where all directions are the same, -8 for two that are opposite. The more evenly directions fill
+    the sphere, the lower; independent uniform ones in many dimensions tend to -4. Unchanged by rotation and by positive
+    scaling of single points.
+
+    Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
+
+    Raises:
+        ValueError: fewer than 2 points, one that is zero or not finite (NaN there with `undefined="nan"`).
+    """
+    rows, problems = _directions(points)
+    count = rows.shape[-2]
+    same = torch.eye(count, dtype=torch.bool, device=rows.device)
+    exponents = (4 * (rows @ rows.mT) - 4).masked_fill(same, -torch.inf)  # d^2 = 2 - 2 cos
+    values = exponents.logsumexp((-2, -1)) - math.log(max(1, count * (count - 1)))
+    return settled("uniformity", values, problems, undefined)
+
+
+def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
+    """The points at length 1, and what keeps pairs of them from having an angle."""
     points = _of_sets(points)
-    broken, count = not_finite(points), points.shape[-2]
+    broken = not_finite(points)
     points = without(points, broken)
     rows, none = unit_rows(points, points.new_ones(points.shape[:-1], dtype=torch.bool))
-    total = rows.sum(-2).square().sum(-1)
-    problems = {"a value is not finite": broken, "a point is zero": none.any(-1)}
-    problems["it has fewer than 2 points"] = torch.tensor(count < 2, device=points.device)
-    return settled("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
+    few = torch.tensor(points.shape[-2] < 2, device=points.device)
+    return rows, {
+        "a value is not finite": broken,
+        "a point is zero": none.any(-1),
+        "it has fewer than 2 points": few,
+    }
 
 
 def massive_activation(

@@ -15,6 +15,7 @@ from lit_layers.functional import (
     normal_massive_activation,
     step_ratio,
     two_nn_dimension,
+    uniformity,
 )
 from lit_layers.functional.state_geometry import shuffled_features
 
@@ -93,6 +94,27 @@ def test_anisotropy_is_the_mean_cosine_of_two_different_points():
     points[3] = 0
     with pytest.raises(ValueError, match="a point is zero"):
         anisotropy(points)
+
+
+def test_uniformity_is_the_log_of_the_mean_gaussian_potential_of_two_different_points():
+    points = normal(40, 7) + 0.5
+    directions = (points / points.norm(dim=1, keepdim=True)).numpy()
+    potentials = np.exp(-2 * np.square(directions[:, None] - directions).sum(-1))
+    expected = np.log(potentials[~np.eye(40, dtype=bool)].mean())
+    assert uniformity(points).item() == pytest.approx(expected, rel=1e-12)
+    turned = points @ torch.linalg.qr(normal(7, 7, seed=1)).Q * torch.arange(1, 41)[:, None]
+    assert uniformity(turned).item() == pytest.approx(expected, rel=1e-12)
+    assert uniformity(torch.stack([points, points.flip(0)])).tolist() == pytest.approx([expected, expected])
+    assert uniformity(torch.ones(9, 3)).item() == pytest.approx(0, abs=1e-6)
+    assert uniformity(torch.eye(9)).item() == pytest.approx(-4)
+    assert uniformity(torch.tensor([[3.0, 0.0], [-1.0, 0.0]])).item() == pytest.approx(-8)
+    assert uniformity(normal(300, 2000)).item() == pytest.approx(-4, abs=0.02)
+    with pytest.raises(ValueError, match="it has fewer than 2 points"):
+        uniformity(points[:1])
+    points[3] = 0
+    with pytest.raises(ValueError, match="a point is zero"):
+        uniformity(points)
+    assert uniformity(points, undefined="nan").isnan()
 
 
 def test_a_planted_massive_activation_is_found_and_padding_is_not():
