@@ -3,6 +3,7 @@ pictures; the rows of the table that holds them all.
 """
 
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import pandas as pd
 
 from lit_layers import records
 from lit_layers.clock import times_of_run, times_table
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_line
 from lit_layers.figures import Chart, layer_matrix, layer_surface
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.tables import matching, select, usual_loops, variants_of
@@ -128,12 +129,6 @@ def surfaces_of(measurements: list[Measurement], name: str) -> dict[str, tuple[s
     return kinds
 
 
-def surface_charts(measurements: list[Measurement], name: str) -> dict[str, Chart]:
-    """Layers by steps as a heat map, of each metric of one analysis that stands in tables of results."""
-    frame, kinds = _frame(measurements), surfaces_of(measurements, name)
-    return {key: layer_surface(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
-
-
 def _frame(measurements: list[Measurement]) -> pd.DataFrame:
     return records.frame(measurements).drop(columns=records.AUDIT, errors="ignore")  # what comes here may be drawn
 
@@ -175,9 +170,10 @@ def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str
     charts: dict[str, Chart] = {}
     for name, measurements in series.items():
         try:
-            charts |= surface_charts(measurements, name)
+            frame, kinds = _frame(measurements), surfaces_of(measurements, name)
+            charts |= {key: layer_surface(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
         except (InputError, ValueError) as error:  # no picture is worth the run's end
-            logger.warning("no maps over layers of %s: %s", name, _first_line(error))
+            logger.warning("no maps over layers of %s: %s", name, first_line(error))
     return _drawn(charts, "layers by steps") if charts else {}
 
 
@@ -216,14 +212,25 @@ def of_the_whole_run(
             times = times_table(clock).drop(columns="run").astype(object)
             tables[TIMES] = [*map(str, times)], times.where(times.notna(), None).values.tolist()
     except Exception as error:  # no table is worth the run's end
-        logger.warning("no table of emergence times: %s", _first_line(error))
+        logger.warning("no table of emergence times: %s", first_line(error))
     try:
         if clock is not None and _draws() and any(times.emerges for times in clock.times):
             pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
     except Exception as error:  # nor is a picture
-        logger.warning("no picture of when metrics emerge: %s", _first_line(error))
+        logger.warning("no picture of when metrics emerge: %s", first_line(error))
     return tables, pictures
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).partition("\n")[0]
+def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:
+    """Tables and pictures (PNG) as a row of wandb or trackio takes them, which name their kinds alike.
+
+    Beside others of its name a picture has a slider over the steps.
+    """
+    made = {name: library.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+    return made | {name: library.Image(image(png)) for name, png in pictures.items()}
+
+
+def image(png: bytes) -> Any:
+    from PIL import Image  # what only heat maps need
+
+    return Image.open(io.BytesIO(png)).convert("RGB")

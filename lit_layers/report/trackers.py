@@ -5,7 +5,6 @@ over (`Tracker`). None of the four is imported here: who logs to one has done so
 """
 
 import contextlib
-import io
 import json
 import logging
 import queue
@@ -23,7 +22,7 @@ from lit_layers.errors import first_line
 from lit_layers.files.tables import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import TIMES, Table, heat_maps, of_the_whole_run
+from lit_layers.report.logged_numbers import TIMES, Table, as_logged, heat_maps, image, of_the_whole_run
 from lit_layers.report.wandb_files import AXIS
 from lit_layers.report.wandb_mirror import define
 
@@ -126,14 +125,10 @@ class WandbRun(Tracker):
         self._run.config.update({_PLACE: dict(about)}, allow_val_change=True)
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        self._log({**values, **self._images(pictures), AXIS: step})
+        self._log({**values, **as_logged(self._wandb, {}, pictures), AXIS: step})
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
-        made = {name: self._wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-        self._log({**made, **self._images(pictures)})
-
-    def _images(self, pictures: Pictures) -> dict[str, Any]:
-        return {name: self._wandb.Image(image(png)) for name, png in pictures.items()}
+        self._log(as_logged(self._wandb, tables, pictures))
 
     def _log(self, row: dict[str, Any]) -> None:
         define(self._run, row, self._defined)
@@ -215,14 +210,10 @@ class TrackioRun(Tracker):
         self._run.config[_PLACE] = json.loads(json.dumps(about, default=str))  # sent with the run's first row
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        self._run.log({**values, **self._images(pictures), self.axis: step})
+        self._run.log({**values, **as_logged(self._trackio, {}, pictures), self.axis: step})
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
-        made = {name: self._trackio.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-        self._run.log({**made, **self._images(pictures), self.axis: step})
-
-    def _images(self, pictures: Pictures) -> dict[str, Any]:
-        return {name: self._trackio.Image(image(png)) for name, png in pictures.items()}
+        self._run.log({**as_logged(self._trackio, tables, pictures), self.axis: step})
 
 
 def tracker_of(destination: Any) -> Tracker | None:
@@ -308,12 +299,6 @@ class TrackedRun(CallThread):
     def _give_up(self, reason: str) -> None:
         super()._give_up(reason)
         logger.warning("%s: gets nothing more (%s): %s has it", self.tracker.name, reason, self.root)
-
-
-def image(png: bytes) -> Any:
-    from PIL import Image  # what only heat maps need
-
-    return Image.open(io.BytesIO(png)).convert("RGB")
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

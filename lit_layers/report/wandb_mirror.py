@@ -1,7 +1,6 @@
 """A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
 
 import heapq
-import io
 import itertools
 import logging
 import os
@@ -16,7 +15,7 @@ from lit_layers.errors import InputError, first_line, refused
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import TABLE, TIMES, heat_maps, of_the_whole_run, values_of
+from lit_layers.report.logged_numbers import TABLE, TIMES, as_logged, heat_maps, of_the_whole_run, values_of
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
 
 try:
@@ -150,7 +149,7 @@ class WandbMirror:
         if self._run is None:
             return
         new, pictures = self._new(step, scalars, measurements)
-        new |= self._images(pictures)
+        new |= as_logged(self._wandb, {}, pictures)
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
@@ -311,12 +310,6 @@ class WandbMirror:
     def _name(self, measurement: Measurement) -> str:
         return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
-    def _images(self, pictures: Mapping[str, bytes]) -> dict[str, Any]:
-        """Pictures as W&B's images: beside others of their names, with a slider over the steps."""
-        from PIL import Image  # what only W&B's heat maps need
-
-        return {name: self._wandb.Image(Image.open(io.BytesIO(png))) for name, png in pictures.items()}
-
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Logs one row under the next number; one that the server has already is only noted."""
         number = self._sent.last_row + 1
@@ -338,8 +331,7 @@ class WandbMirror:
         measured, allowed = self._measured(), self._allow_suspect
         tables, pictures = of_the_whole_run(self.root, measured, self._plain, allow_suspect=allowed)
         if tables:
-            made = {name: self._wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-            self._send(None, made | self._images(pictures))
+            self._send(None, as_logged(self._wandb, tables, pictures))
 
     # ------------------------------------------------------------------------------------------- words
 

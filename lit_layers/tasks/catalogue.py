@@ -71,8 +71,8 @@ class ScoredTask(Task):
         chosen, place = super().checked_options(options, place), f"task {self.name}: {place}"
         if self.use == "mteb":
             fixed = _OF_MTEB if self.official else ("official",)
-            if told := [name for name in fixed if name in chosen]:
-                raise InputError(f"{place}: {told[0]}: mteb itself says it: leave it out")
+            if given := [name for name in fixed if name in chosen]:
+                raise InputError(f"{place}: {given[0]}: mteb itself says it: leave it out")
         refuse_outside(f"{place}: ", _RANGES, chosen)
         sets, size = (chosen.get(name, getattr(self, name)) for name in ("sets", "set_size"))
         if bool(sets) != bool(size):
