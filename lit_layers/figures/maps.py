@@ -138,16 +138,17 @@ def _pairs(
     scale = [_full((p for p in points if p.step == step), 0.5) for step in frames] if each_step else []
     ends = (-1.0, 1.0) if each_step else (-bound, bound)
     down, across, hover = names
-    look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "scale": scale, "hover": hover}
-    return Chart(
-        title=title,
-        x=key_axis(across, keys, unit=unit),
-        y=key_axis(down, keys, unit=unit),
-        cells=Cells(values=[*frames.values()], rows=keys, columns=keys, **look),
-        frames=[*frames],
-        height=450,
-        square=True,
-    )
+    look = {"ends": ends, "scheme": DIVERGING, "scale": scale, "hover": hover}
+    x, y = key_axis(across, keys, unit=unit), key_axis(down, keys, unit=unit)
+    return slider_map(title, frames, x, y, look, height=450, square=True)
+
+
+def slider_map(
+    title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
+) -> Chart:
+    """Returns values by row and column, of each step, over the keys of two axes; `look` are options of the `Cells`."""
+    cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
+    return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **options)
 
 
 def named_matrix(
@@ -159,13 +160,9 @@ def named_matrix(
     """
     keys, labels = list(range(len(names))), [wrapped(f"{name} ({n})") for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
-    return Chart(
-        title=title,
-        x=Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False),
-        y=Axis(labels=dict(enumerate(labels)), keys=keys, grid=False),
-        cells=Cells(values=[values], rows=keys, columns=keys, **look),
-        height=140 + row_height(labels) * len(keys),
-    )
+    x = Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False)
+    y = Axis(labels=dict(enumerate(labels)), keys=keys, grid=False)
+    return slider_map(title, {0: values}, x, y, look, height=140 + row_height(labels) * len(keys))
 
 
 def row_height(labels: Iterable[str]) -> int:
@@ -342,15 +339,9 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) 
     layers = sorted({point.layer for point in points if point.layer is not None})
     heads = sorted({point.tags[tables.HEAD] for point in points})
     frames = _by_step(points, lambda p: (p.layer, p.tags[tables.HEAD]), layers, heads)
-    colors = colored(metric, [row for table in frames.values() for row in table])
-    return Chart(
-        title=tables.title_of(metric, tags),
-        x=key_axis("Head", heads),
-        y=key_axis("Block", layers),
-        cells=Cells(values=[*frames.values()], rows=layers, columns=heads, hover="block {y}, head {x}", **colors),
-        frames=[*frames],
-        height=450,
-    )
+    look = colored(metric, [row for table in frames.values() for row in table]) | {"hover": "block {y}, head {x}"}
+    x, y = key_axis("Head", heads), key_axis("Block", layers)
+    return slider_map(tables.title_of(metric, tags), frames, x, y, look, height=450)
 
 
 # ------------------------------------------------------------------------------------------------ categories
@@ -380,15 +371,10 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     strong = [n for n in numbers if keys[n] == _HEADING]
     beside = {n: text for n, (text, *_) in enumerate(rows)}
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
-    texts = [full_text for _, full_text, _ in rows]
-    return Chart(
-        title=tables.title_of(metric, tags),
-        x=key_axis("Layer", layers),
-        y=Axis(keys=numbers, labels=beside, strong=strong, grid=False),
-        cells=Cells(values=[*frames.values()], rows=numbers, columns=layers, texts=texts, **look),
-        frames=[*frames],
-        height=_ROW * len(rows) + 170,
-    )
+    look["texts"] = [full_text for _, full_text, _ in rows]
+    y = Axis(keys=numbers, labels=beside, strong=strong, grid=False)
+    title, height = tables.title_of(metric, tags), _ROW * len(rows) + 170
+    return slider_map(title, frames, key_axis("Layer", layers), y, look, height=height)
 
 
 _HEADING = ("", "")  # of a row that has no values: the name of a group

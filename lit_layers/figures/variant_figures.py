@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, layer_axis
-from lit_layers.figures.chart import Cells, Chart, Series
+from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.maps import colored, key_axis, tabled
+from lit_layers.figures.maps import colored, key_axis, slider_map, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
 from lit_layers.figures.tables import Chosen, Point, grouped, rows_of, steps_of, title_of
@@ -146,23 +146,17 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
     steps = spread(steps_of(p for p in points if p.tags["variant"] == LOOPED), FRAMES)
     last = {(loops_of(p), middle_of(p) or 0): p.value for p in looped(last_of(points))}
     loops, middles = (sorted({*side}) for side in zip(*last, strict=True))
-    by_step = {step: [p for p in looped(points) if p.step == step] for step in steps}
-    values = [
-        tabled({(loops_of(p), middle_of(p)): p.value for p in part}, loops, middles, 4) for part in by_step.values()
-    ]
+    by_step = {step: {(loops_of(p), middle_of(p)): p.value for p in looped(points) if p.step == step} for step in steps}
+    values = {step: tabled(part, loops, middles, 4) for step, part in by_step.items()}
     best = best_looped(framed(points, steps), metric)
     dots = {"frame": [steps.index(p.step) for p in best], "mark": "circle-open", "size": 9, "color": "black"}
-    colors = colored(metric, [[*last.values()]], reverse=not look_up(metric).higher_is_better)
-    return Chart(
-        title=f"{title_of(metric, chosen.get('tags') or {})} over loops",
-        x=key_axis("Number of middle blocks in the loop (M)", middles, most=12),
-        y=replace(key_axis("Loops", loops, most=20), keys=[*reversed(loops)]),
-        cells=Cells(values=values, rows=loops, columns=middles, hover="M = {x}, {y} loops", **colors),
-        series=[Series(x=[middle_of(p) for p in best], y=[loops_of(p) for p in best], hover=False, **dots)],
-        frames=steps,
-        height=380,
-        background=MISSING,
-    )
+    dotted = [Series(x=[middle_of(p) for p in best], y=[loops_of(p) for p in best], hover=False, **dots)]
+    look = colored(metric, [[*last.values()]], reverse=not look_up(metric).higher_is_better)
+    look |= {"rows": loops, "hover": "M = {x}, {y} loops"}
+    x = key_axis("Number of middle blocks in the loop (M)", middles, most=12)
+    y = replace(key_axis("Loops", loops, most=20), keys=[*reversed(loops)])
+    title = f"{title_of(metric, chosen.get('tags') or {})} over loops"
+    return slider_map(title, values, x, y, look, series=dotted, height=380, background=MISSING)
 
 
 def variants_over_training(
