@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -243,10 +244,12 @@ class Clock:
     def __init__(self, times: Times) -> None:
         self.times, self.now, self.number = times, 0.0, 0
         self.ends: list[tuple[float, int]] = []
+        self.memory: dict[int, int] = {}
 
-    def start(self, number: int) -> None:
-        for _ in range(number):
+    def start(self, memory: Sequence[int]) -> None:
+        for each in memory:
             self.number += 1
+            self.memory[self.number] = each
             heapq.heappush(self.ends, (self.now + self.times.start, self.number))
 
     def send(self, worker: int, task: float, following: float | None) -> None:
@@ -266,8 +269,8 @@ class Few(Clock):
         super().__init__(times)
         self.room = room
 
-    def start(self, number: int) -> None:
-        super().start(min(number, self.room - self.number))
+    def start(self, memory: Sequence[int]) -> None:
+        super().start(memory[: self.room - self.number])
 
 
 def of_series(tasks: list[float]) -> list[Job[float]]:

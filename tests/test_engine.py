@@ -1,5 +1,6 @@
 """Who gets which job next, whatever workers are lost, and the tasks of a series on workers that are pretended."""
 
+import math
 import pickle
 import random
 import shutil
@@ -8,14 +9,18 @@ from collections import deque
 
 import pytest
 
+from lit_layers import records
+from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.measuring import one_checkpoint, ray_workers
+from lit_layers.measuring import one_checkpoint, one_model, ray_workers
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import ATTEMPTS, Event, Job, hand_out
+from lit_layers.models.saved import load
 from lit_layers.series import HubRevisions, OneModel, StepFolders
 from tests.support.every_analysis import of_images, of_prompts, of_text, prompts, save_inputs
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.random_text import RandomText
 from tests.support.series_hub import make_series, served, template
 
 
@@ -24,11 +29,15 @@ class Pretended:
 
     def __init__(self, work=lambda task, following: task, *, limit: int = 2, loses=lambda worker, task: False) -> None:
         self.work, self.limit, self.loses = work, limit, loses
-        self.waiting, self.ready, self.running, self.sent = 0, deque(), deque(), []
-        self.alive, self.number = set(), 0
+        self.waiting, self.ready, self.running, self.sent = deque(), deque(), deque(), []
+        self.alive, self.number, self.memory, self.asked = set(), 0, {}, []
 
-    def start(self, number: int) -> None:
-        self.waiting += number
+    def start(self, memory) -> None:
+        self.waiting.extend(memory)
+        self.asked.extend(memory)
+
+    def stop(self, worker) -> None:
+        self.alive.remove(worker)
 
     def send(self, worker, task, following) -> None:
         assert worker in self.alive
@@ -38,8 +47,9 @@ class Pretended:
 
     def next_event(self) -> Event | None:
         if self.waiting and len(self.alive) < self.limit:
-            self.waiting, self.number = self.waiting - 1, self.number + 1
+            self.number += 1
             self.alive.add(self.number)
+            self.memory[self.number] = self.waiting.popleft()
             return Event(self.number)
         if not self.running:
             return None
@@ -95,6 +105,62 @@ def test_a_job_that_ends_each_of_its_workers_is_given_up_and_the_others_are_done
     assert [task for _, task, _ in workers.sent].count("b1") == ATTEMPTS
 
 
+class Machine(Pretended):
+    """Workers that have as much memory between them as there is, the first that fits first."""
+
+    def __init__(self, room: int, **options) -> None:
+        super().__init__(**options)
+        self.room, self.most = room, 0
+
+    def next_event(self) -> Event | None:
+        free = self.room - sum(self.memory[each] for each in self.alive)
+        if fitting := [each for each in self.waiting if each <= free]:
+            self.waiting.remove(fitting[0])
+            self.waiting.appendleft(fitting[0])
+            self.limit = len(self.alive) + 1
+        else:
+            self.limit = 0
+        self.most = max(self.most, len(self.running))
+        return super().next_event()
+
+
+def test_small_jobs_are_not_held_back_by_the_memory_of_a_large_one():
+    large, small = Job("a", "large", 100, memory=8), [Job("b", f"small{n}", 1, memory=1) for n in range(12)]
+    machine = Machine(10)
+    found = [task for task, _ in hand_out([*small, large], machine)]
+    assert sorted(found) == sorted(["large", *(job.task for job in small)])
+    assert machine.most == 3, "the large one and two small ones at a time"
+    needed = {job.task: job.memory for job in [*small, large]}
+    assert all(machine.memory[worker] >= needed[task] for worker, task, _ in machine.sent)
+
+
+def test_a_worker_that_is_too_small_for_what_is_left_makes_room():
+    """The large job's worker is lost, and small ones have its room by then."""
+    machine = Machine(10, loses=lambda worker, task: task == "large" and worker == 1)
+    jobs = [Job("a", "large", 100, memory=8), *(Job("b", f"small{n}", 1, memory=3) for n in range(8))]
+    assert dict(hand_out(jobs, machine)) == {job.task: job.task for job in jobs}
+
+
+def test_every_job_is_done_whatever_memory_each_needs_and_whatever_workers_are_lost():
+    draws = random.Random(1)
+    for _ in range(200):
+        jobs = [
+            Job(draws.choice("abc"), str(n), draws.random(), draws.randint(0, 9)) for n in range(draws.randint(1, 30))
+        ]
+        machine = Machine(draws.randint(9, 30), loses=lambda *_: draws.random() < 0.1)
+        assert sorted(task for task, _ in hand_out(jobs, machine)) == sorted(job.task for job in jobs)
+        needed = {job.task: job.memory for job in jobs}
+        assert all(machine.memory[worker] >= needed[task] for worker, task, _ in machine.sent)
+
+
+def test_of_more_jobs_than_workers_are_asked_for_the_most_demanding_has_one(monkeypatch):
+    monkeypatch.setattr(ray_workers, "MOST", 5)
+    jobs = [Job("a", str(n), 1, memory=n) for n in range(23)]
+    machine = Machine(100)
+    assert len([*hand_out(jobs, machine)]) == 23
+    assert len(machine.memory) <= 5
+
+
 def test_progress_counts_what_is_done_and_names_what_is_under_way():
     heard = []
     list(hand_out(jobs("a1", "b1"), Pretended(limit=2), lambda done, under_way: heard.append((done, [*under_way]))))
@@ -116,9 +182,8 @@ def pretended(monkeypatch):
     class Here(Pretended):
         description = "2 workers"
 
-        def __init__(self, carried, *, threads: int, gpu: str, memory: int) -> None:
-            content, self.memory = pickle.dumps(carried), memory
-            copies = {}
+        def __init__(self, carried, *, threads: int, gpu: str, most: int) -> None:
+            content, copies = pickle.dumps(carried), {}
 
             def work(task, following):
                 worker = copies.setdefault(self.running_on, pickle.loads(content))
@@ -149,7 +214,36 @@ def test_the_record_is_that_of_one_process(run, tmp_path, pretended):
     assert (carried.settings, carried.audit) == (alone.settings, alone.audit)
     (workers,) = pretended
     assert sorted(task.analyses for _, task, _ in workers.sent) == [("other",)] * 3 + [("trajectory", "coupling")] * 3
-    assert workers.memory > one_checkpoint.OF_A_PROCESS
+    assert min(workers.memory.values()) > one_checkpoint.OF_A_PROCESS
+
+
+def test_workers_with_other_libraries_are_refused_before_a_number_is_written(run, tmp_path, pretended, monkeypatch):
+    """Of weights that only one worker sees, nobody could tell later whether all compute the same."""
+    known, measure = one_model.versions(), one_checkpoint.CheckpointWorker.__call__
+
+    def elsewhere(self, task, following):
+        with monkeypatch.context() as patch:
+            patch.setattr(one_model, "versions", lambda: {**known, "transformers": "99.1.0"})
+            return measure(self, task, following)
+
+    monkeypatch.setattr(one_checkpoint.CheckpointWorker, "__call__", elsewhere)
+    with pytest.raises(InputError, match=r"a worker measures under transformers 99.1.0 and this command runs under tr"):
+        analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
+    assert not records.read(tmp_path / "run" / "measurements.jsonl")
+
+
+def test_each_task_asks_for_its_own_memory_and_one_that_nobody_knows_for_the_most(
+    run, tmp_path, pretended, monkeypatch
+):
+    held = {"light": (1.0, 4000.0), "heavy": (2.0, 80000.0), "unknown": (math.inf, 0.0)}
+    monkeypatch.setattr(one_checkpoint, "counted", lambda model, analyses: held[analyses[0].name])
+    monkeypatch.setattr(one_checkpoint, "OF_A_PROCESS", 0)
+    monkeypatch.setattr(one_checkpoint, "STEP", 1)
+    analyses = [Trajectory(batches=RandomText(n + 1), name=name) for n, name in enumerate(held)]
+    analyze_series(StepFolders(run, steps=[0]), analyses, root=tmp_path / "run", engine="ray", kept_mb=0)
+    (workers,) = pretended
+    weights = sum(tensor.nbytes for tensor in load(run / "step-000000000").parameters())
+    assert workers.asked == [1.25 * (80000 + weights)] * 2 + [1.25 * (4000 + weights)]
 
 
 def test_what_is_done_is_not_carried_again(run, tmp_path, pretended):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.measuring.offline import analyze_series
+from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
 from tests.support.measured_series import sorted_lines, trained, two_groups
 
@@ -145,6 +147,33 @@ def test_any_number_of_workers_makes_the_record_of_one_process(run, alone, tmp_p
         result = analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
     assert result.failures == []
     assert sorted_lines(tmp_path / "run") == alone
+
+
+class Meeting:
+    """Work of a large job that ends when all small ones have, which begin when it has begun: else it fails."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
+
+    def __call__(self, task: str, following: str | None) -> bool:
+        (self.folder / task).touch()
+        until = time.monotonic() + 60
+        awaited = [f"small{n}" for n in range(self.number)] if task == "large" else ["large"]
+        while not all((self.folder / name).exists() for name in awaited) and time.monotonic() < until:
+            time.sleep(0.05)
+        return time.monotonic() < until
+
+
+def test_small_tasks_run_beside_a_large_one_which_has_its_place_first(tmp_path):
+    """On a machine of 10 GiB, of which the large one takes 8 and each small one 1."""
+    jobs = [Job("b", f"small{n}", 1, memory=2**30) for n in range(6)] + [Job("a", "large", 9, memory=8 * 2**30)]
+    with cluster(0) as made:
+        made.add_node(**NODE | {"num_cpus": 8, "memory": 10 * 2**30})
+        with (
+            joined(made.address),
+            RayWorkers(Meeting(tmp_path, 6), threads=1, gpu="cpu", most=8 * 2**30) as workers,
+        ):
+            assert dict(hand_out(jobs, workers)) == {job.task: True for job in jobs}
 
 
 def test_killed_workers_nodes_and_drivers_cost_nothing_but_time(run, alone, tmp_path):

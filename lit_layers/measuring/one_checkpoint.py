@@ -243,6 +243,7 @@ def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
 
 MARGIN = 1.25  # of the memory that is asked for, over what the plan counts
 OF_A_PROCESS = 2**30  # bytes that torch and the other libraries take
+STEP = 2**28  # bytes
 
 
 @dataclass(frozen=True)
@@ -300,20 +301,21 @@ def over_workers(
     """Yields each task with its outcome, in the order in which they are done; `unread`: whose weights the audit needs.
 
     Raises:
-        InputError: an engine that is not there, workers that cannot be started.
+        InputError: an engine that is not there, workers that cannot be started, or that have other libraries.
     """
-    jobs, memory = _jobs(measurer, due, unread)
+    jobs = _jobs(measurer, due, unread)
     if not jobs:
         return
-    total, threads = len(jobs), torch.get_num_threads()
+    total, threads, most = len(jobs), torch.get_num_threads(), max(job.memory for job in jobs)
     carried = CheckpointWorker(_carried(measurer), threads)
-    with ray_workers.RayWorkers(carried, threads=threads, gpu=measurer.options.device, memory=memory) as workers:
+    with ray_workers.RayWorkers(carried, threads=threads, gpu=measurer.options.device, most=most) as workers:
 
         def show(done: int, under_way: Sequence[Task]) -> None:
             what = ", ".join(dict.fromkeys(task.checkpoint for task in under_way[:2]))
             tell(done, total, f"{workers.description}: {what}" if what else workers.description)
 
         for task, outcome in ray_workers.hand_out(jobs, workers, show):
+            canary.refuse_other_versions(() if outcome is None else outcome.measurements)
             yield task, outcome or Outcome(failure=_lost(task))
     tell(total, total, "")
 
@@ -334,10 +336,10 @@ def _carried(measurer: Measurer) -> Measurer:
 
 def _jobs(
     measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], unread: set[str]
-) -> tuple[list[ray_workers.Job[Task]], int]:
-    """A job for each task, and the bytes of memory that a worker needs for any."""
+) -> list[ray_workers.Job[Task]]:
+    """A job for each task, with the memory that it needs."""
     whole = measurer.options.stream_blocks or not measurer.options.keep_downloads  # all analyses of one in one task
-    jobs, memory, counts = [], 0.0, {}
+    jobs, counts = [], {}
     for checkpoint, analyses in due:
         earlier = _earlier(measurer, checkpoint)
         groups: dict[Any, list[Analysis]] = {}
@@ -349,11 +351,16 @@ def _jobs(
             if key not in counts:
                 counts[key] = _counted(checkpoint, group)
             cost, held = counts[key]
-            memory = max(memory, held)
             task = Task(checkpoint.name, names, earlier, is_unread=number == 0 and checkpoint.name in unread)
-            jobs.append(ray_workers.Job(checkpoint.name, task, cost))
-    states = measurer.options.kept_mb * 2**20
-    return jobs, int(MARGIN * (memory + states) + OF_A_PROCESS) if memory else 0
+            jobs.append(ray_workers.Job(checkpoint.name, task, cost, _memory(held, measurer.options.kept_mb)))
+    most = max((job.memory for job in jobs), default=0)  # for what nobody knows
+    return [replace(job, memory=most) if math.isinf(job.cost) else job for job in jobs]
+
+
+def _memory(held: float, kept_mb: int) -> int:
+    """Bytes to ask for: in coarse steps, so that one worker does for tasks that are nearly alike; 0: not known."""
+    asked = MARGIN * (held + kept_mb * 2**20) + OF_A_PROCESS
+    return math.ceil(asked / STEP) * STEP if held else 0
 
 
 def _counted(checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[float, float]:

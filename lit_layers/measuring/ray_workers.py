@@ -24,13 +24,17 @@ PASSED_ON = ("HF_", "LIT_LAYERS_", "OMP_NUM_THREADS", "TOKENIZERS_")  # variable
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job(Generic[T]):
-    """`key` names what a worker keeps from one job to the next, such as a loaded checkpoint; `cost` is relative."""
+    """`key` names what a worker keeps from one job to the next, such as a loaded checkpoint; `cost` is relative.
+
+    `memory` is in bytes; 0: not known.
+    """
 
     key: str
     task: T
     cost: float = 0.0
+    memory: int = 0
 
 
 class Event(NamedTuple):
@@ -49,16 +53,18 @@ def hand_out(
     """Yields each task with its result, in the order in which they are done; None where it lost too many workers.
 
     A worker goes on with what it holds, then with what it was told would follow; else it takes the heaviest job of what
-    is no other's, else the heaviest.
+    is no other's, else the heaviest. It has the memory of one of the jobs, and takes those that need no more; where
+    none is left, it ends, and another one has its room.
     `tell` hears how many are done, and what is under way.
     """
     left = sorted(jobs, key=lambda job: -job.cost)
-    losses: Counter[int] = Counter()
+    losses: Counter[Job[T]] = Counter()
     under_way: dict[int, Job[T]] = {}
     held: dict[int, tuple[str, str | None]] = {}  # by each worker, and what it was told would follow
     idle: list[int] = []
     done = 0
-    workers.start(min(len(left), MOST))
+    memory = sorted((job.memory for job in jobs), reverse=True)
+    workers.start(memory[:: -(-len(memory) // MOST) or 1])  # the largest among them
     tell(done, ())
     while done < len(jobs):
         event = workers.next_event()
@@ -67,10 +73,10 @@ def hand_out(
             if event.is_lost:
                 held.pop(event.worker, None)
                 idle = [worker for worker in idle if worker != event.worker]
-                workers.start(1)
+                workers.start([workers.memory[event.worker]])
                 if job is not None:
-                    losses[id(job)] += 1
-                    if losses[id(job)] < ATTEMPTS:
+                    losses[job] += 1
+                    if losses[job] < ATTEMPTS:
                         left.insert(0, job)
                         job = None
             else:
@@ -80,25 +86,31 @@ def hand_out(
                 yield job.task, event.result
         while idle and left:
             worker = idle.pop(0)
-            job = left.pop(_choice(left, worker, held))
-            rest = [each for each in left if each.key != job.key]
+            fitting = [each for each in left if each.memory <= workers.memory[worker]]
+            if not fitting:
+                held.pop(worker, None)
+                workers.stop(worker)
+                continue
+            job = _choice(fitting, worker, held)
+            left.remove(job)
+            rest = [each for each in fitting if each.key != job.key]
             held[worker] = job.key, None
-            following = rest[_choice(rest, worker, held)] if rest else None
+            following = _choice(rest, worker, held) if rest else None
             held[worker] = job.key, None if following is None else following.key
             under_way[worker] = job
             workers.send(worker, job.task, None if following is None else following.task)
         tell(done, [job.task for job in under_way.values()])
 
 
-def _choice(left: Sequence[Job[Any]], worker: int, held: dict[int, tuple[str, str | None]]) -> int:
+def _choice(left: Sequence[Job[T]], worker: int, held: dict[int, tuple[str, str | None]]) -> Job[T]:
     """Which of the jobs, the heaviest first, a worker takes."""
     mine, following = held.get(worker, (None, None))
     taken = {key for other, keys in held.items() if other != worker for key in keys}
     for fits in (lambda key: key == mine, lambda key: key == following, lambda key: key not in taken):
-        for number, job in enumerate(left):
+        for job in left:
             if fits(job.key):
-                return number
-    return 0
+                return job
+    return left[0]
 
 
 class RayWorkers:
@@ -108,13 +120,13 @@ class RayWorkers:
         carried: what each worker gets: called with a task and the one that follows.
         threads: CPUs that a worker computes with; with a GPU one.
         gpu: cuda, cpu, or auto: a GPU each where the cluster has any.
-        memory: bytes that a worker needs; 0: not known.
+        most: bytes of memory that some worker needs; 0: not known.
 
     Raises:
-        InputError: Ray is not installed, or no cluster can be had.
+        InputError: Ray is not installed, or no cluster can be had, or none of its machines has so much memory.
     """
 
-    def __init__(self, carried: Any, *, threads: int, gpu: str, memory: int = 0) -> None:
+    def __init__(self, carried: Any, *, threads: int, gpu: str, most: int = 0) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told what is computed here
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
@@ -125,8 +137,10 @@ class RayWorkers:
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             self._join()
-        self._options = self._resources(threads, gpu, memory)
+        self._options = self._resources(threads, gpu, most)
         self._carried = ray.put(self.ray.cloudpickle.dumps(carried))
+        self.memory: dict[int, int] = {}  # of each worker, in bytes
+        self._places: dict[int, Any] = {}  # of each worker that asked for memory
         self._actors: dict[int, Any] = {}
         self._expected: dict[Any, int] = {}  # references to results: which worker's
         self._starting: set[int] = set()
@@ -181,7 +195,7 @@ class RayWorkers:
                 f"engine: a worker needs {memory / 2**30:.1f} GiB of memory, and no machine of the Ray cluster has "
                 f"more than {most('memory') / 2**30:.1f} GiB for it: ask for fewer or shorter texts, or --stream-blocks"
             )
-        return {"num_cpus": min(threads, int(most("CPU"))) or 1, "memory": memory}
+        return {"num_cpus": min(threads, int(most("CPU"))) or 1}
 
     @property
     def description(self) -> str:
@@ -189,17 +203,38 @@ class RayWorkers:
         number = len(self._actors) - len(self._starting)
         return f"{number} worker{'' if number == 1 else 's'}" if number else "waiting for workers"
 
-    def start(self, number: int) -> None:
-        """Asks for so many workers more: each says that it is ready, sooner or later."""
+    def start(self, memory: Sequence[int]) -> None:
+        """Asks for a worker more with each of these bytes of memory: each says that it is ready, sooner or later."""
         remote = self.ray.remote(max_restarts=0, max_task_retries=0, **self._options)(_Host)
-        for _ in range(number):
+        for each in memory:
             self._number += 1
-            actor = self._actors[self._number] = remote.remote([*sys.path], self._carried)
+            self.memory[self._number] = each
+            where = self._placed(each) if "num_gpus" not in self._options and each else {}
+            actor = self._actors[self._number] = remote.options(**where).remote([*sys.path], self._carried)
             self._starting.add(self._number)
             self._expected[actor.ready.remote()] = self._number
 
     def send(self, worker: int, task: Any, following: Any | None) -> None:
         self._expected[self._actors[worker].do.remote(task, following)] = worker
+
+    def stop(self, worker: int) -> None:
+        """Ends a worker that has nothing to do."""
+        self.ray.kill(self._actors.pop(worker))
+        self._give_back(worker)
+
+    def _placed(self, memory: int) -> dict[str, Any]:
+        """A place for the next worker: Ray finds them in the order in which they are asked for, as it does not with
+        workers, of which small ones would fill a machine before a large one comes.
+        """
+        group = self.ray.util.placement_group([{"CPU": self._options["num_cpus"], "memory": memory}])
+        self._places[self._number] = group
+        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        return {"memory": memory, "scheduling_strategy": strategy}
+
+    def _give_back(self, worker: int) -> None:
+        if (group := self._places.pop(worker, None)) is not None:
+            with contextlib.suppress(Exception):  # of a machine that is out of reach
+                self.ray.util.remove_placement_group(group)
 
     def next_event(self) -> Event | None:
         """Waits for one, for a moment."""
@@ -221,6 +256,7 @@ class RayWorkers:
     def _lost(self, worker: int, error: Exception) -> Event:
         with contextlib.suppress(Exception):  # it may be out of reach, and come back
             self.ray.kill(self._actors[worker])
+        self._give_back(worker)
         del self._actors[worker]
         self._lost_in_a_row += 1
         # A machine takes all of its workers with it, which says nothing of the others.
@@ -238,6 +274,8 @@ class RayWorkers:
         for actor in self._actors.values():
             with contextlib.suppress(Exception):
                 self.ray.kill(actor)
+        for worker in [*self._places]:
+            self._give_back(worker)
         if self._is_ours:
             self.ray.shutdown()
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -437,7 +438,8 @@ class InThisProcess:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def start(self, number: int) -> None:
+    def start(self, memory: Sequence[int]) -> None:
+        self.memory = {1: memory[0]}
         self.events.append(Event(1))
 
     def send(self, worker, task, following) -> None:
