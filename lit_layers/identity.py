@@ -33,6 +33,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
+from lit_layers.files.remote_runs import addressed
 from lit_layers.schema import Count, Real, Seconds, Tag
 
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
@@ -121,19 +122,21 @@ def hash_of(config: Any, spelled: Mapping[str, str] | None = None) -> str:
 def spelled_as(measured: Iterable[Mapping[str, Any]], config: Any) -> dict[str, str]:
     """Returns what to call the places on this machine that a config names, so that its hash is that of a measurement
     whose provenance is given: as they are named, absolute, as seen from the working directory, or as the model was
-    named then. Nothing where none of that is.
+    named then; else local copies by the addresses that they are copies of.
     """
+    addresses = {word: address for word in _words(config) if (address := addressed(word)) != word}
     hashes = {str(each.get("config_hash")): str(each.get("checkpoint")) for each in measured}
     paths = sorted({word for word in _words(config) if os.path.exists(word)}) if hashes else []
     ways: list[Iterable[str]] = []
     for path in paths:
         name = os.path.basename(os.path.abspath(path))
         models = {each for each in hashes.values() if os.path.basename(os.path.abspath(each)) == name}
-        ways.append(dict.fromkeys((path, os.path.abspath(path), os.path.relpath(path), *sorted(models))))
+        address = addresses.get(path, path)
+        ways.append(dict.fromkeys((address, path, os.path.abspath(path), os.path.relpath(path), *sorted(models))))
     for way in itertools.product(*ways):
         if hash_of(config, spelled := dict(zip(paths, way, strict=True))) in hashes:
             return spelled
-    return {}
+    return addresses
 
 
 def _respelled(config: Any, spelled: Mapping[str, str]) -> Any:

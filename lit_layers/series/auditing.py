@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.files.remote_runs import addressed
+from lit_layers.files.remote_store import is_remote
 from lit_layers.records import Measurement, Store
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
@@ -301,7 +303,7 @@ class SeriesMeasurements:
         was trained in the root, if one was.
         """
         root = self.store.path.parent
-        home, step, here = os.path.realpath(root), checkpoints[0].step, checkpoints[0].place()
+        home, step, here = _place(root), checkpoints[0].step, checkpoints[0].place()
         place = _model_of(here, step)
         is_elsewhere = run_facts(root).get("run") == run and not (
             step is not None and Path(str(place)).is_relative_to(home)
@@ -337,8 +339,13 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
     if "commit" in source:
         revision = source.get("revision")
         return checkpoint if step is not None or revision in (None, MAIN) else f"{checkpoint}@{revision}"
-    folder = os.path.realpath(checkpoint)
+    folder = _place(checkpoint)
     return folder if step is None else os.path.dirname(folder)
+
+
+def _place(folder: str | Path) -> str:
+    """Where a folder really is, however it is named; of a local copy what it is a copy of."""
+    return str(folder) if is_remote(folder) else addressed(os.path.realpath(folder))
 
 
 def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
@@ -346,7 +353,7 @@ def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
     checkpoint = source.get("checkpoint")
     if step is None or checkpoint is None or "commit" in source:
         return _model_of(source, step) if "commit" in source else checkpoint
-    return source.get("series") or os.path.basename(os.path.dirname(os.path.realpath(checkpoint)))
+    return source.get("series") or os.path.basename(os.path.dirname(_place(checkpoint)))
 
 
 def is_suspect(verdict: str) -> bool:

@@ -25,8 +25,10 @@ from lit_layers.files.remote_store import Claim, Store
 from lit_layers.training.checkpoints import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
+from tests.support.measured_series import of_texts
 from tests.support.runs import make_run
 from tests.support.s3_server import s3_server
+from tests.support.series_hub import make_series, template
 from tests.support.undrawn import leave_undrawn
 
 pytestmark = [pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"), pytest.mark.timeout(600)]
@@ -122,6 +124,25 @@ def test_a_checkpoint_of_a_run_is_fetched_alone_with_the_numbers_and_the_story_o
     with remote_roots.in_local_copies("analyze", ["--root", url, url], {}) as (_, root, model):
         assert root == model == str(copy.folder)
     assert {*there} - {*copy.files()} == {"resume/step-000000001/config.json"}
+
+
+def test_a_model_on_a_store_is_known_by_its_address_on_every_machine(bucket, tmp_path, machine, capsys):
+    """Local copies lie elsewhere on each, and were taken for another model's."""
+    url = f"{bucket}/model/run"
+    run = make_series(template(tmp_path / "model", vocab_size=300), tmp_path / "run", (0, 4), name="step-{:09d}")
+    for path in (each for each in run.glob("step-*/*") if each.is_file()):
+        Store(url).put(path, path.relative_to(run).as_posix())
+    command = ["analyze", url, "--config", str(of_texts(tmp_path)), "--root", str(tmp_path / "out")]
+    assert main([*command, "--steps", "[0]"]) == 0
+    machine("another")
+    assert main([*command, "--steps", "[4]"]) == 0
+    assert "1 measured, 0 were known" in capsys.readouterr().out
+    measured = records.read(tmp_path / "out" / LOGS[0])
+    assert [m.provenance["checkpoint"] for m in measured] == [f"{url}/step-{step:09d}" for step in (0, 4)]
+    one = [*command[:1], f"{url}/step-000000004", *command[2:-1], str(tmp_path / "new"), "--untrained", "3"]
+    assert main(one) == 0
+    (new,) = records.read(tmp_path / "new" / LOGS[0])
+    assert new.run == f"{url}/step-000000004@untrained-3"
 
 
 def test_a_damaged_line_is_refused_with_the_address_and_the_local_copy(bucket, tmp_path, capsys):
