@@ -6,7 +6,7 @@ between a half and two. Memory is the most that is resident in a process of its 
 most that its scratch folder holds. GPT-2 of random weights on the Python standard library's source, or a ViT on digits.
 
     python benchmarks/plan.py --save
-    python benchmarks/plan.py --single --save     each analysis by itself, on models of width 64 and 768
+    python benchmarks/plan.py --single --save     each analysis by itself, width 64 and 768: five CPU minutes
 """
 
 import argparse
@@ -278,10 +278,11 @@ def singly(options: argparse.Namespace) -> int:
             if width < 512 or name not in NARROW_ALONE:
                 cases[f"{name}, {width} wide"] = Case.alone(model, analysis)
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in cases}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         for name, case in cases.items():
             seconds[name][0].append(case.plan().seconds)
             seconds[name][1].append(case.measure())
+        print(f"round {number + 1} of {options.rounds}: {time.process_time():.0f} CPU seconds", file=sys.stderr)
     rows = [row(name, *both, planning.duration) for name, both in seconds.items()]
     return finish("plan_of_analyses", rows, options)
 
