@@ -376,10 +376,10 @@ def _trained_map(
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
     """Sum over tokens of the logarithm of the true token's rank, 1 the first; equal logits count half; NaN is NaN."""
-    of_target = logits.gather(1, rows.target[:, None])
-    above = (logits > of_target).sum(-1) + ((logits == of_target).sum(-1) - 1) / 2
-    rank = (1 + above).to(of_target.dtype).where(logits.isfinite().all(-1), torch.nan)
-    return rank.log().sum()
+    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # how many more are above than below
+    rank = (logits.shape[1] + 1 + signs) / 2
+    defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
+    return rank.where(defined, torch.nan).log().sum()
 
 
 def _count(rows: Rows) -> list[Tensor]:
