@@ -178,10 +178,10 @@ class JacobianLens(Analysis):
         places = max(0, tokens - self.skip_first - 1)
         steps = self.tuned_steps if "tuned" in self.lenses else 0
         trained = 2 * steps * min(_ROWS, self.num_tuned * places) * model.num_layers  # there, and back to its input
-        compared = max(0, whole.texts - self._num_seen) * places
+        held_out = max(0, whole.texts - self._num_seen)
         readouts = len(self.lenses) + 2 * (self.file is None and "jacobian" in self.lenses)  # both halves, too
-        head = Part("head", trained + compared * (readouts * model.num_layers + 1))
-        small = Part("steps", 30 * steps * model.num_layers)
+        head = Part("head", trained + held_out * places * (readouts * model.num_layers + 1))
+        small = Part("steps", (30 * steps + 5 * held_out * readouts) * model.num_layers)
         held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
         return whole + Work(parts=(backward, head, small), device=whole.device + held)
 
