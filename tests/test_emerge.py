@@ -18,6 +18,7 @@ from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import wrapped
+from lit_layers.figures.theme import COLORS
 from lit_layers.figures.vega import encoded
 from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.identity import UNKNOWN
@@ -313,6 +314,21 @@ def test_steps_between_powers_of_ten_are_named_where_there_is_room(clock):
         curves = [replace(curve, at=np.geomspace(1, last, len(curve.at))) for curve in clock.curves]
         axis = timeline(Clock(curves, clock.times)).y
         assert " ".join(axis.labels.values()) == expected
+
+
+def test_the_legend_of_more_runs_than_colours_shows_their_marks():
+    def shapes(num_runs: int) -> list[dict]:
+        curve = StepCurve(run="", analysis="r", metric="accuracy", layer=None, tags={}, at=np.array(STEPS), values=AXIS)
+        times = EmergenceTimes(True, 0.01, *[Time(3.0, 2.0, 4.0)] * 4, (), 12, 0, np.arange(10.0))
+        runs = [replace(curve, run=f"run {number}") for number in range(num_runs)]
+        layers = timeline(Clock(runs, [times] * num_runs)).spec()["layer"]
+        return [layer["encoding"]["shape"] for layer in layers if layer["mark"]["type"] == "point"]
+
+    filled, hollow = shapes(len(COLORS) + 1)
+    assert filled["scale"]["range"] == [*["circle"] * len(COLORS), "square"]
+    assert filled == hollow
+    assert "symbolType" not in filled["legend"]
+    assert all("legend" not in shape for shape in shapes(len(COLORS)))
 
 
 def test_a_front_of_layers_shows_the_steps_at_which_they_are_half_way():

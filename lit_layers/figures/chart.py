@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from lit_layers.errors import refused
 from lit_layers.figures.axes import Axis, AxisName, Training, log_axis
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, symbol
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
     NUMBER,
     ORDER,
     area,
+    color_bar,
     digits,
     encoded,
     layer,
@@ -278,7 +279,7 @@ class Chart(Picture):
             mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
             places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
             layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
-        return [*layers, *([_bar(self.bar)] if self.bar is not None else [])]
+        return [*layers, *([color_bar(bar.title, bar.labels, bar.stops)] if (bar := self.bar) is not None else [])]
 
     def _intervals(self, axis: AxisName) -> list[dict[str, Any]]:
         """Bands and single lines, each only where there is one: Vega warns of a layer that has no point."""
@@ -316,7 +317,8 @@ class Chart(Picture):
     def _points(self) -> list[dict[str, Any]]:
         layers = []
         marks = [mark for s in self.series for mark in (s.mark, s.apart, *s.marks) if mark]
-        encoding = {"color": self._by_name("color", of_points=True), "shape": of_row("m"), "size": of_row("z")}
+        shape = self._by_name("mark") if self._legend_tells_marks else of_row("m")
+        encoding = {"color": self._by_name("color", of_points=True), "shape": shape, "size": of_row("z")}
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
             look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
             kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
@@ -327,10 +329,11 @@ class Chart(Picture):
         return layers
 
     def _by_name(self, what: str, *, of_points: bool = False) -> dict[str, Any]:
-        """The scale of a colour or dash by the names of the series, with their legend."""
+        """The scale of a colour, dash or mark by the names of the series, with their legend."""
         if of_points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return of_row("c")
-        looks = {s.name: s.color if what == "color" else DASHES[s.dash] for s in reversed(self.series)}
+        look = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash], "mark": lambda s: symbol(s.mark)}[what]
+        looks = {s.name: look(s) for s in reversed(self.series)}
         names = [*dict.fromkeys(s.name for s in self.series)]
         scale = {"domain": names, "range": [looks[name] for name in names]}
         return {"field": "s", "type": "nominal", "scale": scale, "legend": self._legend()}
@@ -339,6 +342,13 @@ class Chart(Picture):
     def legend_of_marks(self) -> bool:
         return not any(s.width for s in self.series if s.legend)
 
+    @property
+    def _legend_tells_marks(self) -> bool:
+        """Whether names have marks that differ, as where more of them are than colours."""
+        of_names = {(s.name, symbol(s.mark)) for s in self.series if s.mark}
+        differ = len({mark for _, mark in of_names}) > 1 and len(of_names) == len(dict(of_names))
+        return self.legend_of_marks and differ and not any(s.apart or s.marks for s in self.series)
+
     def _legend(self) -> dict[str, Any] | None:
         shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
         if not shown:
@@ -346,8 +356,8 @@ class Chart(Picture):
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
         look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
-        look |= {"symbolType": "circle", "symbolSize": 70} if self.legend_of_marks else {"symbolType": "stroke"}
-        look |= {} if self.legend_of_marks else {"symbolSize": 220}
+        look |= {} if self._legend_tells_marks else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
+        look |= {"symbolSize": 70 if self.legend_of_marks else 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
     def _touch(self) -> dict[str, Any]:
@@ -416,20 +426,6 @@ def _common(s: Series) -> dict[str, Any]:
     tells = "" if not s.hover else "text" if s.tells_texts else "all"
     values = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, s.steps, tells)
     return dict(zip("scmpzeojdg", (*values, s.label_color), strict=True))
-
-
-def _bar(bar: Bar) -> dict[str, Any]:
-    """Nothing but a colour bar above the plot."""
-    numbers = list(bar.labels)
-    labels = f"{json.dumps(list(bar.labels.values()))}[indexof({json.dumps(numbers)}, datum.value)]"
-    legend = {"title": bar.title, "orient": "top", "direction": "horizontal", "gradientLength": 150}
-    legend |= {"gradientThickness": 7, "values": numbers, "labelExpr": labels, "gradientOpacity": 1}
-    scale = {"domain": [min(numbers), max(numbers)], "range": list(bar.stops)}
-    fill = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
-    places = {"x": {"value": 0}, "y": {"value": 0}}
-    data = {"values": [{"v": number} for number in numbers]}
-    mark = {"type": "point", "opacity": 0, "tooltip": None}
-    return {"data": data, "mark": mark, "encoding": {"fill": fill, **places}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,12 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
     return colors
 
 
+def symbol(mark: str) -> str:
+    """Returns what Vega draws a mark as, hollow or not."""
+    name = mark.removesuffix("-open")
+    return MARKS.get(name, name)
+
+
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
     """Returns plain floats of so many digits, None for what cannot be drawn: pages stay small."""
     return [float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None for x in numbers]

@@ -118,6 +118,20 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
     return {"data": {"values": [{"at": at}]}, "mark": mark, "encoding": {side: place, **other}}
 
 
+def color_bar(title: str, labels: Mapping[int, str], stops: Sequence[str]) -> dict[str, Any]:
+    """Nothing but a colour bar above the plot, with labels at some numbers."""
+    numbers = list(labels)
+    texts = f"{json.dumps(list(labels.values()))}[indexof({json.dumps(numbers)}, datum.value)]"
+    legend = {"title": title, "orient": "top", "direction": "horizontal", "gradientLength": 150}
+    legend |= {"gradientThickness": 7, "values": numbers, "labelExpr": texts, "gradientOpacity": 1}
+    scale = {"domain": [min(numbers), max(numbers)], "range": list(stops)}
+    fill = {"field": "v", "type": "quantitative", "scale": scale, "legend": legend}
+    places = {"x": {"value": 0}, "y": {"value": 0}}
+    data = {"values": [{"v": number} for number in numbers]}
+    mark = {"type": "point", "opacity": 0, "tooltip": None}
+    return {"data": data, "mark": mark, "encoding": {"fill": fill, **places}}
+
+
 def sized(part: Any, sizes: Mapping[str, float]) -> Any:
     """A part of a specification with numbers for the signals `width` and `height`, which charts side by side lack."""
     if isinstance(part, list):
