@@ -74,7 +74,8 @@ class Metric:
 
     @property
     def with_unit(self) -> str:
-        return f"{self.title} ({self.unit})" if self.unit else self.title
+        unit = f", {self.unit}" if self.title.endswith(")") else f" ({self.unit})"
+        return f"{self.title}{unit}" if self.unit else self.title
 
     @property
     def title_beside(self) -> str:

@@ -107,6 +107,7 @@ def test_every_row_is_of_something_that_is_measured(measured, tmp_path):
 def test_the_rows_fit_each_other():
     names = [metric.name for group in metrics.GROUPS for metric in group.metrics]
     assert [name for name, count in Counter(names).items() if count > 1] == []
+    assert not [row.with_unit for row in METRICS.values() if ") (" in row.with_unit]
     headlines = sorted(row.headline for row in METRICS.values() if row.headline)
     assert headlines == [*range(1, len(headlines) + 1)]
     for row in METRICS.values():

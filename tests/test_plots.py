@@ -754,3 +754,11 @@ def test_each_row_of_intervals_has_its_text_beside_it(tmp_path: Path) -> None:
     charts = interval_rows(texts, marks, ["value"], kinds=["kind"])
     plots.Panels(title="", charts=charts).write(tmp_path / "a.svg")
     assert {*texts} <= {*svg_texts(tmp_path / "a.svg")}
+
+
+def test_the_texts_of_rows_are_not_cut_by_a_reader_s_wider_font(tmp_path: Path) -> None:
+    text = "SmolLM2 135M Instruct, median"
+    (chart,) = interval_rows([text], [Mark(0, 0, "kind", 0.5)], ["value"], kinds=["kind"])
+    chart.write(tmp_path / "a.svg")
+    (left,) = re.findall(r"^<svg.*?translate\((\d+),", (tmp_path / "a.svg").read_text())
+    assert float(left) > 178 + 7  # as wide as the text is in DejaVu Sans of 11 pixels, and what is between
