@@ -22,11 +22,13 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
 TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
 FAR_LESS = 0.6  # of the next least
+RETURN = 0.6  # distance of two steps over the larger one to a step between: healthy from 0.67
 SWAP, SWAP_AT_END = 0.9, 0.8  # length of the path with two steps exchanged: healthy from 0.96, at the ends from 0.85
 STRANGER = 0.9  # 1 - cosine to the nearer neighbour over the median one: healthy to 0.84, other trainings' from 0.97
 UNLIKE = 0.5  # cosine to both neighbours over theirs with each other: healthy from 1
 ENDS_ELSEWHERE = (0.2, 0.6)  # cosine of the last step, where those of all other neighbours are above the second
 JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
+FARTHER = 1.2  # the last step from the last but two, over the last but one: of a tensor over the median one
 LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor and over its largest at the neighbours
 HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
@@ -95,6 +97,10 @@ class Path:
         """The path of the other tensors, or of all where there are no others."""
         rest = {name: distance for name, distance in self.of_tensor.items() if name not in names}
         return self._joining(self.steps, rest, self.norms, self.rounding) if names and rest else self
+
+    def leaving_out(self, names: Collection[str]) -> "Path":
+        """The path through the checkpoints that do not bear these names."""
+        return self.at([place for place, one in enumerate(self.steps) if one.name not in names])
 
     def at(self, places: Sequence[int]) -> "Path":
         """The path through some of its checkpoints, or through all in another order."""
@@ -204,6 +210,24 @@ def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
     return sum(int((here != there).sum()) for here, there in pairs) / total if total else 1.0
 
 
+def off_the_way(path: Path) -> tuple[list[Finding], frozenset[str]]:
+    """What is wrong with the way from step to step, and the checkpoints whose place on it the weights do not show.
+
+    An explanation has to be a whole one: without what it names the rest is a way like any other. Otherwise several
+    steps are wrong and none of them is accused.
+    """
+    exchange = swapped(path)
+    found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
+    strays = list(out_of_line(straight))
+    names = {name for each in strays for name in each.names}
+    rest = straight.leaving_out(names)
+    if (found or strays) and (swapped(rest) or any(out_of_line(rest)) or _comes_back(rest.distance)):
+        says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
+        return [Finding("out of line", says)], frozenset(one.name for one in path.steps)
+    undecided = undecided_order(straight, names)
+    return [*found, *strays], undecided - {name for each in found for name in each.names}
+
+
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
     """Two steps that make the path shorter when they change places, and regular; and the path once they have."""
     path = _of_their_own(whole)
@@ -270,6 +294,14 @@ def undecided_order(path: Path, without: Collection[str]) -> frozenset[str]:
         if exchange.second == exchange.first + 1 and exchange.ratio < 1 / SWAP:
             places |= {exchange.first, exchange.second}
     return frozenset(path.steps[kept[place]].name for place in places if 0 <= place < count)
+
+
+def _comes_back(distance: np.ndarray) -> bool:
+    """Whether a step is much nearer to a later one than one of those between is to either of them."""
+    return any(
+        distance[before, after] < RETURN * max(distance[before, place], distance[place, after])
+        for before, place, after in itertools.combinations(range(len(distance)), 3)
+    )
 
 
 def _detour(distance: np.ndarray, place: int) -> float:
@@ -350,23 +382,42 @@ def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
     judged = {name: distance for name, distance in path.of_tensor.items() if name not in without}
-    tensors: dict[int, list[str]] = {}  # by checkpoint: names of those that lie off the way
+    off: dict[tuple[int, ...], list[str]] = {}  # by the places, one of which is meant: names of what lies off the way
     for name, distance in judged.items():
         detours = {place: _detour(distance, place) for place in range(1, count - 1)}
         for place in detours:
             least = min(distance[place - 1, place], distance[place, place + 1])
             if least > path.rounding * path.norms[name][place] and _is_least(detours, place, TENSOR_LINE):
-                tensors.setdefault(place, []).append(name)
-    jumps = {
-        name: distance[-2, -1] / distance[-3, -2]
+                off.setdefault((place,), []).append(name)
+    before = off.get((count - 2,), ())  # the way back from these is no jump of the last step
+    for name, places in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
+        off.setdefault(places, []).append(name)
+    for places, names in sorted(off.items()):
+        steps = [path.steps[place] for place in places]
+        if len(names) <= max(1, len(path.of_tensor) // 2):
+            plural, which = len(names) > 1, ", ".join(names[:3])
+            says = f"{which} alone {'are' if plural else 'is'} far from the steps beside it: rows in another order?"
+            if len(steps) > 1:
+                between = " and ".join(one.label for one in steps)
+                verb = "jump" if plural else "jumps"
+                says = f"{which} alone {verb} between {between}: rows of one of them in another order?"
+            yield finding("out of line", says, steps)
+
+
+def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors that move much more than the others between the last two steps, with the step that is off the way: the
+    one that is farther from the step before both than the other tensors have it, or both where neither is.
+    """
+    last = len(path.steps) - 1
+    moved = {
+        name: (distance[-2, -1] / distance[-3, -2], distance[-3, -1] / distance[-3, -2])
         for name, distance in judged.items()
-        if count > 2 and distance[-3, -2] > path.rounding * path.norms[name][-2]
+        if last > 1 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
-    middle = float(np.median(list(jumps.values()))) if len(jumps) > 3 else np.inf
-    before = tensors.get(count - 2, ())  # the way back from these is no jump of the last step
-    ahead = [name for name, jump in jumps.items() if jump > JUMP * middle and name not in before]
-    tensors.setdefault(count - 1, []).extend(ahead)
-    for place, names in sorted(tensors.items()):
-        if names and len(names) <= max(1, len(path.of_tensor) // 2):
-            says = f"{', '.join(names[:3])} alone {'are' if len(names) > 1 else 'is'} far from the steps beside it"
-            yield finding("out of line", f"{says}: rows in another order?", [path.steps[place]])
+    if len(moved) < 4:
+        return
+    jump, away = np.median(list(moved.values()), axis=0).tolist()
+    for name, (its_jump, its_way) in sorted(moved.items()):
+        if its_jump > JUMP * jump:
+            farther = its_way / away
+            yield name, (last,) if farther > FARTHER else (last - 1,) if farther < 1 / FARTHER else (last - 1, last)

@@ -208,13 +208,8 @@ def _findings_of_values(
     findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
     suspects = _names(each for each in findings if not each.note)
     path = audit_weights.Path.of([one for one in read if one.name not in suspects], prints)
-    exchange = audit_weights.swapped(path)
-    if exchange is not None:
-        findings.append(exchange[0])
-        path = exchange[1]
-    strays = list(audit_weights.out_of_line(path))
-    undecided = audit_weights.undecided_order(path, _names(strays))
-    return [*findings, *strays], undecided if exchange is None else undecided - _names([exchange[0]])
+    of_path, undecided = audit_weights.off_the_way(path)
+    return [*findings, *of_path], undecided
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

@@ -373,6 +373,45 @@ def test_healthy_steps_beside_a_strange_one_and_a_copy_are_not_accused(root, oth
     assert found_in(audit(StepFolders(root))) == {("identical weights", (60, 80)), ("out of line", (40,))}
 
 
+@pytest.mark.parametrize("exchanges", [((0, 80), (40, 60)), ((20, 80), (60, 100))])
+def test_of_two_exchanges_no_step_is_accused_that_is_right(root, exchanges):
+    for one, other in exchanges:
+        exchanged(root, one, other)
+    found = audit(StepFolders(root))
+    assert found_in(found) == {("out of line", ())}, "something is wrong, and nobody can say where"
+    assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> Path:
+    return series(tmp_path_factory.mktemp("few") / "run", Training(steps=(0, 20, 100, 120)))
+
+
+@pytest.mark.parametrize("step", [100, 120])
+def test_of_the_last_two_steps_the_one_with_other_rows_is_accused(few, tmp_path, step):
+    root = Path(shutil.copytree(few, tmp_path / "run"))
+    changed(root, step, permuted)
+    assert found_in(audit(StepFolders(root))) - {("gap", (40, 60, 80))} == {("out of line", (step,))}
+
+
+def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named(tmp_path):
+    """Four matrices on a straight way; one is as far from the last step as from the last but one, and these from each
+    other.
+    """
+    line = np.array([0.0, 1.0, 2.0, 2.1])
+    apart = np.abs(line[:, None] - line)
+    turned = apart.copy()
+    turned[1, 3] = turned[3, 1] = 1.0
+    turned[2, 3] = turned[3, 2] = 1.0
+    steps = [Checkpoint(series="s", name=f"s{step}", source=FolderSource(tmp_path), step=step) for step in range(4)]
+    of_tensor = dict.fromkeys("abc", apart) | {"w": turned}
+    norms = {name: np.full(4, 5.0) for name in of_tensor}
+    path = audit_weights.Path(steps, apart, np.ones((4, 4)), of_tensor, norms, 1e-5)
+    (found,) = audit_weights.out_of_line(path)
+    assert (found.steps, found.note) == ((2, 3), False)
+    assert found.message == "w alone jumps between step 2 and step 3: rows of one of them in another order?"
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_frozen(root, other_seed, alone):
     frozen(root, other_seed if alone else None)
