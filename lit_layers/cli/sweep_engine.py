@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_layers.files.durable import no_link
 from lit_layers.measuring import ray_workers
 from lit_layers.sweep import CellFolder
 from lit_layers.sweep.cells import environment_of
@@ -43,7 +44,7 @@ class CellWorker:
 
     def __call__(self, task: CellTask, following: CellTask | None) -> CellEnd:
         since = time.monotonic()
-        with open(task.log, "ab") as log:
+        with open(task.log, "ab", opener=no_link) as log:
             output_from = log.tell()
             try:
                 code = subprocess.run(
@@ -68,7 +69,7 @@ def _die_with_parent() -> None:
 
 
 def _lost(task: CellTask) -> CellEnd:
-    with open(task.log, "ab") as log:
+    with open(task.log, "ab", opener=no_link) as log:
         output_from = log.tell()
         log.write(f"{ray_workers.ATTEMPTS} workers were lost that ran it: it may need more memory\n".encode())
     return CellEnd(128 + signal.SIGKILL, 0.0, output_from)

@@ -23,10 +23,24 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.draft")
 
 
+def no_link(path: str, flags: int) -> int:
+    """An opener for files that are written in place: a link that came with somebody's folder leads nowhere."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def _write_new(draft: Path, content: str | bytes) -> None:
+    """A file of its own, whatever lay there: a link, too."""
+    while True:
+        draft.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError), open(draft, "xb") as file:  # by another process, just now
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            return
+
+
 def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
     """Replaces a file as a whole: a reader sees the old content or the new."""
     draft = draft_of(path)
-    draft.write_text(json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n", encoding="utf-8")
+    _write_new(draft, json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n")
     with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
         draft.chmod(0o644)
     sync(draft)
@@ -38,7 +52,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file, whole or not at all: two processes may do it at once."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        _write_new(draft, content)
         sync(draft)
         draft.replace(path)
     finally:

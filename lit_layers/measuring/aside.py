@@ -14,6 +14,7 @@ from typing import Any
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
+from lit_layers.files.durable import no_link
 from lit_layers.records import Measurement
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class MeasuringAside:
         about = {"root": str(root.resolve()), "path": sys.path, **options}
         root.mkdir(parents=True, exist_ok=True)
         # A file without a name: a pipe holds little, and the process may read it when training has ended.
-        with open(root / LOG, "ab") as log, tempfile.TemporaryFile() as message:
+        with open(root / LOG, "ab", opener=no_link) as log, tempfile.TemporaryFile() as message:
             message.write(json.dumps(about).encode() + b"\n" + content)
             message.seek(0)
             command = [sys.executable, "-P", "-m", "lit_layers.measuring.following"]

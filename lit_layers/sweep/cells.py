@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import records, schema
 from lit_layers.errors import InputError
-from lit_layers.files.durable import write_json
+from lit_layers.files.durable import no_link, write_json
 from lit_layers.schema import Count, Seconds
 from lit_layers.sweep.grid import Cell, Grid
 
@@ -32,7 +32,7 @@ except ImportError:  # Windows: two sweeps of one folder at once are the user's 
 
 def take(path: Path) -> IO[bytes] | None:
     """Returns the lock, held until it is closed; None where another process has it."""
-    lock = open(path, "wb")  # noqa: SIM115
+    lock = open(path, "ab", opener=no_link)  # noqa: SIM115
     if fcntl is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -309,7 +309,7 @@ class _Run:
     def __init__(self, cell: CellFolder, line: list[str], lock: IO[bytes], gpus: Sequence[str]) -> None:
         self.cell, self._lock, self._asked, self._since = cell, lock, False, time.monotonic()
         cell.started()
-        self._log = open(cell.log, "ab")  # noqa: SIM115
+        self._log = open(cell.log, "ab", opener=no_link)  # noqa: SIM115
         self._output_from = self._log.tell()
         # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, which then asks the runs to save.
         group: dict[str, Any] = {"process_group": 0, "pass_fds": [lock.fileno()]} if os.name == "posix" else {}

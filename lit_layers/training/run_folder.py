@@ -14,7 +14,7 @@ import lightning as L
 from lit_layers.data.shards import TokenShards
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.files.durable import write_json
+from lit_layers.files.durable import replace_file, write_json
 from lit_layers.models.build import true_vocab_size
 from lit_layers.schema import RUN_FILE, run_facts
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
@@ -159,7 +159,7 @@ class RunFolder(L.Callback):
         facts = run_facts(self.root, needed=_TO_GO_ON)
         self._clear_away()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
-            (self.root / CONFIG_FILE).write_text(self.config)
+            replace_file(self.root / CONFIG_FILE, self.config)
         self.run_id = facts["id"]
         resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
         self._write_facts({**facts, "resumed": resumed})
@@ -174,7 +174,7 @@ class RunFolder(L.Callback):
         _move(_contents(self.root), aside)
         try:
             self._write_facts(facts)
-            (self.root / CONFIG_FILE).write_text(self.config)
+            replace_file(self.root / CONFIG_FILE, self.config)
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:

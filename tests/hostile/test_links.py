@@ -1,0 +1,57 @@
+"""Folders of somebody else's hold links; what is written there stays there."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_layers.cli.main import main
+from lit_layers.errors import InputError
+from lit_layers.files.durable import no_link, replace_file, write_json
+from lit_layers.report.wandb_mirror import WandbMirror
+from lit_layers.sweep.cells import take
+from tests.cli.test_fit import RECIPE
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    file = tmp_path / "file of the user"
+    file.write_text("precious")
+    return file
+
+
+def test_nothing_is_written_or_emptied_through_a_link(victim: Path, tmp_path: Path) -> None:
+    root = tmp_path / "downloaded"
+    (root / "wandb").mkdir(parents=True)
+    places = (".run.json.draft", f".report.html.{os.getpid()}", "cell.lock", "cell.log", "wandb/.mirror.lock")
+    for place in places:
+        (root / place).symlink_to(victim)
+    write_json(root / "run.json", {"run": "new"})
+    replace_file(root / "report.html", "new")
+    assert '"new"' in (root / "run.json").read_text()
+    assert (root / "report.html").read_text() == "new"
+    mirror = WandbMirror.__new__(WandbMirror)
+    mirror.root = root
+    with pytest.raises(InputError, match="cannot write .*wandb: too many levels of symbolic links"):
+        mirror._take_lock()
+    with pytest.raises(OSError, match="symbolic links"):
+        take(root / "cell.lock")
+    with pytest.raises(OSError, match="symbolic links"):
+        open(root / "cell.log", "ab", opener=no_link)
+    assert victim.read_text() == "precious"
+    assert not [path for path in root.iterdir() if path.name in places[:2]]
+
+
+@pytest.mark.soak
+def test_a_run_begins_in_a_folder_whose_recipe_is_a_link_to_nothing(corpus: Path, tmp_path: Path) -> None:
+    root = tmp_path / "downloaded"
+    root.mkdir()
+    (root / "config.yaml").symlink_to(tmp_path / "made elsewhere")
+    recipe = {**RECIPE, "corpus": str(corpus), "root": str(root)}
+    recipe["trainer"] = {**recipe["trainer"], "max_steps": 1}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "analyses": recipe["analyses"][:1], "steps": [0]}))
+    assert main(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    assert not (tmp_path / "made elsewhere").exists()
+    assert (root / "config.yaml").is_file()
+    assert not (root / "config.yaml").is_symlink()
