@@ -33,6 +33,7 @@ from lit_layers.errors import InputError, refuse_pipe, refused
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
 OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
+_MOST_VALUES = 1_000_000  # of a recipe
 _LONG = 80  # characters of a value that a sentence shows
 _WORDS = {
     "string_type": "text",
@@ -124,6 +125,32 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return check(content, kind, path, remedy)
+
+
+def refuse_many_aliases(content: str) -> None:
+    """Refuses a recipe of which a few lines, by aliases of aliases, are more values than memory holds.
+
+    Raises:
+        InputError: saying so.
+    """
+    import yaml
+
+    sizes: dict[int, float] = {}
+
+    def size(node: Any) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # for a node within itself
+            pairs = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = itertools.chain(*pairs) if isinstance(node, yaml.MappingNode) else pairs
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    try:
+        whole = yaml.compose(content, Loader=yaml.SafeLoader) if "*" in content else None
+    except yaml.YAMLError:  # told by what reads it
+        return
+    if whole is not None and size(whole) > _MOST_VALUES:
+        raise InputError(f"a recipe stands for too many values by its aliases: expected at most {_MOST_VALUES:,}")
 
 
 def mapping_of(kind: type[T]) -> Any:

@@ -20,6 +20,7 @@ from omegaconf.resolvers import oc
 
 from lit_layers.errors import InputError, refuse_pipe
 from lit_layers.files.remote_store import is_remote
+from lit_layers.schema import refuse_many_aliases
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
 HELP = "lets recipes name the classes of this package, or of all modules of this folder; command line only, repeatable"
@@ -140,6 +141,10 @@ class RecipeParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog, ex) from ex
+
+    def _load_config_parser_mode(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        refuse_many_aliases(content)
+        return super()._load_config_parser_mode(content, *args, **kwargs)
 
     def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters

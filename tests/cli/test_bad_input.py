@@ -109,6 +109,11 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         ("correlate MODELS --metric coupling --score score --out=~", "out: expected a file or folder, got '~'"),
         ("publish RUN --out=~/x", "out: expected a file or folder, got '~/x', which no shell has written out"),
         ("publish RUN --out=\t", r"out: expected a file or folder, got '\t'"),
+        (
+            "correlate MODELS --metric coupling --score score --resamples 10000000",
+            "resamples: expected at most 1,000,000",
+        ),
+        ("sweep MODELS --root FOLDER --workers 100000", "workers: expected at most 10,000, got 100000"),
         ("watch RUN --every 1e11", "every: expected a positive number of seconds, a day of 86,400 at most, got"),
         ("watch RUN --root NOWHERE", "root: cannot write to NOWHERE"),
         ("compact TORN", "measurements.jsonl, line 2: not valid JSON"),

@@ -140,10 +140,10 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
 
     go_on, writers = RunFolder.go_on, tmp_path / "writers"
 
-    def noted(folder: RunFolder, step: int) -> None:
+    def noted(folder: RunFolder, step: int, **options: bool) -> None:
         with writers.open("a") as file:
             file.write(os.environ["RANK"])
-        go_on(folder, step)
+        go_on(folder, step, **options)
 
     monkeypatch.setattr(RunFolder, "go_on", noted)
 

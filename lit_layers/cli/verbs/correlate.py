@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT_OR_NONE, MANY, SEED, Range
+from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
 if TYPE_CHECKING:
     from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
@@ -71,7 +71,7 @@ def correlate(
     over_layers: OverLayers,
     *,
     step: int | None = None,
-    resamples: Annotated[int, Range(100, MANY, whole=True)] = 2000,
+    resamples: Annotated[int, Range(100, 1_000_000, whole=True)] = 2000,
     seed: Annotated[int, SEED] = 0,
     out: Path | None = None,
 ) -> int:

@@ -11,11 +11,12 @@ from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import DIVERGED, FAILED, run_verb
 from lit_layers.errors import InputError, refused
 from lit_layers.measuring.measuring_options import shard_of
-from lit_layers.schema import COUNT, Engine, refuse_no_shard
+from lit_layers.schema import Engine, Range, refuse_no_shard
 
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
 
+WORKERS = Range(1, 10_000, whole=True)
 _NAMED = 2  # running cells that the bar has room for
 
 
@@ -23,7 +24,7 @@ def sweep(
     file: Path,
     *,
     root: Path,
-    workers: Annotated[int, COUNT] = 1,
+    workers: Annotated[int, WORKERS] = 1,
     code: list[str] | None = None,
     any_command: bool = False,
     shard: str = "0/1",
