@@ -19,6 +19,7 @@ from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
@@ -107,7 +108,7 @@ class MtebTask(RoundedAnalysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        self._words  # noqa: B018 - a tokenizer that is not there is refused now
+        encode_texts(self._words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
