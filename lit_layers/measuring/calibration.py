@@ -118,8 +118,11 @@ class Bench:
         cut = cut.to_empty(device=self.device) if self.model.device.type == "meta" else cut.to(self.device)
         if self.model.origin == "structure":  # which weights show, whatever they are
             with torch.no_grad():
-                for tensor in filter(torch.is_floating_point, (*cut.parameters(), *cut.buffers())):
-                    tensor.nan_to_num_(0.02, 0.02, 0.02).clamp_(-0.02, 0.02)
+                for tensor in (*cut.parameters(), *cut.buffers()):
+                    if tensor.is_floating_point():
+                        tensor.nan_to_num_(0.02, 0.02, 0.02).clamp_(-0.02, 0.02)
+                    else:  # positions and kinds, which are looked up in tables
+                        tensor.zero_()
         view = LayeredModel(cut)
         with torch.no_grad():
             generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are
