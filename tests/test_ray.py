@@ -150,14 +150,16 @@ def test_any_number_of_workers_makes_the_record_of_one_process(run, alone, tmp_p
 
 
 class Meeting:
-    """Work of a large job that ends when all small ones have, which begin when it has begun: else it fails."""
+    """Work of a large job that ends when all small ones have begun, and of these, which end when it has begun: whoever
+    waits in vain, for five minutes on a busy machine, fails.
+    """
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.number = folder, number
 
     def __call__(self, task: str, following: str | None) -> bool:
         (self.folder / task).touch()
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         awaited = [f"small{n}" for n in range(self.number)] if task == "large" else ["large"]
         while not all((self.folder / name).exists() for name in awaited) and time.monotonic() < until:
             time.sleep(0.05)
