@@ -336,7 +336,7 @@ def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_pa
     ("words", "sentence"),
     [
         (["{}/nowhere"], "folder: expected a folder in which checkpoints appear"),
-        (["{}", "--every", "0"], "every: expected a positive number of seconds, got 0"),
+        (["{}", "--every", "0"], "every: expected a positive number of seconds, at most 86,400 (a day), got 0"),
         (["{}", "--patience", "-1"], "patience: expected a number of seconds of at least 0, got -1"),
         (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
         (["{}", "--shard", "2/2"], "shard: expected i/n with i from 0 to n - 1, got 2/2"),

@@ -593,12 +593,10 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
     root = make_run(tmp_path / "run", steps=(0,), analyses=("lens",))
     old = write_report(root).read_bytes()
 
-    def full_disk(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:9])
+    def full_disk(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(InputError, match=r"cannot write .*report\.html: no space left on device"):
         write_report(root)
     assert (root / "report.html").read_bytes() == old

@@ -87,8 +87,6 @@ def _pairs(value: Any) -> Pairs:
 def _path(value: Any) -> Path:
     if not str(value).strip():  # which would be the working directory, or a folder that nobody sees
         raise ValueError(f"expected a file or folder, got {str(value)!r}")
-    if str(value).partition("/")[0] == "~":  # a shell leaves it as it is behind `--out=`
-        raise ValueError(f"expected a file or folder, got {str(value)!r}, which no shell has written out")
     return Path(value)
 
 
@@ -127,7 +125,9 @@ class Recipe:
         options = _parsed(self.parser, self.argv)
         for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
             kind = getattr(action, "_typehint", None)
-            words = self.typed(action.dest) if kind in (str | None, Path | None) else []
+            words = self.typed(action.dest) if kind in (str | None, Path | None, Path) else []
+            if words and kind != str | None and words[-1].startswith("~/"):  # a shell leaves it so behind `--out=`
+                raise InputError(f"{action.dest}: expected a whole path, got {words[-1]!r}, with ~ not written out")
             if words and options[action.dest] is None and words[-1] != "null":
                 if kind == Path | None:
                     raise InputError(f"{action.dest}: expected a file or folder, got {words[-1]!r}")

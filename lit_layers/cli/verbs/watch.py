@@ -20,7 +20,7 @@ from lit_layers.measuring.targets import targets_of
 from lit_layers.schema import Range
 from lit_layers.series.checkpoint import Series
 
-INTERVAL = Range(0, 86_400, above=True, words="a positive number of seconds, a day of 86,400 at most")
+INTERVAL = Range(0, 86_400, above=True, words="a positive number of seconds, at most 86,400 (a day)")
 SECONDS = Range(0, math.inf, words="a number of seconds of at least 0")
 
 
