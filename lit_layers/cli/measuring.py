@@ -130,6 +130,8 @@ class Checkpoints(MeasuringOptions):
         """
         folder = Path(model)
         is_steps = folder.is_dir() and not (folder / "config.json").is_file()
+        if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
+            is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         if is_series and self.revision is not None:
             raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")

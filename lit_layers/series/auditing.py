@@ -17,7 +17,7 @@ from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Lis
 from lit_layers.series.checkpoint import Checkpoint, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER
 from lit_layers.series.hub_series import MAIN
-from lit_layers.series.local_series import run_in
+from lit_layers.series.local_series import SUBMODULE, run_in
 from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, outline
 
 Level = Literal["auto", "listing", "files", "weights"]
@@ -306,7 +306,10 @@ class SeriesMeasurements:
         others: dict[int | None, Measurement] = {}
         for m in self.store:
             there = _model_of(m.provenance, m.step)
-            if m.run == run and place != home and (is_elsewhere if there is None else there != place):
+            is_another = place != home and (is_elsewhere if there is None else there != place)
+            # Of a .ckpt file another network; what was measured before this was kept does not say of which it is.
+            is_another |= m.provenance.get(SUBMODULE, here.get(SUBMODULE)) != here.get(SUBMODULE)
+            if m.run == run and is_another:
                 others[m.step] = m
         if not others:
             return
@@ -320,6 +323,8 @@ class SeriesMeasurements:
                 return
         if names[0] == names[1]:
             names = [_model_of(other.provenance, other.step) or home, place]
+        if names[0] == names[1]:
+            names = [f"{place}: {each.get(SUBMODULE)}" for each in (other.provenance, here)]
         what = "take their place" if step is None else "be drawn as one curve with them"
         raise InputError(
             f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root"

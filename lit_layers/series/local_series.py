@@ -201,7 +201,8 @@ class NetworkTensors:
             )  # fmt: skip
             raise InputError(
                 f"no submodule holds the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
-                f"{self.folder} asks for; {near}: name the right config, or the submodule with model="
+                f"{self.folder} asks for; {near}: name the right config, or the submodule "
+                "with model= (--submodule)"
             )
         first, *others = whole
         for other in others:
@@ -209,7 +210,7 @@ class NetworkTensors:
             if any(not state[first + name].equal(state[other + name]) for name in both):
                 raise InputError(
                     f"the submodules {' and '.join(map(_quoted, whole))} each hold a {self.kind}, with other weights: "
-                    "name one with model="
+                    "name one with model= (--submodule)"
                 )
         return first
 
@@ -243,7 +244,7 @@ def _quoted(prefix: str) -> str:
     return repr(prefix.removesuffix(".")) if prefix else "(the module itself)"
 
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, SUBMODULE = "model.safetensors", "config.json", "submodule"
 
 
 class LightningCheckpoints(_LocalSeries):
@@ -379,7 +380,7 @@ class LightningSource(Source):
             self._folder = None
 
     def describe(self) -> dict[str, Any]:
-        return {"checkpoint": os.fspath(self.path)}
+        return {"checkpoint": os.fspath(self.path), SUBMODULE: self._prefix.removesuffix(".")}
 
     def tokenizer(self) -> str | None:
         return str(self.config) if TOKENIZER in self.files else None

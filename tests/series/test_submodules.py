@@ -10,6 +10,7 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.series import LightningCheckpoints, audit
+from tests.support.exports import saved_tokenizer
 from tests.support.saved_models import saved, saved_vit
 
 STEPS = (20, 40, 60)
@@ -122,3 +123,25 @@ def test_tensors_that_match_nothing_are_refused_and_never_hashed(tmp_path, capsy
     assert main(["audit", str(tmp_path / "none"), "--model", "net"]) == 2
     assert main(["audit", str(tmp_path), "--model", "net"]) == 2
     assert "submodule: " in capsys.readouterr().err
+
+
+def test_two_networks_of_one_project_are_never_one_curve(tmp_path, capsys):
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    files, _ = project(tmp_path, model, "student.{}", "teacher.{}", other=0.5)
+    (files / "config.json").write_bytes((tmp_path / "step-000000000" / "config.json").read_bytes())
+    command = ["analyze", str(files), "--tokenizer", str(saved_tokenizer(tmp_path))]
+    command += ["--metrics", "representation", "--root", str(tmp_path / "numbers")]
+
+    def said(*options: str) -> str:  # a folder of .ckpt files is a series, with or without --steps
+        code = main([*command, *options])
+        output = capsys.readouterr()
+        return f"{code}: {output.out}{output.err}"
+
+    assert "2: " in (refused := said())
+    assert "name one with model= (--submodule)" in refused
+    assert "0: " in said("--submodule", "student")
+    lines = (tmp_path / "numbers" / "measurements.jsonl").read_bytes()
+    refused = said("--submodule", "teacher")
+    assert f"holds measurements of {files}: student, and {files}: teacher would be drawn" in refused
+    assert (tmp_path / "numbers" / "measurements.jsonl").read_bytes() == lines
+    assert "0 measured" in said("--submodule", "student")
