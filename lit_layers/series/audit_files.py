@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,8 +296,10 @@ def _findings(
         yield finding(kind, says(value, usual), checkpoints, note=note)
 
 
-def changes(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """What should stay the same along a training."""
+def changes(
+    chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], damaged: Collection[str]
+) -> Iterator[Finding]:
+    """What should stay the same along a training; the sizes of `damaged` files are no measure for others."""
     read = [(one, prints[one.name]) for one in chosen if one.name in prints]
     yield from other_config(chosen)
     yield from other_tokenizer(chosen)
@@ -310,8 +312,9 @@ def changes(chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> 
         lambda value, usual: f"its values are {value}, those of the other steps {usual}",
         first_may_differ=True,
     )
-    if len(read) < len(chosen):
-        yield from other_size(chosen)
+    whole = [one for one in chosen if one.name not in damaged]
+    if len(read) < len(whole):
+        yield from other_size(whole)
 
 
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:

@@ -125,7 +125,7 @@ def audit(
     lost = _names(each for each in findings if not each.note and each.kind in ("no weights", "missing shard"))
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
-    findings += [*damaged, *audit_files.changes(complete, prints)]
+    findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]
     findings, undecided = _findings_of_values(steps, prints, listed.listing.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
     levels: dict[str, Level] = {one.name: _level_of(prints.get(one.name)) for one in chosen}

@@ -253,6 +253,12 @@ def test_a_planted_defect_is_found_and_nothing_else(root, name):
     assert {step for _, suspects in found for step in suspects} == set(steps), found
 
 
+def test_a_file_that_is_cut_short_is_no_measure_for_the_one_beside_it(root):
+    """As beside a training that removes old checkpoints and was killed while it wrote the last one."""
+    os.truncate(at(root, 80), at(root, 80).stat().st_size // 2)
+    assert found_in(audit(StepFolders(root, [60, 80]))) == {("damaged", (80,))}
+
+
 def test_a_second_audit_reads_no_weights(root, monkeypatch):
     first = audit(StepFolders(root))
     for folder in root.glob("step-*"):
