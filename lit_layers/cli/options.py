@@ -282,7 +282,8 @@ def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: I
         InputError: naming the file.
     """
     for path in map(Path, filter(None, read)):
-        if path.stem in written and path.resolve().parent == folder.resolve():
+        is_replaced = path.stem in written and path.resolve().parent == folder.resolve()
+        if is_replaced and not path.is_dir():  # of a run, which a file of that name leaves alone
             raise InputError(f"out: {path}, which is read, would be replaced in {folder}: name another folder")
 
 

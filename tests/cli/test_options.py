@@ -10,7 +10,8 @@ import yaml
 
 from lit_layers.cli.main import COMMANDS, main
 from lit_layers.cli.measuring import Checkpoints
-from lit_layers.cli.options import Recipe, arguments, parser_of
+from lit_layers.cli.options import Recipe, arguments, parser_of, refuse_replacing
+from lit_layers.errors import InputError
 from lit_layers.measuring.measuring_options import MeasuringOptions
 
 # Of each class of options one that is wrong, with what is said of it.
@@ -234,3 +235,11 @@ def test_what_yaml_reads_as_nothing_is_a_word_on_a_command_line(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("separator: null")
     assert Recipe(function_of("prepare"), [*words, "--config", str(recipe)]).read().separator is None
+
+
+def test_a_table_that_is_read_is_not_replaced_and_a_run_of_the_same_name_stands_in_nobodys_way(tmp_path: Path):
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "states.csv").touch()
+    refuse_replacing(tmp_path, [tmp_path / "layers", None], ("layers", "states"))
+    with pytest.raises(InputError, match="states.csv, which is read, would be replaced"):
+        refuse_replacing(tmp_path, [tmp_path / "layers", tmp_path / "states.csv"], ("layers", "states"))
