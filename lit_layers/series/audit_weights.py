@@ -224,12 +224,16 @@ def off_the_way(path: Path) -> tuple[list[Finding], frozenset[str]]:
     if (found or strays) and (swapped(rest) or any(out_of_line(rest)) or _comes_back(rest.distance)):
         says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
         return [Finding("out of line", says)], frozenset(one.name for one in path.steps)
-    undecided = undecided_order(straight, names)
-    return [*found, *strays], undecided - {name for each in found for name in each.names}
+    named = {name for each in found for name in each.names}
+    undecided = undecided_order(straight, names) if named or not found else {one.name for one in path.steps}
+    return [*found, *strays], frozenset(undecided - named)
 
 
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
-    """Two steps that make the path shorter when they change places, and regular; and the path once they have."""
+    """Two steps that make the path shorter when they change places, and regular; and the path once they have.
+
+    None is accused where two others make it the same path backwards.
+    """
     path = _of_their_own(whole)
     count = len(path.steps)
     best = max(_exchanges(path.distance), key=lambda exchange: exchange.saved, default=None)
@@ -247,9 +251,12 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
             regular &= after.distance[place, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
-    exchanged = [path.steps[best.first], path.steps[best.second]]
-    says = f"the weights of {exchanged[0].label} and {exchanged[1].label} fit in each other's place"
-    return finding("swapped", says, exchanged), whole.at(order)
+    backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
+    pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
+    says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
+    if backwards:  # of 4 or 5 steps: the way is as short from its end to its beginning, and nobody is accused
+        return Finding("swapped", f"{says}, and the weights do not show which"), whole.at(order)
+    return finding("swapped", says, pairs[0]), whole.at(order)
 
 
 def _of_their_own(path: Path) -> Path:

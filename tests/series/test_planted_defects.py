@@ -388,6 +388,16 @@ def test_of_two_exchanges_no_step_is_accused_that_is_right(root, exchanges):
     assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
 
 
+@pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
+def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root, steps):
+    exchanged(root, *steps)
+    found = audit(StepFolders(root, EVEN[:5]))
+    assert found_in(found) == {("swapped", ())}
+    (each,) = found.findings
+    assert all(pair in each.message for pair in ("step 20 and step 60", "step 0 and step 80"))
+    assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
+
+
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
     return series(tmp_path_factory.mktemp("few") / "run", Training(steps=(0, 20, 100, 120)))
