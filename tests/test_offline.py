@@ -139,6 +139,13 @@ def test_float64_is_used_where_asked_for(model, tmp_path):
     assert_same_numbers(found, whole, torch.float64)
 
 
+def test_what_is_measured_with_blocks_in_bfloat16_comes_back(model, tmp_path):
+    (found,) = analyze(model, [Lens(batches=three()[0].batches)], root=tmp_path / "run", dtype="bfloat16")
+    assert found.provenance["dtype"] == "float32"
+    assert "bf16_difference" in {record.metric for record in found.records}
+    assert records.read(tmp_path / "run" / "measurements.jsonl") == [found]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, stream):
     def refusal(analyses, folder=model, **options) -> str:

@@ -64,10 +64,10 @@ def analyze(
         InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
             root that holds the measurements of another model.
     """
-    series = OneModel(model, revision=revision)
-    options: dict[str, Any] = {"stream_blocks": stream_blocks, "device": device, "dtype": dtype, "progress": progress}
+    options = replace(ALONE, stream_blocks=stream_blocks, device=device, dtype=dtype)
+    series, analyses = OneModel(model, revision=revision), in_dtype(analyses, options)  # as they are in the record
     with remote_runs.written(root) as root:
-        analyze_series(series, analyses, root=root, **options)
+        analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
         earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
     return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now

@@ -40,7 +40,7 @@ from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.opening import UNAUDITED
 from lit_layers.series.weight_files import Fingerprint
 
-Dtype = Literal["float32", "float64"]
+Dtype = Literal["float32", "float64", "bfloat16"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
 STATE_FORMAT = "3"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
 UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
