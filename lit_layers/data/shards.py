@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
-from lit_layers.errors import InputError
-from lit_layers.files.durable import sync, write_json
+from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import no_link, sync, write_json
 from lit_layers.schema import Count
 
 FORMAT, VERSION = "lit_layers token shards", 1
@@ -138,7 +138,8 @@ class ShardWriter:
         self.sizes = {name: sizes.get(name, 0) for name in _FILES}
         self._files = {}
         for name, size in self.sizes.items():
-            file = self._files[name] = (folder / f"{name}.partial").open("ab")
+            with refused(f"cannot write to {folder}"):
+                file = self._files[name] = open(folder / f"{name}.partial", "ab", opener=no_link)  # noqa: SIM115
             if file.tell() < size:
                 raise InputError(f"{file.name} has {file.tell()} bytes of {size}: remove {folder} and prepare it again")
             file.truncate(size)  # what came after the last closed part is done again

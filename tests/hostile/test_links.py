@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from lit_layers.cli.main import main
+from lit_layers.data.shards import _FILES, ShardWriter
 from lit_layers.errors import InputError
 from lit_layers.files.durable import no_link, replace_file, write_json
+from lit_layers.records import Measurement, ScalarLog, Store
 from lit_layers.report.wandb_mirror import WandbMirror
 from lit_layers.sweep.cells import take
 from tests.cli.test_fit import RECIPE
@@ -41,6 +44,25 @@ def test_nothing_is_written_or_emptied_through_a_link(victim: Path, tmp_path: Pa
         os.close(no_link(str(root / "cell.log"), os.O_WRONLY | os.O_APPEND))
     assert victim.read_text() == "precious"
     assert not [path for path in root.iterdir() if path.name in places[:2]]
+
+
+def test_no_record_is_added_to_a_file_behind_a_link_nor_its_last_line_taken_for_a_torn_one(
+    victim: Path, tmp_path: Path
+) -> None:
+    """A line without its newline, such as a token is."""
+    root = tmp_path / "downloaded"
+    root.mkdir()
+    for name in ("measurements.jsonl", "log.jsonl", f"{_FILES[0]}.partial"):
+        (root / name).symlink_to(victim)
+    measurement = Measurement(run="r", step=0, tokens=None, analysis="a", records=[], seconds=0.0)
+    for write in (
+        lambda: Store(root / "measurements.jsonl").add(measurement),
+        lambda: ScalarLog(root / "log.jsonl").log(0, {"loss": 1.0}),
+        lambda: ShardWriter(root, np.dtype("uint16"), {}),
+    ):
+        with pytest.raises(InputError, match="cannot write .*: too many levels of symbolic links"):
+            write()
+    assert victim.read_text() == "precious"
 
 
 @pytest.mark.soak
