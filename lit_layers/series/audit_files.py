@@ -360,8 +360,12 @@ def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
     for name in (TOKENIZER, *_VOCABULARIES):
         files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
-        values = _contents(chosen, name, _tokenizer) if name == TOKENIZER else files
-        yield from _findings("other tokenizer", values, lambda *_, name=name: f"another {name} than at the other steps")
+        parsed = _contents(chosen, name, _tokenizer) if name == TOKENIZER else []
+        if any(each is not None for _, each in parsed):  # else of a library that is newer than this one's
+            for one in (one for one, each in parsed if each is None):
+                yield finding("damaged", f"its {name} is damaged", [one])
+            files = [pair for pair in parsed if pair[1] is not None]
+        yield from _findings("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
     for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
         settings = _contents(chosen, name, _keys_and_values)
         for one in (one for one, each in settings if each is None):
@@ -383,11 +387,11 @@ def _settings(settings: Mapping[str, Any], decides: bool) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def _tokenizer(text: str) -> str:
+def _tokenizer(text: str) -> str | None:
     try:
         return tokenizer_hash(Tokenizer.from_str(text))
-    except Exception:  # the library raises bare Exception; a damaged one is no other's equal
-        return text
+    except Exception:  # the library raises bare Exception
+        return None
 
 
 def _contents(chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Any]) -> list[tuple[Checkpoint, Any]]:

@@ -388,6 +388,15 @@ def test_of_two_exchanges_no_step_is_accused_that_is_right(root, exchanges):
     assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
 
 
+@pytest.mark.parametrize("odd", [60, 80])
+def test_a_tokenizer_that_is_cut_short_is_no_measure_for_the_one_beside_it(root, odd):
+    at(root, odd, "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    assert found_in(audit(StepFolders(root, [60, 80]))) == {("damaged", (odd,))}
+    for step in (60, 80):
+        at(root, step, "tokenizer.json").write_text(f'{{"version": "{step}.0"}}')
+    assert {kind for kind, _ in found_in(audit(StepFolders(root, [60, 80])))} == {"other tokenizer"}
+
+
 @pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
 def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root, steps):
     exchanged(root, *steps)
