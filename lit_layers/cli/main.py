@@ -166,10 +166,11 @@ def _refuse(sentence: str, command: str | None = None) -> int:
 def _printable(sentence: str) -> str:
     """One line, whatever it quotes: without control characters, which a terminal would obey, and with its two ends
     where it is endless."""
-    if len(sentence) > _LONGEST:
-        half = _LONGEST // 2
-        sentence = f"{sentence[:half]} ... ({len(sentence):,} characters) ... {sentence[-half:]}"
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
+    if len(shown) <= _LONGEST:
+        return shown
+    half = _LONGEST // 2
+    return f"{shown[:half]} ... ({len(sentence):,} characters) ... {shown[-half:]}"
 
 
 def _help() -> str:

@@ -31,7 +31,8 @@ def test_a_strange_command_is_answered_with_all(capsys):
 def test_what_a_sentence_quotes_is_cut_and_its_control_characters_are_written_out(tmp_path, capsys):
     table = tmp_path / "models.csv"
     table.write_text("model,x\na,1\nb,2\nc,3\n")
-    for word, quoted in (("a\n\x1b[2J\u2028é b", r"a\n\x1b[2J\u2028é b"), ("x" * 3_000_000, "x" * 1000)):
+    escapes = ("\x1b" * 3000, r"\x1b" * 250)
+    for word, quoted in (("a\n\x1b[2J\u2028é b", r"a\n\x1b[2J\u2028é b"), ("x" * 3_000_000, "x" * 1000), escapes):
         for argv in (["audit", word], ["correlate", str(table), "--metric=x", "--score", word], [word]):
             assert main(argv) == 2
             said = capsys.readouterr().err
