@@ -158,7 +158,7 @@ def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
         for suffix, picture in zip(SUFFIXES, pictures, strict=True):
             paths.append(path.with_name(path.name + suffix))
             with refused(f"cannot write {paths[-1]}"):
-                paths[-1].write_bytes(picture)
+                replace_file(paths[-1], picture)
     return paths
 
 

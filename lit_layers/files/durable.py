@@ -1,10 +1,13 @@
 """Files that survive a kill or a power cut."""
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from lit_layers.errors import InputError
 
 
 def sync(path: Path) -> None:
@@ -24,8 +27,17 @@ def draft_of(path: Path) -> Path:
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for files that are written in place: a link that came with somebody's folder leads nowhere."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    """An opener for files that are written in place: a link that came with somebody's folder leads nowhere.
+
+    Raises:
+        InputError: for a link.
+    """
+    try:
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise InputError(f"{path} is a link, and nothing is written through links: remove it") from error
+        raise
 
 
 def _write_new(draft: Path, content: str | bytes) -> None:

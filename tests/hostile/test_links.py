@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from lit_layers.cli.main import main
 from lit_layers.data.shards import _FILES, ShardWriter
 from lit_layers.errors import InputError
+from lit_layers.figures import vega
 from lit_layers.files.durable import no_link, replace_file, write_json
 from lit_layers.records import Measurement, ScalarLog, Store
 from lit_layers.report.wandb_mirror import WandbMirror
@@ -36,12 +38,13 @@ def test_nothing_is_written_or_emptied_through_a_link(victim: Path, tmp_path: Pa
     assert (root / "report.html").read_text() == "new"
     mirror = WandbMirror.__new__(WandbMirror)
     mirror.root = root
-    with pytest.raises(InputError, match="cannot write .*wandb: too many levels of symbolic links"):
-        mirror._take_lock()
-    with pytest.raises(OSError, match="symbolic links"):
-        take(root / "cell.lock")
-    with pytest.raises(OSError, match="symbolic links"):
-        os.close(no_link(str(root / "cell.log"), os.O_WRONLY | os.O_APPEND))
+    for name, write in (
+        ("wandb/.mirror.lock", mirror._take_lock),
+        ("cell.lock", lambda: take(root / "cell.lock")),
+        ("cell.log", lambda: os.close(no_link(str(root / "cell.log"), os.O_WRONLY | os.O_APPEND))),
+    ):
+        with pytest.raises(InputError, match=f"{name} is a link, and nothing is written through links: remove it"):
+            write()
     assert victim.read_text() == "precious"
     assert not [path for path in root.iterdir() if path.name in places[:2]]
 
@@ -60,9 +63,20 @@ def test_no_record_is_added_to_a_file_behind_a_link_nor_its_last_line_taken_for_
         lambda: ScalarLog(root / "log.jsonl").log(0, {"loss": 1.0}),
         lambda: ShardWriter(root, np.dtype("uint16"), {}),
     ):
-        with pytest.raises(InputError, match="cannot write .*: too many levels of symbolic links"):
+        with pytest.raises(InputError, match="is a link, and nothing is written through links: remove it"):
             write()
     assert victim.read_text() == "precious"
+
+
+def test_a_picture_takes_the_place_of_a_link(victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "downloaded"
+    root.mkdir()
+    (root / "loss.svg").symlink_to(victim)
+    monkeypatch.setattr(vega, "pictures_of", lambda specs, suffixes: [[b"drawn" for _ in suffixes] for _ in specs])
+    vega.write_pictures([("loss", SimpleNamespace(whole=dict))], root)
+    assert victim.read_text() == "precious"
+    assert (root / "loss.svg").read_text() == "drawn"
+    assert not (root / "loss.svg").is_symlink()
 
 
 @pytest.mark.soak
