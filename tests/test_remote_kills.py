@@ -97,7 +97,8 @@ def refuse_torn(root: Path) -> None:
         (facts,) = (json.loads(each.read_text()) for each in folder.glob("*.json"))
         assert (folder / "weights").read_bytes() == bytes([facts["step"] % 251]) * 20_000
         if "offset" in facts:
-            assert (root / "run.json").exists()
+            there = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.json*"))
+            assert {"run.json", "metrics.jsonl"} <= {*there}, there
             content = (root / "metrics.jsonl").read_bytes()[: facts["offset"]]
             assert json.loads(content.splitlines()[-1])["step"] == facts["step"]
 
