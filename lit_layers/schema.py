@@ -33,7 +33,7 @@ from lit_layers.errors import InputError, refuse_pipe, refused
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
 OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
-_MOST_VALUES = 1_000_000  # of a recipe
+_MOST_VALUES = 1_000_000  # of a YAML file
 _LONG = 80  # characters of a value that a sentence shows
 _WORDS = {
     "string_type": "text",
@@ -120,6 +120,7 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     refuse_pipe(path)
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
+    refuse_many_aliases(text, str(path))
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
@@ -127,8 +128,8 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     return check(content, kind, path, remedy)
 
 
-def refuse_many_aliases(content: str) -> None:
-    """Refuses a recipe of which a few lines, by aliases of aliases, are more values than memory holds.
+def refuse_many_aliases(content: str | bytes, place: str = "a recipe") -> None:
+    """Refuses YAML of which a few lines, by aliases of aliases, are more values than memory holds.
 
     Raises:
         InputError: saying so.
@@ -146,11 +147,12 @@ def refuse_many_aliases(content: str) -> None:
         return sizes[id(node)]
 
     try:
-        whole = yaml.compose(content, Loader=yaml.SafeLoader) if "*" in content else None
-    except yaml.YAMLError:  # told by what reads it
+        has_aliases = b"*" in content if isinstance(content, bytes) else "*" in content
+        whole = yaml.compose(content, Loader=yaml.SafeLoader) if has_aliases else None
+    except (yaml.YAMLError, ValueError, RecursionError):  # told by what reads it
         return
     if whole is not None and size(whole) > _MOST_VALUES:
-        raise InputError(f"a recipe stands for too many values by its aliases: expected at most {_MOST_VALUES:,}")
+        raise InputError(f"{place} stands for too many values by its aliases: expected at most {_MOST_VALUES:,}")
 
 
 def mapping_of(kind: type[T]) -> Any:

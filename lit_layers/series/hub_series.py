@@ -32,7 +32,7 @@ from lit_layers.series.checkpoint_sources import HubSource
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_MOST_NAMES = 10_000  # of repositories, by one spelling
+_MOST_NAMES, _MOST_OF_ALL = 10_000, 100_000  # repositories of one entry, and of a manifest
 _LIST = Field(strict=False)  # YAML has no tuples
 _Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
 _Tokens = Annotated[int, Field(ge=1, le=10**12), Expected("a whole number of at least 1")]
@@ -74,8 +74,12 @@ class Facts:
 
     def patterns(self) -> list[str]:
         """The names of repositories, with braces written out; `*`, `?` and `[...]` stand as in file names."""
-        spellings = [self.names] if isinstance(self.names, str) else self.names
-        return [name for spelling in spellings for name in expand(spelling)]
+        names: list[str] = []
+        for spelling in [self.names] if isinstance(self.names, str) else self.names:
+            names += expand(spelling)
+            if len(names) > _MOST_NAMES:
+                raise InputError(f"names: expected at most {_MOST_NAMES:,}, got more by {spelling[:80]!r}")
+        return names
 
 
 @with_config(schema.STRICT)
@@ -103,6 +107,8 @@ class Manifest:
                     Schedule(entry.steps)
                 if entry.grammar is not None:
                     Grammar(entry.grammar)
+                if sum(map(len, self._patterns)) > _MOST_OF_ALL:
+                    raise InputError(f"expected at most {_MOST_OF_ALL:,} names in a manifest, got more up to here")
             except InputError as error:
                 raise InputError(f"{self.path}: repositories.{number}: {error}") from error
 
