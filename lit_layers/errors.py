@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
 def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, most: int = 3) -> str:
     """Returns `did you mean A or B?` of the names that are near, whatever their case, or what is said `otherwise`."""
     spelt = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(word.lower(), spelt, n=most, cutoff=0.6 if most == 1 else 0.5)
+    near = difflib.get_close_matches(word[:400].lower(), spelt, n=most, cutoff=0.6 if most == 1 else 0.5)
     return f"did you mean {' or '.join(spelt[name] for name in near)}?" if near else otherwise
 
 

@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +29,9 @@ COMMANDS = {  # each a file of `verbs`
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
 FAILED, REFUSED, DIVERGED, INTERRUPTED = 1, 2, 3, 130
-_LONGEST = 3000  # characters of a sentence
+_LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
+_LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,9 +136,10 @@ def run_verb(command: str, rest: list[str]) -> int:
         refused = _refuse(str(error), command)
         return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
     except OSError as error:
-        if error.filename is None and error.errno not in _FULL:  # not about a file that was named
+        if error.filename is None and error.errno not in (*_FULL, *_LOST):  # not about a file that was named
             raise
-        where = "cannot write" if error.filename is None else str(error.filename)[:200]
+        unnamed = "cannot write" if error.errno in _FULL else "cannot read or write"
+        where = unnamed if error.filename is None else str(error.filename)[:200]
         return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         print(f"lit-layers {command}: interrupted", file=sys.stderr)
@@ -164,9 +167,14 @@ def _refuse(sentence: str, command: str | None = None) -> int:
 
 
 def _printable(sentence: str) -> str:
-    """One line, whatever it quotes: without control characters, which a terminal would obey, and with its two ends
-    where it is endless."""
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
+    """One line, whatever it quotes: without control characters, which a terminal would obey, and with the two ends of
+    an endless word or sentence."""
+    words = re.sub(
+        rf"\S{{{_LONGEST_WORD},}}",
+        lambda word: f"{word[0][:100]}...({len(word[0]):,} characters)...{word[0][-20:]}",
+        sentence,
+    )
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
     if len(shown) <= _LONGEST:
         return shown
     half = _LONGEST // 2

@@ -376,7 +376,9 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
     Where the parser of a class inside has refused something, that is the cause of `error`, and says it best.
     """
     if len(message) > _MOST_TEXT:  # a value of megabytes, for which the patterns would take hours
-        message = f"{message[: _MOST_TEXT // 2]} ... {message[-_MOST_TEXT // 2 :]}"
+        before, given, value = message.rpartition("Given value:")  # of a union, which repeats the value for each kind
+        end = f"{before[-100:]}{given}{value[: _MOST_TEXT // 2]}" if given else message[-_MOST_TEXT // 2 :]
+        message = f"{message[: _MOST_TEXT // 2]} ... {end}"
     text, options = " ".join(message.split()), list(options)
     text += " ''" * text.endswith("Got value:")
     if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
@@ -432,7 +434,7 @@ def _plainly(kinds: str) -> str:
 
 
 def _nearest(word: str, options: list[str], dashes: str = "") -> str:
-    near = difflib.get_close_matches(word, options, n=1)
+    near = difflib.get_close_matches(word[:_MOST_SHOWN], options, n=1)
     return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 

@@ -76,5 +76,15 @@ def test_what_a_class_inside_refuses_is_said_with_its_place(recipe, words, sente
     assert f"error: {sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["x" * 300_000, "1 2," * 75_000], ids=["word", "words"])
+def test_an_endless_value_of_several_kinds_is_refused_in_our_words(value, capsys):
+    assert main(["mteb", "model", f"--layers={value}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"lit-layers mteb: error: layers: expected numbers such as 1,5,9 or 'all', got {value[:100]}"
+    )
+    assert len(said) < 500
+
+
 def test_a_long_complaint_is_cut():
     assert len(one_sentence("word " * 1000)) < 410
