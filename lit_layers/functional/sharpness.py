@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 GROWTH = 4.0  # of the step, until it is bracketed
-BRACKETING, REFINING = 5, 3  # losses, besides that of no step
+BRACKETING, MOST = 5, 9  # losses: until it is, besides that of no step, and in all
+CLOSE = 1e-3  # a change of the loss for each unit of step, over the largest one: then no further step is tried
 
 
 class CriticalStep(NamedTuple):
@@ -13,7 +14,7 @@ class CriticalStep(NamedTuple):
 
     step: float  # NaN where it was not found between 4^-4 and 4^4 updates
     low: float  # the largest step tried that did not raise the loss; 0 where each one did
-    high: float  # the smallest one that did; infinite where none did
+    high: float  # the smallest one above it that did; infinite where none did
     num_losses: int
 
 
@@ -22,7 +23,9 @@ def critical_step(loss_at: Callable[[float], float]) -> CriticalStep:
 
     `loss_at(s)` is the loss after s times the update, so that 1 is the step that was taken. Steps of 1, 4, 16, ... or
     1, 1/4, ... bracket the place where the loss passes that of no step; then (loss(s) - loss(0)) / s, which on a
-    quadratic is a line, is followed to its zero three times: on a quadratic the step is exact.
+    quadratic is a line, is followed to its zero. Where that did not halve the bracket, which steep losses have on one
+    side alone, its middle is next. On a quadratic the step is exact, on other smooth losses mostly to a thousandth. A
+    loss that rises, falls and rises again passes there several times: this is one of the places.
 
     Source: Kalra et al., arXiv 2601.16979, equation 3: with the learning rate eta the critical one is step x eta, the
     critical sharpness 2 / (step x eta).
@@ -48,11 +51,13 @@ def critical_step(loss_at: Callable[[float], float]) -> CriticalStep:
         step = step / GROWTH if low == 0 else step * GROWTH
     if low == 0 or high == math.inf:
         return CriticalStep(math.nan, low, high, 1 + len(rises))
-    for _ in range(REFINING):
-        step = _zero(rises, low, high)
+    halves = False
+    while len(rises) < MOST - 1 and abs(rises[step]) > -CLOSE * min(rises.values()):
+        width, step = high / low, math.sqrt(low * high) if halves else _zero(rises, low, high)
         if not low < step < high:
-            break
+            step = math.sqrt(low * high)
         low, high = (low, step) if tried(step) else (step, high)
+        halves = not halves and (high / low) ** 2 > width
     return CriticalStep(_zero(rises, low, high), low, high, 1 + len(rises))
 
 

@@ -27,8 +27,27 @@ def test_on_other_curves_it_is_between_two_that_were_tried(power):
     found = critical_step(lambda step: 1 - step + (step / 3) ** power)
     root = 3 ** (power / (power - 1))
     assert found.low <= root <= found.high
-    assert found.step == pytest.approx(root, rel=0.1)
+    assert found.step == pytest.approx(root, rel=5e-3)
     assert found.num_losses < 10
+
+
+@pytest.mark.parametrize("root", [0.05, 1.3, 2.6, 30.0])
+@pytest.mark.parametrize("steepness", [0.5, 3.0, 8.0])
+def test_a_loss_that_rises_steeply_behind_it_is_followed_to_its_place(root, steepness):
+    """Behind the bracket's far end a loss may be e^24 times as high, so that a line through both ends is flat there."""
+    found = critical_step(lambda step: 1 - step + root * math.expm1(steepness * step / root) / math.expm1(steepness))
+    assert found.low <= root * (1 + 1e-12)
+    assert found.high >= root * (1 - 1e-12)
+    assert found.step == pytest.approx(root, rel=0.02)
+    assert found.num_losses < 10
+
+
+def test_of_a_loss_that_falls_again_it_is_one_of_the_places_where_it_is_back():
+    def loss(step: float) -> float:  # up at 3, down at 3.5 and up for good at 9
+        return -step + step**2 / (3 if step < 3.5 else 9)
+
+    found = critical_step(loss)
+    assert min(abs(found.step - place) for place in (3, 9)) < 1e-6
 
 
 def test_where_the_loss_never_rises_or_always_does_there_is_none():

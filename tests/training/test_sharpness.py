@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 from lit_layers import records
 from lit_layers.training import CriticalSharpness
 from lit_layers.training.run_log import RunLog
-from tests.support.tiny_training import fit, module
+from lit_layers.training.trainer import StepSampler
+from tests.support.random_text import VOCABULARY
+from tests.support.tiny_training import RandomBlocks, fit, module
 
 CURVATURES = torch.tensor([3.0, 1.0, 0.5])
 
@@ -76,6 +78,41 @@ def test_on_a_quadratic_it_is_the_curvature_along_the_gradient(tmp_path, lr):
         weight = weight - lr * gradient
     torch.testing.assert_close(quadratic.weight.detach(), weight)
     assert quadratic.losses <= 2 + 2 * 9
+
+
+class Ends(L.Callback):
+    """Keeps the weights before and after each step, in float64."""
+
+    def __init__(self) -> None:
+        self.before: list[list[torch.Tensor]] = []
+        self.after: list[list[torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.before.append([parameter.detach().double() for parameter in pl_module.parameters()])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.after.append([parameter.detach().double() for parameter in pl_module.parameters()])
+
+
+def test_of_a_transformer_it_is_the_first_of_many_steps_that_raise_the_loss_of_its_batch(tmp_path):
+    """The loss in float64 and plain torch, at 200 steps along the update."""
+    log, ends = RunLog(tmp_path), Ends()
+    _, lit = fit(tmp_path, [ends, CriticalSharpness([4]), log], module=module(lr=0.03), log_every_n_steps=1)
+    model = lit.model.double().eval()
+    ids = RandomBlocks().tokens[StepSampler(40, global_batch_size=8).global_batch(3)]
+
+    def loss(step: float) -> float:
+        with torch.no_grad():
+            for parameter, first, last in zip(model.parameters(), ends.before[3], ends.after[3], strict=True):
+                parameter.copy_(first + step * (last - first))
+            log_proba = model(input_ids=ids[:, :-1]).logits[..., :VOCABULARY].log_softmax(-1)
+        return -log_proba.gather(-1, ids[:, 1:, None]).mean().item()
+
+    (row,) = [each for each in records.rows(tmp_path / "metrics.jsonl") if "train/critical_step" in each]
+    found, start = row["train/critical_step"], loss(0.0)
+    scanned = [found * 4 ** (number / 100 - 1.5) for number in range(200)]  # from an eighth on, by 1.4%
+    first = next(step for step in scanned if loss(step) > start)
+    assert found == pytest.approx(first, rel=0.015)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
