@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,45 @@ def test_records_are_means_over_the_prompts_of_each_head():
                 assert record.stderr == pytest.approx((expected[:, head].std() / 5**0.5).item(), rel=1e-5)
             assert records[metric, layer, None].value == pytest.approx(expected.mean().item(), rel=1e-6)
     assert records["random_sink_mass", 1, None].n == 5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_scores_of_induction_are_those_of_weights_in_numpy(name):
+    """Prefix matching by the weights that transformers gives, copying by products with the weights of the model."""
+    model: Any = tiny(name, torch.float64, attention="eager")
+    analysis = Induction(num_prompts=3, num_copied=2, num_tokens=7)
+    records, ids = found(analysis, model), analysis.sequences(LayeredModel(model))
+    with torch.no_grad():
+        output = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+    weight = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    final, head = (model.transformer.ln_f, model.lm_head) if name == "gpt2" else (model.model.norm, model.lm_head)
+    for layer in range(1, LAYERS + 1):
+        state = output.hidden_states[layer - 1]
+        if name == "gpt2":
+            block, path = model.transformer.h[layer - 1], f"transformer.h.{layer - 1}.attn."
+            value = block.ln_1(state).detach().numpy() @ weight[path + "c_attn.weight"] + weight[path + "c_attn.bias"]
+            value, out = np.split(value, 3, -1)[2], weight[path + "c_proj.weight"].T
+        else:
+            block, path = model.model.layers[layer - 1], f"model.layers.{layer - 1}.self_attn."
+            value = block.input_layernorm(state).detach().numpy() @ weight[path + "v_proj.weight"].T
+            out = weight[path + "o_proj.weight"]
+        size, per_group = out.shape[1] // HEADS, out.shape[1] // value.shape[-1]
+        for number in range(HEADS):
+            columns = slice(number * size, (number + 1) * size)
+            group = slice(number // per_group * size, (number // per_group + 1) * size)
+            copying, matching = [], []
+            for prompt in range(3):
+                row, attended = ids[prompt].tolist(), output.attentions[layer - 1][prompt, number].numpy()
+                after = [[k + 1 for k in range(q) if row[k] == row[q]] for q in range(28)]
+                matching.append(np.mean([attended[q, after[q]].sum() for q in range(7, 28)]))
+                written = value[prompt, :7, group] @ out[:, columns].T
+                nothing = torch.zeros(len(written), written.shape[1], dtype=torch.float64)
+                logits = head(final(torch.from_numpy(written))) - head(final(nothing))
+                raised = np.maximum(logits.detach().numpy() - logits.detach().numpy().mean(-1, keepdims=True), 0)
+                totals = [raised[t, row[:7]].sum() for t in range(7)]  # 0: it raises none of them
+                copying.append(np.mean([raised[t, row[t]] / (totals[t] or 1) for t in range(7)]))
+            assert records["prefix_matching_score", layer, number].value == pytest.approx(np.mean(matching), rel=1e-6)
+            assert records["copying_score", layer, number].value == pytest.approx(np.mean(copying[:2]), rel=1e-6)
 
 
 def test_the_gain_by_context_is_the_difference_of_two_losses_and_short_windows_say_so():

@@ -1,9 +1,10 @@
 """Each layer's readout against n-grams counted in plain Python, and a model that is a bigram table by hand."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,39 +19,52 @@ BATCHES = [tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1), tiny_b
 CORPUS = Listed({"input_ids": torch.randint(3, 61, (60, 60), generator=torch.Generator().manual_seed(5))})
 
 
-def test_every_layer_is_compared_at_tokens_evenly_spread():
+def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram_of_the_next_of_them():
     model: Any = tiny("gpt2", torch.float64)
+    analysis = NgramAgreement(batches=Listed(*BATCHES), corpus=CORPUS, num_tokens=4)
     found = {
-        (record.metric, record.layer, record.tags["order"]): record
-        for record in NgramAgreement(batches=Listed(*BATCHES), corpus=CORPUS, num_tokens=4, orders=(1, 2)).run(
-            LayeredModel(model)
-        )
+        (record.metric, record.layer, record.tags["order"]): record for record in analysis.run(LayeredModel(model))
     }
-    rows = [row.tolist() for row in CORPUS.batches[0]["input_ids"]]
-    pairs = Counter(pair for row in rows for pair in itertools.pairwise(row))
-    singles = Counter(token for row in rows for token in row)
+    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for row in CORPUS.batches[0]["input_ids"].tolist():
+        for order, start in itertools.product((1, 2, 3), range(len(row))):
+            if start + order <= len(row):
+                counts[tuple(row[start : start + order - 1])][row[start + order - 1]] += 1
     prompts = [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
     states = states_of_each_prompt(model, BATCHES)
-    for layer in range(LAYERS + 1):
-        means: dict[int, list[float]] = {1: [], 2: []}
+    for layer, order in itertools.product(range(LAYERS + 1), (1, 2, 3)):
+        agreement, chance, missing = [], [], 0
         for ids, prompt in zip(prompts, states, strict=True):
             logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(prompt[layer])))
+            log_proba = logits.log_softmax(-1).detach().numpy()
             places = [1 + round(i * (len(ids) - 2) / 3) for i in range(4)]  # every prompt has more than four
-            values: dict[int, list[float]] = {1: [], 2: []}
-            for place in places:
-                log_proba = logits[place].log_softmax(-1)
-                here = {b: n for (a, b), n in pairs.items() if a == int(ids[place])}
-                for order, counts in ((1, singles), (2, here)):
-                    if counts:
-                        share = torch.tensor([n / sum(counts.values()) for n in counts.values()], dtype=torch.float64)
-                        values[order].append((share * (share.log() - log_proba[list(counts)])).sum().item())
-            for order, each in values.items():
-                means[order].append(sum(each) / len(each))
-        for order, each in means.items():
-            record = found["ngram_divergence", layer, order]
-            assert record.value == pytest.approx(sum(each) / 5, rel=1e-6)
-            assert record.n == 5
+            contexts = {place: tuple(ids[place + 2 - order : place + 1].tolist()) for place in places}
+            counted = [place for place in places if contexts[place] in counts]
+            missing += len(places) - len(counted)
+            pairs = list(zip(counted, counted[1:] + counted[:1], strict=True))
+            if pairs:
+                agreement.append(np.mean([kl(counts[contexts[place]], log_proba[place]) for place in counted]))
+            if len(pairs) > 1:
+                chance.append(np.mean([kl(counts[contexts[other]], log_proba[place]) for place, other in pairs]))
+        record = found["ngram_divergence", layer, order]
+        assert (record.value, record.n) == (pytest.approx(np.mean(agreement), rel=1e-9), len(agreement))
+        assert record.tags.get("num_undefined_tokens", 0) == missing
+        if order > 1:
+            record = found["random_ngram_divergence", layer, order]
+            assert (record.value, record.n) == (pytest.approx(np.mean(chance), rel=1e-9), len(chance))
     assert ("random_ngram_divergence", 1, 1) not in found
+
+
+def kl(counts: Counter[int], log_proba: np.ndarray) -> float:
+    total = sum(counts.values())
+    return sum(n / total * (np.log(n / total) - log_proba[token]) for token, n in counts.items())
+
+
+def test_where_one_token_of_a_prompt_is_counted_there_is_no_chance():
+    """Its own n-gram is not that of another token: chance would be as good as the agreement."""
+    analysis = NgramAgreement(batches=Listed({"input_ids": torch.tensor([[5, 9]])}), corpus=CORPUS, orders=(2,))
+    found = [record for record in analysis.run(LayeredModel(tiny("gpt2"))) if record.layer == 1]
+    assert [record.metric for record in found if record.value == record.value] == ["ngram_divergence"]
 
 
 def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigrams_and_other_tokens():

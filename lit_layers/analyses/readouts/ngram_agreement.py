@@ -113,7 +113,7 @@ class NgramAgreement(DividedAnalysis):
             log_proba = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             for order, distributions in after.items():
                 counted = [each for each in distributions if each is not None]
-                others = iter(counted[1:] + counted[:1])
+                others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # one has no other
                 chance = [None if each is None else next(others) for each in distributions]
                 kinds = {"ngram_divergence": distributions} | ({"random_ngram_divergence": chance} if order > 1 else {})
                 for metric, each in kinds.items():
