@@ -7,7 +7,15 @@ if TYPE_CHECKING:
     from lit_layers.data.batches import Batches, EvalText, TokenBlocks, duplicate_windows
     from lit_layers.data.images import EvalImages
     from lit_layers.data.preparing import prepare, prepared
-    from lit_layers.data.prompt_texts import BenchmarkPrompts, CorpusTexts, GivenTexts, TaskTexts, TextBatches, Texts
+    from lit_layers.data.prompt_texts import (
+        BenchmarkPrompts,
+        CorpusTexts,
+        GivenTexts,
+        LabelledTexts,
+        TaskTexts,
+        TextBatches,
+        Texts,
+    )
     from lit_layers.data.shards import TokenShards
     from lit_layers.data.typo_views import Views, make_views
     from lit_layers.data.word_pairs import WordPairs
@@ -26,6 +34,7 @@ __all__ = [
     "EvalImages",
     "EvalText",
     "GivenTexts",
+    "LabelledTexts",
     "ProbeTask",
     "TaskData",
     "TaskSplit",

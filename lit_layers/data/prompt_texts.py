@@ -24,7 +24,7 @@ from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_h
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import ScoredTask, find, find_task, tasks_of
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import draw
+from lit_layers.tasks.task_splits import TaskSplit, draw
 
 
 class Texts(ABC):
@@ -37,6 +37,10 @@ class Texts(ABC):
         Raises:
             InputError: data that is not there, or a text without a word.
         """
+
+    def labels(self) -> Tensor | None:
+        """The class of each text, (texts,) of int64; None where there are none."""
+        return None
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the texts."""
@@ -85,14 +89,20 @@ class TaskTexts(Texts):
         at_least_one(num_texts=self.num_texts)
 
     def texts(self) -> Sequence[str]:
-        return self._texts
+        return self._drawn[0]
+
+    def labels(self) -> Tensor | None:
+        return self._drawn[1]
 
     @functools.cached_property
-    def _texts(self) -> list[str]:
-        rows = list(getattr(find_task(self.task).load(self.folder), self.part).texts)
+    def _drawn(self) -> tuple[list[str], Tensor | None]:
+        data = find_task(self.task).load(self.folder)
+        split: TaskSplit = getattr(data, self.part)
+        rows, labels = list(split.texts), split.targets if data.classes is not None else None
         if self.num_texts is not None and self.num_texts < len(rows):
-            rows = [rows[row] for row in draw(rows, self.num_texts, seed=self.seed, purpose="texts")]
-        return checked(rows)
+            drawn = draw(rows, self.num_texts, seed=self.seed, purpose="texts")
+            rows, labels = [rows[row] for row in drawn], None if labels is None else labels[drawn]
+        return checked(rows), labels
 
 
 @dataclass
@@ -178,6 +188,28 @@ class TextBatches(Batches):
 
     def tokenizer_hash(self) -> str | None:
         return self._encoded.tokenizer_hash
+
+
+@dataclass
+class LabelledTexts(TextBatches):
+    """`TextBatches` of texts that have classes, such as `TaskTexts`, each batch with their `labels`, (batch,) of int64.
+
+    Raises:
+        InputError: on the first walk for texts without classes.
+    """
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        labels = self._classes.split(self.batch_size)
+        yield from ({**batch, "labels": part} for batch, part in zip(super().__iter__(), labels, strict=True))
+
+    def content_hash(self) -> str:
+        return hashlib.sha256(f"{super().content_hash()} {self._classes.tolist()}".encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _classes(self) -> Tensor:
+        if (labels := self.texts.labels()) is None:
+            raise InputError("labels: these texts have no classes: expected the texts of a classification task")
+        return labels
 
 
 def checked(texts: list[str]) -> list[str]:

@@ -8,7 +8,17 @@ import torch
 
 from lit_layers.analyses import Representation
 from lit_layers.analyses.base import describe
-from lit_layers.data import CorpusTexts, EvalText, GivenTexts, TaskTexts, TextBatches, prepare
+from lit_layers.data import (
+    CorpusTexts,
+    EvalText,
+    GivenTexts,
+    LabelledTexts,
+    ProbeTask,
+    TaskTexts,
+    TextBatches,
+    find_task,
+    prepare,
+)
 from lit_layers.data.tokenization import load_tokenizer, save_tokenizer, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -56,6 +66,37 @@ def test_texts_of_a_task_are_those_of_its_part_and_fewer_are_some_of_them(tmp_pa
     assert set(TaskTexts("banking77", folder=folder, num_texts=7, seed=1).texts()) != set(some.texts())
     train = TaskTexts("banking77", folder=folder, part="train").texts()
     assert set(train) <= {text for text, _ in labelled(60)}
+
+
+def test_labelled_texts_are_text_batches_with_the_class_of_each_text(tmp_path):
+    saved_gpt2(tmp_path / "model")
+    rows = labelled(30, first=60)
+    task = write_banking77(tmp_path, labelled(60), rows)
+    texts = TaskTexts("banking77", folder=str(task), num_texts=11)
+    batches = LabelledTexts(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
+    alone = TextBatches(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
+    for with_labels, without in zip(batches, alone, strict=True):
+        labels = with_labels.pop("labels")
+        assert labels.dtype == torch.int64
+        assert labels.shape == (len(without["input_ids"]),)
+        assert all(torch.equal(with_labels[name], without[name]) for name in without)
+    classes = find_task("banking77").load(str(task)).classes or ()
+    told = [classes[label] for batch in batches for label in batch["labels"]]
+    assert told == [dict(rows)[text] for text in texts.texts()]
+    # Other labels are other data, though the texts are the same.
+    swapped = LabelledTexts(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
+    swapped._classes = batches._classes.flip(0)
+    assert len({batches.content_hash(), swapped.content_hash(), alone.content_hash()}) == 3
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_texts_without_classes_have_no_labels(regression, tmp_path):
+    saved_gpt2(tmp_path / "model")
+    (tmp_path / "scores.csv").write_text("text,score\n" + "".join(f"{text},{n / 7}\n" for n, text in enumerate(TEXTS)))
+    task = ProbeTask("scored", str(tmp_path / "scores.csv"), label="score", kind="regression", test=None)
+    texts = TaskTexts(task, folder=str(tmp_path), part="train") if regression else GivenTexts(TEXTS)
+    with pytest.raises(InputError, match="these texts have no classes: expected the texts of a classification task"):
+        list(LabelledTexts(texts, str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("saved", [saved_gpt2, saved_bert])
