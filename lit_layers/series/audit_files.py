@@ -4,8 +4,8 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.schedule import Schedule
@@ -264,25 +264,36 @@ _OF_A_TEXT = {
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
 
 
-def odd(
-    values: Sequence[tuple[Checkpoint, Hashable]], *, first_may_differ: bool = False
-) -> Iterator[tuple[list[Checkpoint], Any, Any, bool]]:
-    """Checkpoints whose value is not the usual one, with theirs, the usual one, and whether that is only worth knowing.
+class Odd(NamedTuple):
+    """Checkpoints whose value is not the usual one; or, with `undecided`, those of several values of which none is."""
+
+    checkpoints: list[Checkpoint]
+    value: Any
+    usual: Any
+    note: bool = False  # only worth knowing
+    undecided: bool = False
+
+
+def odd(values: Sequence[tuple[Checkpoint, Hashable]], *, first_may_differ: bool = False) -> Iterator[Odd]:
+    """What does not have the usual value.
 
     What changes once and stays for two steps or more, to the end or from the beginning, is how a training may go on
-    (a longer context, say). What changes and comes back is an error, and so is a single last step.
+    (a longer context, say). What changes and comes back is an error, and so is a single last step. Where as many steps
+    have another value, as of two, nobody can say which is the usual one.
     """
     counts = Counter(value for _, value in values)
-    if len(counts) < 2:
-        return
-    most = max(counts.values())
-    usual = next(value for _, value in reversed(values) if counts[value] == most)
-    runs = [(value, list(group)) for value, group in itertools.groupby(values, lambda pair: pair[1])]
+    most = max(counts.values(), default=0)
+    usual = next((value for _, value in reversed(values) if counts[value] == most), None)
+    runs = [(value, [one for one, _ in group]) for value, group in itertools.groupby(values, lambda pair: pair[1])]
+    found: list[Odd] = []
     for place, (value, group) in enumerate(runs):
+        stays = place in (0, len(runs) - 1) and len(group) > 1
         if value != usual:
-            stays = place in (0, len(runs) - 1) and len(group) > 1
-            note = stays or (first_may_differ and place == 0)
-            yield [checkpoint for checkpoint, _ in group], value, usual, note
+            found.append(Odd(group, value, usual, stays or (first_may_differ and place == 0)))
+    rivals = [each.value for each in found if not each.note and counts[each.value] == most]
+    if rivals:
+        yield Odd([one for one, value in values if counts[value] == most], rivals[0], usual, undecided=True)
+    yield from (each for each in found if not rivals or counts[each.value] < most)
 
 
 def _findings(
@@ -292,8 +303,9 @@ def _findings(
     *,
     first_may_differ: bool = False,
 ) -> Iterator[Finding]:
-    for checkpoints, value, usual, note in odd(values, first_may_differ=first_may_differ):
-        yield finding(kind, says(value, usual), checkpoints, note=note)
+    for each in odd(values, first_may_differ=first_may_differ):
+        rest = ", or those are wrong: as many steps have one as the other" if each.undecided else ""
+        yield finding(kind, says(each.value, each.usual) + rest, each.checkpoints, note=each.note)
 
 
 def changes(
@@ -372,9 +384,8 @@ def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
             yield finding("damaged", f"its {name} is no JSON", [one])
         for decides in (True, False):
             values = [(one, _settings(each, decides)) for one, each in settings if each is not None]
-            for checkpoints, value, usual, note in odd(values):
-                says = f"{name}: {_differences(value, usual)}"
-                yield finding("other tokenizer", says, checkpoints, note=note or not decides)
+            for each in _findings("other tokenizer", values, lambda *pair, name=name: f"{name}: {_differences(*pair)}"):
+                yield each if decides else replace(each, note=True)
 
 
 def _settings(settings: Mapping[str, Any], decides: bool) -> str:
@@ -434,6 +445,6 @@ def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     usual = Counter(shift for _, shift in shifts).most_common(1)
     if not usual or usual[0][1] * 2 <= len(shifts):
         return
-    for checkpoints, _, _, note in odd(shifts):
-        for one in checkpoints:
-            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=note)
+    for each in odd(shifts):
+        for one in each.checkpoints:
+            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=each.note)

@@ -394,7 +394,20 @@ def test_a_tokenizer_that_is_cut_short_is_no_measure_for_the_one_beside_it(root,
     assert found_in(audit(StepFolders(root, [60, 80]))) == {("damaged", (odd,))}
     for step in (60, 80):
         at(root, step, "tokenizer.json").write_text(f'{{"version": "{step}.0"}}')
-    assert {kind for kind, _ in found_in(audit(StepFolders(root, [60, 80])))} == {"other tokenizer"}
+    assert found_in(audit(StepFolders(root, [60, 80]))) == {("other tokenizer", (60, 80))}
+
+
+@pytest.mark.parametrize("steps", [(60, 80), EVEN[3:]])
+def test_where_as_many_steps_have_one_as_the_other_all_are_named(root, steps):
+    """Nobody can say which two heads are right; the step that has a third number of them is wrong in any case."""
+    for place, step in enumerate(steps):
+        configured(root, step, n_head=(4, 2, 2, 4)[place])
+    found = audit(StepFolders(root, steps))
+    assert found_in(found) == {("other config", steps)}
+    assert found.findings[0].message.endswith("or those are wrong: as many steps have one as the other")
+    if len(steps) > 2:
+        configured(root, 0, n_head=8)
+        assert found_in(audit(StepFolders(root, (0, *steps)))) == {("other config", (0,)), ("other config", steps)}
 
 
 @pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
