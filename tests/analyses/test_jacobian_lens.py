@@ -1,14 +1,13 @@
 """The Jacobian lens and its controls, against numpy, the logit lens of `Lens`, and the published file format."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens, Lens, fit_jacobian_lens
-from lit_layers.analyses.readouts.jacobian_lens import read_lens, with_shuffled_weights, write_lens
+from lit_layers.analyses.readouts.jacobian_lens import with_shuffled_weights
 from lit_layers.errors import InputError
+from lit_layers.files.lens_files import write_lens
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import tiny
@@ -128,9 +127,6 @@ def test_the_model_is_as_it_was(view):
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in view.model.named_parameters())
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
 def test_a_file_has_the_keys_of_the_reference_and_is_measured_as_the_lens_it_holds(view, tmp_path):
     fitted = fit_jacobian_lens(view, prompts(), num_prompts=2, skip_first=SKIP)
     write_lens(tmp_path / "lens.pt", fitted.jacobians, 2, dtype=torch.float32, about={"model": "tiny"})
@@ -147,50 +143,10 @@ def test_a_file_has_the_keys_of_the_reference_and_is_measured_as_the_lens_it_hol
     assert next(iter(torch.load(tmp_path / "half.pt", weights_only=True)["J"].values())).dtype == torch.float16
 
 
-class Harm:
-    def __reduce__(self):
-        return print, ("ran",)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ({"weights": 1}, "expected a Jacobian lens"),
-        ({"J": {}, "n_prompts": 1, "d_model": 2}, "expected a Jacobian lens"),
-        ({"J": {0: torch.eye(3)}, "n_prompts": 1, "d_model": 2}, "its layer 0 is no matrix of 2 x 2"),
-        ({"J": {"a": torch.eye(2)}, "n_prompts": 1, "d_model": 2}, "its layer 'a' is no matrix"),
-        ({"J": {0: torch.eye(2)}, "n_prompts": 0, "d_model": 2}, "n_prompts is 0"),
-    ],
-)
-def test_a_file_that_is_no_lens_is_refused_in_a_sentence(content, sentence, tmp_path):
-    torch.save(content, tmp_path / "lens.pt")
-    with pytest.raises(InputError, match=sentence):
-        read_lens(tmp_path / "lens.pt")
-
-
-@pytest.mark.parametrize("matrix", [torch.empty(4, 4, device="meta"), torch.zeros(1, dtype=torch.float16).expand(4, 4)])
-def test_a_matrix_that_is_not_in_the_file_whole_is_refused(matrix, tmp_path):
-    torch.save({"J": {0: matrix}, "n_prompts": 1, "d_model": 4}, tmp_path / "lens.pt")
-    with pytest.raises(InputError, match="its layer 0 is no matrix of 4 x 4"):
-        read_lens(tmp_path / "lens.pt")
-
-
 def test_held_out_prompts_that_are_all_too_short_are_said(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     with pytest.raises(InputError, match="no prompt is left to compare on: give more than 3 that have a place from 2"):
         list(lens(Listed({"input_ids": ids[:3]}, {"input_ids": ids[3:, :3]})).run(view))
-
-
-def test_nothing_in_a_file_runs(tmp_path, capsys):
-    (tmp_path / "lens.pt").write_bytes(pickle.dumps({"J": Harm()}))
-    with pytest.raises(InputError, match="it cannot be read as weights alone"):
-        read_lens(tmp_path / "lens.pt")
-    torch.save({"J": Harm()}, tmp_path / "lens.pt")
-    with pytest.raises(InputError, match="it cannot be read as weights alone"):
-        read_lens(tmp_path / "lens.pt")
-    assert capsys.readouterr().out == ""
-    with pytest.raises(InputError, match=r"nope\.pt: no such file"):
-        read_lens(tmp_path / "nope.pt")
 
 
 # -------------------------------------------------------------------------------------------------- refusals

@@ -1,9 +1,8 @@
-"""The Jacobian lens: earlier layers carried to the last one by the mean Jacobian between them; files of lenses."""
+"""The Jacobian lens: earlier layers carried to the last one by the mean Jacobian between them."""
 
 import copy
-import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -16,8 +15,8 @@ from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_h
 from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import replace_file
+from lit_layers.errors import InputError
+from lit_layers.files.lens_files import read_lens, write_lens
 from lit_layers.functional.jacobian.routes import jacobians_to_last_layer
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work, passes_of
@@ -36,13 +35,13 @@ class FittedLens(NamedTuple):
     num_prompts: int
     num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
 
-    def save(self, path: str | Path, **about: str | int | float) -> None:
-        """Writes the file that the reference implementation reads: layers 1 to L - 1, in float16.
+    def save(self, path: str | Path, *, dtype: torch.dtype = torch.float16, **about: str | int | float) -> None:
+        """Writes the file that the reference implementation reads: layers 1 to L - 1 that are finite.
 
         Raises:
-            InputError: it cannot be written.
+            InputError: it cannot be written, or no layer can be in `dtype`.
         """
-        write_lens(path, self.jacobians, self.num_prompts, about=about)
+        write_lens(path, self.jacobians, self.num_prompts, dtype=dtype, about=about)
 
 
 def fit_jacobian_lens(
@@ -139,12 +138,11 @@ class JacobianLens(Analysis):
                 f"{self.name}: expected num_tuned of at least num_prompts, {self.num_prompts}, got {self.num_tuned}"
             )
         if self.file is not None:
-            layers, _ = read_lens(self.file)
-            dim = next(iter(layers.values())).shape[0]
-            if dim != model.dim or max(layers) >= model.num_layers:
+            matrices, _ = read_lens(self.file, model.num_layers)
+            dim = next(iter(matrices.values())).shape[0]
+            if dim != model.dim:
                 raise InputError(
-                    f"{self.name}: file: {self.file} is of a model of width {dim} with more than {max(layers)} blocks, "
-                    f"this one is {model.dim} wide and has {model.num_layers}"
+                    f"{self.name}: file: {self.file} is of a model of width {dim}, this one is {model.dim} wide"
                 )
 
     def check(self, model: LayeredModel) -> None:
@@ -242,7 +240,8 @@ class JacobianLens(Analysis):
 
     def _jacobian(self, view: LayeredModel) -> dict[str, Any]:
         if self.file is not None:
-            return {"jacobian": {layer: _matrix(matrix, view) for layer, matrix in read_lens(self.file)[0].items()}}
+            matrices, _ = read_lens(self.file, view.num_layers)
+            return {"jacobian": {layer: _matrix(matrix, view) for layer, matrix in matrices.items()}}
         fitted = self._fitted(view)
         lenses: dict[str, Any] = {"fitted": fitted}
         for name, matrices in (("jacobian", fitted.jacobians), *zip(HALVES, fitted.halves, strict=True)):
@@ -384,74 +383,3 @@ def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
 
 def _count(rows: Rows) -> list[Tensor]:
     return [torch.tensor(float(len(rows.place)), device=rows.place.device)]
-
-
-def write_lens(
-    path: str | Path,
-    jacobians: Tensor,
-    num_prompts: int,
-    *,
-    dtype: torch.dtype = torch.float16,
-    about: Mapping[str, str | int | float] | None = None,
-) -> None:
-    """Writes a lens, whole or not at all.
-
-    The format counts block outputs from 0: `J[l]` is that of our layer l + 1. It has no place for layer 0, the
-    embedding, which is left out.
-
-    Args:
-        jacobians: (layers, dim, dim), of layers 0 to L - 1.
-        num_prompts: how many it was averaged over.
-        dtype: entries are of order one, and files that others publish are in float16.
-        about: where it comes from, under the key `metadata`, which the reference ignores.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    layers = range(1, len(jacobians))
-    content: dict[str, Any] = {
-        "J": {layer - 1: jacobians[layer].to("cpu", dtype).clone() for layer in layers},
-        "n_prompts": num_prompts,
-        "source_layers": [layer - 1 for layer in layers],
-        "d_model": jacobians.shape[-1],
-    }
-    if about:
-        content["metadata"] = dict(about)
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with refused(f"cannot write {path}"):
-        replace_file(Path(path), buffer.getvalue())
-
-
-def read_lens(path: str | Path) -> tuple[dict[int, Tensor], int]:
-    """The matrices of a lens by our layers (1 to L - 1), in float32, and the number of prompts behind them.
-
-    Read with `weights_only`: nothing in it runs.
-
-    Raises:
-        InputError: no such file, or one that is no lens.
-    """
-    wrong = f"{path}: expected a Jacobian lens, a .pt file with J, n_prompts and d_model"
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise InputError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except Exception as error:  # of torch, zipfile and pickle: each has its own for a file that is none
-        raise InputError(f"{wrong}; it cannot be read as weights alone") from error
-    if not isinstance(content, Mapping) or not isinstance(content.get("J"), Mapping) or not content["J"]:
-        raise InputError(wrong)
-    dim, num_prompts = content.get("d_model"), content.get("n_prompts")
-    for layer, matrix in content["J"].items():
-        fits = isinstance(matrix, Tensor) and _is_whole(matrix) and matrix.shape == (dim, dim)
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or not fits:
-            raise InputError(f"{wrong}; its layer {layer!r} is no matrix of {dim} x {dim}")
-    if not isinstance(num_prompts, int) or num_prompts < 1:
-        raise InputError(f"{wrong}; n_prompts is {num_prompts!r}")
-    return {layer + 1: matrix.detach().float() for layer, matrix in sorted(content["J"].items())}, num_prompts
-
-
-def _is_whole(matrix: Tensor) -> bool:
-    """Whether all entries lie in the file: a few bytes can claim any size, which would be filled as it is widened."""
-    if matrix.layout != torch.strided or matrix.device.type != "cpu" or not matrix.is_floating_point():
-        return False
-    return matrix.untyped_storage().nbytes() >= matrix.numel() * matrix.element_size()
