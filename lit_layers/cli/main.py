@@ -115,8 +115,6 @@ def _imported(name: str) -> ModuleType:
 def run_verb(command: str, rest: list[str]) -> int:
     """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
     from lit_layers.cli import quick_help, threads
-    from lit_layers.cli.remote_roots import in_local_copies
-    from lit_layers.cli.shipped_recipes import with_recipes_found
     from lit_layers.errors import InputError, RunLostError, refuse_pipe, refusing_pipes
 
     code = 0
@@ -124,13 +122,17 @@ def run_verb(command: str, rest: list[str]) -> int:
         for word in rest:
             refuse_pipe(word)
             refuse_pipe(word.partition("=")[2])
-        rest = with_recipes_found(command, rest)
         if (text := quick_help.answer(command, rest)) is not None:
             print(text, end="")
             return 0
         threads.settle()
-        with refusing_pipes(rest), in_local_copies(command, rest, os.environ) as rest:
-            code = _called(command, rest)
+        with refusing_pipes(rest):
+            verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
+            from lit_layers.cli.options import Recipe, run
+            from lit_layers.cli.remote_roots import in_local_copies
+
+            with in_local_copies(recipe := Recipe(verb, rest), os.environ):
+                code = run(recipe)
     except InputError as error:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         refused = _refuse(str(error), command)
@@ -142,22 +144,10 @@ def run_verb(command: str, rest: list[str]) -> int:
         where = unnamed if error.filename is None else str(error.filename)[:200]
         return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
-        print(f"lit-layers {command}: interrupted", file=sys.stderr)
+        then = ": run the same command again to go on" if command in GO_ON else ""
+        print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
     return code
-
-
-def _called(command: str, rest: list[str]) -> int:
-    module = _imported(f"lit_layers.cli.verbs.{command}")
-    from lit_layers.cli.options import run
-
-    try:
-        return run(getattr(module, command), rest)
-    except KeyboardInterrupt:
-        if command not in GO_ON:
-            raise
-        print(f"lit-layers {command}: interrupted: run the same command again to go on", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _refuse(sentence: str, command: str | None = None) -> int:

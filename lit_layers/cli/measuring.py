@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.main import FAILED
-from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.cli.options import Steps, given
+from lit_layers.cli.refusals import refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError
 from lit_layers.identity import divided, settings_of, short, shown

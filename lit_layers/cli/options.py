@@ -8,22 +8,22 @@ import dataclasses
 import functools
 import inspect
 import re
-import tempfile
 from argparse import Action
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
-from jsonargparse import SUPPRESS, DefaultHelpFormatter, Namespace
+from jsonargparse import SUPPRESS, ActionConfigFile, DefaultHelpFormatter, Namespace
 from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
-from lit_layers.errors import InputError, refused
+from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
+from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
 
 T = TypeVar("T")
@@ -99,11 +99,17 @@ register_type(Pairs, dict, _pairs)
 class Recipe:
     """A command line with its recipes, which a verb can read again, with other defaults.
 
+    Words of `fit` before all options are names of recipes.
+
     Raises:
-        InputError: a package of `--code` that is not there.
+        InputError: a package of `--code`, or a recipe, that is not there.
     """
 
     def __init__(self, verb: Callable[..., Any], argv: list[str]) -> None:
+        if verb.__name__ == "fit":
+            names = [*takewhile(lambda word: not word.startswith("-"), argv)]
+            argv = [*(f"--config={find_recipe(name)}" for name in names), *argv[len(names) :]]
+        self.verb = verb
         self.takes_classes = any("analyses" in inspect.signature(part).parameters for part in _parts(verb))
         self.argv = trust_code(argv) if self.takes_classes else argv
         self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
@@ -182,14 +188,13 @@ class Recipe:
         return self.parser.instantiate_classes(alone)[name]
 
 
-def run(verb: Callable[..., int], argv: list[str]) -> int:
-    """Calls a verb with what the command line and its recipes say, and returns its exit code.
+def run(recipe: Recipe) -> int:
+    """Calls a verb with what its command line and recipes say, and returns its exit code.
 
     Raises:
         InputError: an option that is unknown, missing or of another kind than its type says.
     """
-    recipe = Recipe(verb, argv)
-    return verb(**arguments(verb, {**vars(recipe.options), "recipe": recipe}))
+    return recipe.verb(**arguments(recipe.verb, {**vars(recipe.options), "recipe": recipe}))
 
 
 def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeParser:
@@ -208,13 +213,20 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
     parser.add_argument(
         "-c",
         "--config",
-        action="config",
+        action=_RecipeFile,
         help="a YAML recipe with values for these options; of several, later ones win",
     )
     heeded: Any = {"action": _Heeded, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS}
     parser.add_argument(*QUIET, help="print only results, warnings and refusals", **heeded)
     parser.add_argument(*VERBOSE, help="print a line for everything that is done, and tracebacks of failures", **heeded)
     return parser
+
+
+class _RecipeFile(ActionConfigFile):
+    """A recipe, by its file or its name in the package."""
+
+    def __call__(self, parser: Any, options: Any, value: Any, word: str | None = None) -> None:
+        super().__call__(parser, options, recipe_file(value), word)
 
 
 class _Heeded(Action):
@@ -235,56 +247,6 @@ def given(group: Any) -> dict[str, Any]:
     """The options of a group that are not at their defaults."""
     values = {field.name: (getattr(group, field.name), field.default) for field in dataclasses.fields(group)}
     return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def refuse_beside(
-    options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]], *, remedy: str = ": leave it out"
-) -> None:
-    """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
-
-    Raises:
-        InputError: naming the first.
-    """
-    for names, applies, why in cases:
-        if applies and (name := next((name for name in names if name in options), None)):
-            raise InputError(f"{name}: {why}{remedy}")
-
-
-def refuse_blank(options: Mapping[str, Any]) -> None:
-    """Refuses texts of options without a letter: a name or a path was meant, and no default.
-
-    Raises:
-        InputError: naming the first.
-    """
-    for name, value in options.items():
-        if isinstance(value, str) and not value.strip():
-            raise InputError(f"{name}: expected a name or a path, got {value!r}")
-
-
-def refuse_unwritable(name: str, folder: Path) -> None:
-    """Refuses, before anything is computed for it, a folder to be that is a file or where nothing can be written.
-
-    Raises:
-        InputError: naming the option, and the file or why.
-    """
-    with refused(f"{name}: cannot write to {folder}"):
-        there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
-        if not there.is_dir():
-            raise InputError(f"{name}: expected a folder, {there} is a file")
-        with tempfile.TemporaryFile(dir=there):
-            pass
-
-
-def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
-    """Refuses a folder whose results, by their names without endings, would take the place of a file that is read.
-
-    Raises:
-        InputError: naming the file.
-    """
-    for path in map(Path, filter(None, read)):
-        is_replaced = path.stem in written and path.resolve().parent == folder.resolve()
-        if is_replaced and not path.is_dir():  # of a run, which a file of that name leaves alone
-            raise InputError(f"out: {path}, which is read, would be replaced in {folder}: name another folder")
 
 
 def _parsed(parser: RecipeParser, argv: list[str]) -> Any:

@@ -118,11 +118,13 @@ class RecipeParser(ArgumentParser):
     field that takes any value, and no function but of the user's own code.
 
     The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone: they are hundreds
-    of lines. `classes` are these options' names, `shown` the one whose help is asked for.
+    of lines. `classes` are these options' names, `shown` the one whose help is asked for. `local` gives the local copy
+    of what the command line, and no recipe, names on a store, as `--root` or as a word that is no option's.
     """
 
     classes: tuple[str, ...] = ()
     shown: str = ""
+    local: Callable[[str, str], str] | None = None
 
     def format_help(self) -> str:
         aside = [action for action in self._actions if (self._class_of(action) or "") != self.shown]
@@ -154,6 +156,8 @@ class RecipeParser(ArgumentParser):
     def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
         if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
             return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
+        if self.local is not None and (action.dest == "root" or not action.option_strings):
+            arg_strings = [self.local(action.dest, word) if is_remote(word) else word for word in arg_strings]
         return super()._get_values(action, arg_strings)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:

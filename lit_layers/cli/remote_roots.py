@@ -5,58 +5,71 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError, RunLostError
-from lit_layers.files.remote_store import is_remote
+from lit_layers.measuring.measuring_options import AUTO
 
 MEASURING = ("analyze", "intervene", "mteb")
 READING = ("audit", "compact", "correlate", "emerge", "publish", "report", "select")
 _OF_CHECKPOINTS = (*MEASURING, "audit", "select")
-_WRITES_NOTHING = {"-h", "--help", "--plan", "--print_config"}
 
 
 @contextlib.contextmanager
-def in_local_copies(command: str, argv: list[str], environment: Mapping[str, str]) -> Iterator[list[str]]:
-    """Gives the command line with local copies in place of what is on a store, as `--root` or among the words that are
-    no option's. What the command writes there is sent while it runs, and the rest at its end.
+def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[None]:
+    """Gives a command local copies in place of what its words name on a store, as `--root` or as words that are no
+    option's. What it writes there is sent while it runs, and the rest at its end.
 
     Raises:
         InputError: a place that cannot be had; a command that needs a folder of its own.
     """
-    places = {number: option for number, option in enumerate(map(_option, ["", *argv], argv)) if option is not None}
+    places: dict[tuple[str, str], Path] = {}
+
+    def local(option: str, url: str) -> str:
+        from lit_layers.files.remote_copy import LocalCopy
+
+        return str(places.setdefault((option, url), LocalCopy(url).folder))
+
+    recipe.parser.local = local
+    options = recipe.options
     if not places:
-        yield argv
+        yield
         return
-    _refuse(command, argv, environment)
+    command = recipe.verb.__name__
+    _refuse(recipe, environment)
     from lit_layers.files import remote_copy, remote_runs
 
-    line, copies, is_first = [*argv], [], not int(environment.get("LOCAL_RANK") or 0)
+    copies, is_first = [], not int(environment.get("LOCAL_RANK") or 0)
+    has_root = any(option == "root" for option, _ in places)
     with contextlib.ExitStack() as held:
-        for number, option in sorted(places.items(), key=lambda place: place[1]):  # the root last
-            url = argv[number].removeprefix("--root=").rstrip("/")
-            is_model = option == "" and command in _OF_CHECKPOINTS
+        for option, word in sorted(places, key=lambda place: place[0] == "root"):  # the root last
+            url = word.rstrip("/")
+            is_model = option != "root" and command in _OF_CHECKPOINTS
             wanted = remote_copy.checkpoints if is_model else remote_copy.numbers
             is_alone = is_model and remote_runs.holds(url, "config.json")
             if is_alone and (of := remote_copy.CHECKPOINT.fullmatch(url)) and remote_runs.holds(of["run"], "run.json"):
                 url, wanted = of["run"], functools.partial(remote_copy.to_measure, of["name"])
-            writes = option == "--root" if "--root" in places.values() else command in ("fit", *MEASURING)
+                alone, there = str(places[option, word]), str(remote_copy.LocalCopy(url).folder / of["name"])
+                places[option, word], named = Path(there), options[option]
+                options[option] = (
+                    [there if each == alone else each for each in named] if isinstance(named, list) else there
+                )
+            writes = option == "root" if has_root else command in ("fit", *MEASURING)
             if not is_first:  # the first rank has it, and started this one
-                folder = remote_copy.LocalCopy(url).folder
-            elif writes and not is_alone and not _WRITES_NOTHING & {*argv}:
+                continue
+            if writes and not is_alone and not options.get("plan"):
                 wanted = remote_copy.to_resume if command == "fit" else wanted
-                folder = held.enter_context(remote_runs.written(url, wanted))
+                held.enter_context(remote_runs.written(url, wanted))
             else:
-                folder = remote_runs.read(url, wanted)
+                remote_runs.read(url, wanted)
                 copies.append(remote_runs.Additions(url))
-            line[number] = argv[number].replace(url, str(folder))
         with _in_addresses(remote_runs.addressed, remote_runs.copies):
-            yield line
+            yield
         for copy in copies:
             copy.send()
-    for url in dict.fromkeys(argv[number].removeprefix("--root=") for number in places) if is_first else ():
+    for url in dict.fromkeys(url for _, url in places) if is_first else ():
         print(f"{url}: all is there", file=sys.stderr)
 
 
@@ -89,22 +102,12 @@ class _Addressed:
         return getattr(self.stream, name)
 
 
-def _option(before: str, word: str) -> str | None:
-    """The option that a place on a store is the value of, "" where it is a word of its own; None: another word."""
-    if word.startswith("--root=") and is_remote(word.removeprefix("--root=")):
-        return "--root"
-    if not is_remote(word) or word.startswith("-"):
-        return None
-    if before == "--root":
-        return before
-    return None if before.startswith("-") and "=" not in before else ""
-
-
-def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> None:
+def _refuse(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    command, options = recipe.verb.__name__, recipe.options
     if command not in ("fit", *MEASURING, *READING):
         raise InputError(f"{command} needs a local folder; a store can be the --root of fit, {', '.join(MEASURING)}")
     several = {"WORLD_SIZE": "RANK"}
-    if _engine(argv) != "ray":  # `srun ... ray symmetric-run` starts the command in one of its tasks alone
+    if options.get("engine") != "ray":  # `srun ... ray symmetric-run` starts the command in one of its tasks alone
         several["SLURM_NTASKS"] = "SLURM_PROCID"
     ranks = max((int(environment.get(name) or 1) for name, rank in several.items() if rank in environment), default=1)
     if ranks > 1 or int(environment.get("NODE_RANK") or 0):
@@ -112,34 +115,9 @@ def _refuse(command: str, argv: list[str], environment: Mapping[str, str]) -> No
             f"root: one process writes a run on a store, and {ranks} were started: leave torchrun and srun out (fit "
             "starts the ranks of one machine itself, --engine ray those of many), or name a folder that all see"
         )
-    words = {word.partition("=")[0] for word in argv}
-    if "--shard" in words:
+    if options.get("shard", AUTO) != AUTO:
         raise InputError("shard: one process writes a run on a store: leave it out; --engine ray divides the work")
-    if command == "fit" and "--if_exists=overwrite" in _joined(argv):
+    if "overwrite" in recipe.typed("if_exists"):
         raise InputError("if_exists: no run on a store is overwritten: choose another root, or remove the run there")
-    if command == "fit" and "--measure=async" in _joined(argv):
+    if options.get("measure") == "async":
         raise InputError("measure: async writes into a local folder; with a root on a store leave it out")
-
-
-def _engine(argv: list[str]) -> Any:
-    """The engine that a command line asks for, itself or in its recipes: the last word counts."""
-    import yaml
-
-    engine = None
-    for option, following in pairwise([*argv, ""]):
-        name, is_joined, value = option.partition("=")
-        value = value if is_joined else following
-        if name == "--engine":
-            engine = value
-        elif name in ("-c", "--config"):
-            with contextlib.suppress(OSError, UnicodeError, RecursionError, yaml.YAMLError):  # said by who reads it
-                whole = Path(value).is_file()  # a pipe is read once, by who needs all of it
-                recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8")) if whole else None
-                engine = recipe.get("engine", engine) if isinstance(recipe, dict) else engine
-    return engine
-
-
-def _joined(argv: list[str]) -> set[str]:
-    """Options with their values, however they are written."""
-    pairs = (f"{word}={value}" for word, value in pairwise(argv))
-    return {word.replace("if-exists", "if_exists") for word in (*argv, *pairs)}

@@ -38,21 +38,6 @@ def shipped_recipes() -> dict[str, Path]:
     return {_name(file.relative_to(base)): file for file in files}
 
 
-def with_recipes_found(command: str, argv: list[str]) -> list[str]:
-    """A command line with the files of its recipes: of `--config NAME`, and for `fit` of words before all options."""
-    start = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
-    words, rest = (argv[:start], argv[start:]) if command == "fit" else ([], argv)
-    line = [part for word in words for part in ("--config", str(find_recipe(word)))]
-    for place, word in enumerate(rest):
-        option, _, value = word.partition("=")
-        if place and rest[place - 1] in ("-c", "--config"):
-            word = recipe_file(word)
-        elif option == "--config" and value:
-            word = f"--config={recipe_file(value)}"
-        line.append(word)
-    return line
-
-
 def recipe_file(name: str | Path) -> str:
     """A recipe's file; a name that is none stays, to be refused where it is read."""
     return str(name if _is_file(name) else shipped_recipe(name) or name)

@@ -10,7 +10,8 @@ import yaml
 
 from lit_layers.cli.main import COMMANDS, main
 from lit_layers.cli.measuring import Checkpoints
-from lit_layers.cli.options import Recipe, arguments, parser_of, refuse_replacing
+from lit_layers.cli.options import Recipe, arguments, parser_of
+from lit_layers.cli.refusals import refuse_replacing
 from lit_layers.errors import InputError
 from lit_layers.measuring.measuring_options import MeasuringOptions
 

@@ -16,9 +16,13 @@ import s3fs
 import yaml
 
 from lit_layers import records
-from lit_layers.cli import remote_roots
 from lit_layers.cli.main import DIVERGED, main
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.remote_roots import in_local_copies
 from lit_layers.cli.stopping import TERMINATED
+from lit_layers.cli.verbs.analyze import analyze
+from lit_layers.cli.verbs.audit import audit
+from lit_layers.cli.verbs.select import select
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import remote_copy, remote_runs, run_lock
 from lit_layers.files.remote_store import Claim, Store
@@ -116,13 +120,17 @@ def test_a_checkpoint_of_a_run_is_fetched_alone_with_the_numbers_and_the_story_o
     for path in (each for each in run.rglob("*") if each.is_file()):
         Store(url).put(path, path.relative_to(run).as_posix())
     there, copy = Store(url).listing(), remote_copy.LocalCopy(url)
-    for command in ("analyze", "audit", "select"):
-        with remote_roots.in_local_copies(command, [f"{url}/step-000000001"], {}) as (word,):
-            assert Path(word) == copy.folder / "step-000000001"
+    for verb in (analyze, audit, select):
+        recipe = Recipe(verb, [f"{url}/step-000000001", *(["--task", "x"] if verb is select else [])])
+        with in_local_copies(recipe, {}):
+            for options in (recipe.options, recipe.read()):
+                named = options.series if verb is audit else options.model
+                assert Path(named) == copy.folder / "step-000000001"
         assert {*copy.files()} == {*LOGS, "run.json", "step-000000001/config.json"}
     assert Store(url).listing() == there
-    with remote_roots.in_local_copies("analyze", ["--root", url, url], {}) as (_, root, model):
-        assert root == model == str(copy.folder)
+    recipe = Recipe(analyze, ["--root", url, url])
+    with in_local_copies(recipe, {}):
+        assert str(recipe.options.root) == recipe.options.model == str(copy.folder)
     assert {*there} - {*copy.files()} == {"resume/step-000000001/config.json"}
 
 
@@ -187,8 +195,8 @@ REFUSED = [
     (["report", "RUN", "--out", "BUCKET/page.html"], "out: expected a local path, got BUCKET/page.html"),
     (["analyze", "MODEL", "--config", "RECIPE"], "root: expected a local path, got s3://bucket/run"),
     (["analyze", "MODEL", "--root", "BUCKET/run", "--shard", "0/2"], "shard: one process writes a run on a store"),
-    (["fit", "--config", "RECIPE", "--root", "BUCKET/run", "--measure", "async"], "measure: async writes into a local"),
-    (["fit", "--root", "BUCKET/run", "--if_exists", "overwrite"], "if_exists: no run on a store is overwritten"),
+    (["fit", "quickstart/gpt2", "--root", "BUCKET/run", "--measure", "async"], "measure: async writes into a local"),
+    (["fit", "quickstart/gpt2", "--root", "BUCKET/run", "--if-exists", "overwrite"], "if_exists: no run on a store"),
 ]
 
 
@@ -213,29 +221,52 @@ def test_a_task_of_slurm_that_hands_out_by_ray_is_one_process(bucket, tmp_path, 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("engine: ray\n")
     for engine in (["--engine", "ray"], ["--config", str(recipe)], [f"--config={recipe}"], ["-c", str(recipe)]):
-        with remote_roots.in_local_copies("analyze", [*words, *engine], os.environ) as (_, folder, *_):
-            assert Path(folder).is_relative_to(tmp_path)
-    for engine in ([], ["--config", str(recipe), "--engine", "process"], ["--config", str(tmp_path / "none.yaml")]):
-        command = remote_roots.in_local_copies("analyze", [*words, *engine], os.environ)
+        with in_local_copies(command := Recipe(analyze, [*words, *engine]), os.environ):
+            assert Path(command.options.root).is_relative_to(tmp_path)
+    for engine in ([], ["--config", str(recipe), "--engine", "process"]):
+        command = in_local_copies(Recipe(analyze, [*words, *engine]), os.environ)
         with pytest.raises(InputError, match="4 were started"), command:
             pass
 
 
-def test_a_recipe_that_a_shell_hands_over_is_left_to_who_reads_all_of_it(bucket):
+def test_a_recipe_that_a_shell_hands_over_is_read_once_and_whole(bucket, tmp_path):
     reader, writer = os.pipe()
-    os.write(writer, b"engine: ray\n")
+    os.write(writer, b"engine: ray\ncorpus: ${root}/texts\n")
     os.close(writer)
-    command = ["--root", f"{bucket}/piped/run", "--config", f"/dev/fd/{reader}"]
-    with remote_roots.in_local_copies("analyze", command, {}):
-        assert os.read(reader, 100) == b"engine: ray\n"
+    recipe = Recipe(analyze, ["--root", f"{bucket}/piped/run", "--config", f"/dev/fd/{reader}"])
+    with in_local_copies(recipe, {}):
+        assert recipe.options.engine == "ray"
+        assert recipe.options.corpus == f"{recipe.options.root}/texts"
+        assert Path(recipe.options.root).is_relative_to(tmp_path)
     os.close(reader)
+
+
+def test_a_place_on_a_store_is_the_value_that_the_commands_parser_takes_it_for(bucket, tmp_path):
+    """A word behind a flag is no value of that flag, and one behind an option is; what a recipe names stays."""
+    url = f"{bucket}/places/run"
+    Store(url).write("run.json", b"{}")
+    recipe = Recipe(analyze, ["--plan", url])
+    with in_local_copies(recipe, {}):
+        assert Path(recipe.options.model).is_relative_to(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(f"model: {url}\n")
+    for words in (["--corpus", url], ["--config", str(tmp_path / "recipe.yaml")]):
+        recipe = Recipe(analyze, words)
+        with in_local_copies(recipe, {}):
+            assert url in (recipe.options.model, recipe.options.corpus)
+
+
+def test_what_is_refused_without_the_store_is_refused_before_anything_is_fetched(bucket, monkeypatch, capsys):
+    monkeypatch.setattr(Store, "listing", lambda self: pytest.fail("it asked the store"))
+    assert main(["analyze", "--root", f"{bucket}/unasked/run", "--kept_mb", "many"]) == 2
+    assert "kept_mb" in capsys.readouterr().err
 
 
 def test_what_is_printed_can_be_kept_by_others_who_replace_write(bucket, capsys):
     """As `wandb.sdk.lib.console_capture` does when it is imported."""
     kept = []
-    with remote_roots.in_local_copies("analyze", ["--root", f"{bucket}/said/run"], {}) as (_, folder):
-        write = sys.stdout.write
+    recipe = Recipe(analyze, ["--root", f"{bucket}/said/run"])
+    with in_local_copies(recipe, {}):
+        folder, write = str(recipe.options.root), sys.stdout.write
         sys.stdout.write = lambda text: (kept.append(text), write(text))[1]
         sys.stdout.write(folder)
     assert kept == [folder]
@@ -320,8 +351,8 @@ def test_a_command_whose_store_is_away_at_its_end_has_its_own_exit_code_and_with
 ):
     """A scheduler begins a preempted run again, which sends the rest, and gives up one that failed."""
 
-    def run(verb, argv: list[str]) -> int:
-        make_run(Path(argv[argv.index("--root") + 1]), steps=(0,), analyses=("coupling",))
+    def run(recipe: Recipe) -> int:
+        make_run(Path(recipe.options.root), steps=(0,), analyses=("coupling",))
         for name in ("put", "write"):
             monkeypatch.setattr(Store, name, away)
         return ended
@@ -332,7 +363,7 @@ def test_a_command_whose_store_is_away_at_its_end_has_its_own_exit_code_and_with
     monkeypatch.setattr("lit_layers.cli.options.run", run)
     monkeypatch.setattr(remote_runs, "PATIENCE", 0.1)
     url = f"{bucket}/away/{ended}"
-    assert main(["fit", "--root", url]) == code
+    assert main(["fit", "quickstart/gpt2", "--root", url]) == code
     assert f"lit-layers fit: error: {url}: it cannot be reached; not all could be sent: it is in " in (
         capfd.readouterr().err
     )

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.main import main
-from lit_layers.cli.shipped_recipes import find_recipe, shipped_recipes, with_recipes_found
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.shipped_recipes import find_recipe, shipped_recipes
+from lit_layers.cli.verbs.analyze import analyze
+from lit_layers.cli.verbs.fit import fit
 from lit_layers.errors import InputError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,9 +29,12 @@ def test_every_recipe_of_the_repository_has_its_name():
 @pytest.mark.parametrize("name", ["quickstart/gpt2", "recipes/quickstart/gpt2.yaml", "quickstart/gpt2.yaml"])
 def test_a_name_is_found_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert with_recipes_found("fit", [name, "--root", "x"]) == ["--config", QUICKSTART, "--root", "x"]
-    assert with_recipes_found("analyze", ["model", "--config", name]) == ["model", "--config", QUICKSTART]
-    assert with_recipes_found("fit", [f"--config={name}"]) == [f"--config={QUICKSTART}"]
+    text = name.replace("quickstart/gpt2", "analyses/text")
+    for verb, short, words, file in ((fit, name, [], QUICKSTART), (analyze, text, ["model"], TEXT)):
+        whole = Recipe(verb, [*words, "--config", file]).options
+        for named in (["--config", short], [f"--config={short}"], ["-c", short]):
+            assert Recipe(verb, [*words, *named]).options == whole
+    assert Recipe(fit, [name, "--root", "x"]).options == Recipe(fit, ["-c", QUICKSTART, "--root", "x"]).options
 
 
 def test_a_file_that_is_here_comes_before_a_recipe_of_the_package(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ def terminate(*after: float) -> None:
 def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: float, signals: tuple[float, ...]):
     """Exit code and seconds of a command that does `work`, in a process of its own."""
 
-    def run(verb: Callable[..., int], argv: list[str]) -> int:
+    def run(_: options.Recipe) -> int:
         terminate(*signals)
         work()
         return 0
@@ -39,7 +39,7 @@ def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: f
     monkeypatch.setattr(options, "run", run)
     monkeypatch.setattr(stopping, "LIMIT", limit)
     started = time.monotonic()
-    return run_forked(lambda: main(["fit"])), time.monotonic() - started
+    return run_forked(lambda: main(["fit", "quickstart/gpt2"])), time.monotonic() - started
 
 
 def deaf() -> None:
@@ -102,8 +102,8 @@ def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
 
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(options, "run", lambda verb, argv: 0)
-    assert main(["fit"]) == 0
+    monkeypatch.setattr(options, "run", lambda _: 0)
+    assert main(["fit", "quickstart/gpt2"]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
 

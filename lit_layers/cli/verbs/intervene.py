@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
-from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside, refuse_blank
+from lit_layers.cli.options import Names, Numbers, Recipe, given
+from lit_layers.cli.refusals import refuse_beside, refuse_blank
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT
 

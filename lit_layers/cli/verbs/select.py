@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import given, refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import given
+from lit_layers.cli.refusals import refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 

@@ -111,11 +111,10 @@ def _check_options(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> 
         if words is None:
             continue
         from lit_layers.cli.options import Recipe
-        from lit_layers.cli.shipped_recipes import with_recipes_found
         from lit_layers.cli.verbs.fit import fit
 
         try:
-            Recipe(fit, with_recipes_found("fit", words)).instantiated()
+            Recipe(fit, words).instantiated()
         except InputError as error:
             raise InputError(f"{cell.cell.name}: {error}") from error
 

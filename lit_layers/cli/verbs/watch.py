@@ -10,7 +10,8 @@ from typing import Annotated
 from lit_layers.cli import threads
 from lit_layers.cli.main import FAILED
 from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
-from lit_layers.cli.options import Recipe, given, refuse_beside, refuse_unwritable
+from lit_layers.cli.options import Recipe, given
+from lit_layers.cli.refusals import refuse_beside, refuse_unwritable
 from lit_layers.cli.verbs.analyze import AnalysisOptions, Command
 from lit_layers.errors import InputError
 from lit_layers.measuring.following import EVERY, SETTLED, follow
