@@ -288,6 +288,24 @@ def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path
     assert [m.step for m in records.read(place / "measurements.jsonl")] == [2, 4]
 
 
+def test_what_is_watched_with_a_root_is_read_alone(tmp_path):
+    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
+    place = make_series(model, tmp_path / "trainer", (2,), name="checkpoint-{}")
+    before = sorted(place.rglob("*"))
+    words = [
+        "--config",
+        str(recipe),
+        "--settled=0",
+        "--patience=0",
+        "--every=0.01",
+        "--root",
+        str(tmp_path / "numbers"),
+    ]
+    assert main(["watch", str(place), *words]) == 0
+    assert sorted(place.rglob("*")) == before
+    assert (tmp_path / "numbers" / ".audit" / "hashes.json").is_file()
+
+
 def test_two_watchers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, capsys):
     model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
     place = make_series(model, tmp_path / "trainer", (2, 4, 6, 8), name="checkpoint-{}")

@@ -32,13 +32,15 @@ def follow(
     measure: Callable[[Series], SeriesResult],
     *,
     tokens_per_step: int | None = None,
+    kept_in: Path | None = None,
     every: float = EVERY,
     settled: float = SETTLED,
     patience: float | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> SeriesResult | None:
     """Measures the steps in a folder, and those that come, until nothing came for `patience` seconds and no training of
-    ours goes on there; None: for ever. Returns the last result.
+    ours goes on there; None: for ever. Returns the last result. Nothing is written there where `kept_in` names another
+    folder for what the audit read.
 
     What cannot be measured is tried again at every look, until patience ends.
 
@@ -56,7 +58,8 @@ def follow(
             wrong = None  # what could not be measured is gone
         else:
             try:
-                series = StepFolders(root, _steps(root, complete), tokens_per_step=tokens_per_step)
+                steps = _steps(root, complete)
+                series = StepFolders(root, steps, tokens_per_step=tokens_per_step, kept_in=kept_in)
                 result, seen, wrong = measure(series), complete, None
             except (InputError, FileNotFoundError, NotADirectoryError) as error:  # a trainer may have removed one
                 before = str(wrong)

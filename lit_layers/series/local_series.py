@@ -28,14 +28,16 @@ _NO_CHECKPOINTS = {"resume", "values", "wandb"}
 
 
 class _LocalSeries(Series):
-    """Checkpoints in a folder, which also keeps what was read of them."""
+    """Checkpoints in a folder, which also keeps what was read of them, unless `kept_in` names another."""
 
-    def __init__(self, root: str | Path, steps: Steps, tokens_per_step: int | None) -> None:
+    def __init__(
+        self, root: str | Path, steps: Steps, tokens_per_step: int | None, kept_in: Path | None = None
+    ) -> None:
         if tokens_per_step is not None and tokens_per_step < 1:
             raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.name = self.root.resolve().name
-        self.memory: Memory = Memory(self.root)
+        self.memory: Memory = Memory(kept_in or self.root)
 
 
 class StepFolders(_LocalSeries):
@@ -48,6 +50,7 @@ class StepFolders(_LocalSeries):
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
         grammar: how folders are named; auto finds out.
         tokens_per_step: where run.json does not say it.
+        kept_in: where what was read of them is kept (default: in the root itself).
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class StepFolders(_LocalSeries):
         *,
         grammar: str = "auto",
         tokens_per_step: int | None = None,
+        kept_in: Path | None = None,
     ) -> None:
-        super().__init__(root, steps, tokens_per_step)
+        super().__init__(root, steps, tokens_per_step, kept_in)
         self._grammar = None if grammar == "auto" else Grammar(grammar)
 
     def find(self) -> Listing:

@@ -69,7 +69,7 @@ def watch(
         _tell(result)
         return result
 
-    if follow(folder, measure, every=every, settled=settled, patience=patience) is None:
+    if follow(folder, measure, kept_in=root, every=every, settled=settled, patience=patience) is None:
         print(f"{folder}: no checkpoint appeared, nothing is measured", file=sys.stderr)
         return 0
     for failure in sorted(failures):
