@@ -103,15 +103,15 @@ class MtebTask(RoundedAnalysis):
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
         self.check_options(model)
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
         if self.store.dtype not in STORE_DTYPES:
             raise InputError(f"store_dtype: expected one of {', '.join(STORE_DTYPES)}, got {self.store.dtype!r}")
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
         encode_texts(self._words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
         if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
             return  # scored before, in whatever room there was
         needed, room = self.work(model), self.store.max_bytes
