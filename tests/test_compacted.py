@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -305,6 +306,12 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
             if name == "no/network":
                 raise TimeoutException("Name or service not known")
 
+        def list_repo_files(self, name, **options):
+            return {"me/numbers": [], "me/again": ["README.md", "numbers/run.parquet"]}.get(name, ["data.parquet"])
+
+        def hf_hub_download(self, name, file, **options):
+            return str(out / file)
+
         def upload_folder(self, **options):
             calls.append(options)
 
@@ -315,6 +322,10 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
     assert (calls[1]["folder_path"], calls[1]["repo_id"]) == (out, "me/numbers")
     assert calls[1]["allow_patterns"] == ["README.md", "numbers/*.parquet", "measurements/*.parquet"]
     assert "https://huggingface.co/datasets/me/numbers" in capsys.readouterr().out
+    assert main(["publish", str(root), "--out", str(out), "--hub", "me/again"]) == 0
+    assert main(["publish", str(root), "--out", str(out), "--hub", "me/photos"]) == 2
+    assert "hub: me/photos holds data.parquet, which this command did not write" in capsys.readouterr().err
+    assert [each["repo_id"] for each in calls if isinstance(each, dict)] == ["me/numbers", "me/again"]
     assert main(["publish", str(root), "--out", str(out), "--hub", "no/access"]) == 2
     assert "hub: no/access took nothing (OSError: 403 Forbidden): run the same command" in capsys.readouterr().err
     assert main(["publish", str(root), "--out", str(out), "--hub", "no/network"]) == 2
@@ -342,10 +353,26 @@ def test_what_cannot_be_published_is_refused(arguments, sentence, root, tmp_path
     assert (root / "measurements.jsonl").is_file()
 
 
-def test_a_folder_of_somebody_with_numbers_in_it_keeps_them(root, tmp_path, capsys):
+@pytest.mark.parametrize("card", [None, "# Mine\n", 'lit_layers_runs: ["../mine"]\n', "lit_layers_runs: [1]\n"])
+def test_a_folder_of_somebody_with_numbers_in_it_keeps_them(card, root, tmp_path, capsys):
     mine = tmp_path / "mine/numbers/mine.parquet"
     mine.parent.mkdir(parents=True)
+    (tmp_path / "mine/measurements").mkdir()
     mine.write_bytes(b"years of work")
+    if card is not None:
+        (tmp_path / "mine/README.md").write_text(card)
     assert main(["publish", str(root), "--out", str(tmp_path / "mine")]) == 2
     assert "out: expected a new folder, or a data set that this command made" in capsys.readouterr().err
     assert mine.is_file()
+    assert card is None or (tmp_path / "mine/README.md").read_text() == card
+
+
+def test_a_data_set_is_written_again_without_the_runs_that_left_and_with_nothing_foreign(root, tmp_path, capsys):
+    other, out = shutil.copytree(root, tmp_path / "other"), tmp_path / "data"
+    assert main(["publish", str(root), str(other), "--out", str(out)]) == 0
+    assert main(["publish", str(root), "--out", str(out)]) == 0
+    assert [path.name for path in sorted(out.rglob("*.parquet"))] == ["run.parquet"] * 2
+    (out / "numbers" / "mine.parquet").write_bytes(b"years of work")
+    assert main(["publish", str(other), "--out", str(out)]) == 2
+    assert "this command did not write numbers/mine.parquet" in capsys.readouterr().err
+    assert len([*out.rglob("*.parquet")]) == 3

@@ -1,6 +1,7 @@
 """The numbers of runs as a data set in the layout of the Hugging Face Hub: tables that `datasets` loads, and a card."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -22,6 +23,8 @@ PUBLIC = (
 )
 OF_THE_HUB = ("checkpoint", "revision", "commit", "weight_files")  # where there is a commit: of a public repository
 _CARD, _NUMBERS, _MEASUREMENTS = "README.md", "numbers", "measurements"
+_PARTS = (_NUMBERS, _MEASUREMENTS)
+_RUNS = "lit_layers_runs"  # field of the card: whose files this command wrote
 
 
 def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
@@ -31,13 +34,12 @@ def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
     numbers of one line share. What failed is left out.
 
     Raises:
-        InputError: a folder that is no run's, or another of the same name; an `out` that is something else.
+        InputError: a folder that is no run's, or another of the same name; an `out` that holds what is not ours.
     """
     names = [root.resolve().name for root in roots]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"roots: two folders are called {twice[0]}: rename one, as the data set names runs so")
-    if folder.exists() and not all((folder / part).is_dir() for part in (_NUMBERS, _MEASUREMENTS)):
-        raise InputError(f"out: expected a new folder, or a data set that this command made, {folder} is neither")
+    earlier = _earlier(folder)
     files: dict[str, Any] = {}
     metrics: Counter[tuple[str, str]] = Counter()
     for name, root in zip(names, roots, strict=True):
@@ -45,36 +47,76 @@ def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
         numbers = _numbers(measured)
         metrics.update((m.analysis, record.metric) for m in measured for record in m.records)
         files |= {f"{_NUMBERS}/{name}.parquet": numbers, f"{_MEASUREMENTS}/{name}.parquet": _shared(measured)}
-    for part in (_NUMBERS, _MEASUREMENTS):
-        with refused(f"out: cannot write to {folder}"):
+    with refused(f"out: cannot write to {folder}"):
+        for part in _PARTS:
             (folder / part).mkdir(parents=True, exist_ok=True)
-            for stale in (folder / part).glob("*.parquet"):
-                stale.unlink()
-    records.write_files(folder, {**files, _CARD: _card(title, names, metrics)})
+        for stale in earlier - files.keys():
+            (folder / stale).unlink(missing_ok=True)
+    records.write_files(
+        folder, {_CARD: _card(title, names, metrics), **files}
+    )  # the card first: it says whose they are
     return metrics.total()
+
+
+def _earlier(folder: Path) -> set[str]:
+    """The tables that this command wrote to a folder before, by its card.
+
+    Raises:
+        InputError: something else lies there, which would be replaced, or be part of the data set.
+    """
+    if not folder.exists():
+        return set()
+    neither = f"out: expected a new folder, or a data set that this command made, {folder} is neither"
+    with refused(f"out: cannot read {folder}"):
+        if not folder.is_dir():
+            raise InputError(neither)
+        card = folder / _CARD
+        earlier = _tables_of(card.read_text(encoding="utf-8", errors="replace") if card.is_file() else "")
+        if earlier is None and any(each.name not in _PARTS for each in folder.iterdir()):
+            raise InputError(neither)
+        there = {path.relative_to(folder).as_posix() for part in _PARTS for path in (folder / part).glob("*.parquet")}
+    if foreign := sorted(there - (earlier or set())):
+        raise InputError(f"{neither}: this command did not write {foreign[0]}")
+    return earlier or set()
+
+
+def _tables_of(card: str) -> set[str] | None:
+    """The tables of the runs that a card names; None for a card that is not ours."""
+    line = re.search(rf"^{_RUNS}: (\[.*\])$", card, re.MULTILINE)
+    try:
+        names = json.loads(line[1]) if line else None
+    except ValueError:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        return None
+    return {f"{part}/{name}.parquet" for part in _PARTS for name in names}
 
 
 def send(folder: Path, repository: str) -> str:
     """Sends a data set to the Hub, to a repository that is made, private, where there is none; returns its address.
 
     Raises:
-        InputError: what the Hub refused, or that it cannot be reached.
+        InputError: what the Hub refused, that it cannot be reached, or tables there that are not ours.
     """
     from huggingface_hub import HfApi
 
     from lit_layers.files.hub import asking_the_hub  # which imports the client, too
 
-    api = HfApi()
-    with asking_the_hub(f"hub: {repository} took nothing", f"run the same command again; {folder} is whole"):
-        api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
-        written = [_CARD, f"{_NUMBERS}/*.parquet", f"{_MEASUREMENTS}/*.parquet"]  # nothing else that lies there
-        api.upload_folder(
-            repo_id=repository,
-            repo_type="dataset",
-            folder_path=folder,
-            allow_patterns=written,
-            delete_patterns="*.parquet",
+    api, asking = HfApi(), (f"hub: {repository} took nothing", f"run the same command again; {folder} is whole")
+    of_data: Any = {"repo_type": "dataset"}
+    with asking_the_hub(*asking):
+        api.create_repo(repository, private=True, exist_ok=True, **of_data)
+        there = api.list_repo_files(repository, **of_data)
+        card = Path(api.hf_hub_download(repository, _CARD, **of_data)).read_bytes() if _CARD in there else b""
+    earlier = _tables_of(card.decode(errors="replace")) or set()
+    if foreign := sorted(name for name in there if name.endswith(".parquet") and name not in earlier):
+        raise InputError(
+            f"hub: {repository} holds {foreign[0]}, which this command did not write: name another data set"
         )
+    with asking_the_hub(*asking):
+        written = [_CARD, *(f"{part}/*.parquet" for part in _PARTS)]  # nothing else that lies there
+        how: Any = {"allow_patterns": written, "delete_patterns": "*.parquet", **of_data}
+        api.upload_folder(repo_id=repository, folder_path=folder, **how)
     return f"https://huggingface.co/datasets/{repository}"
 
 
@@ -120,7 +162,7 @@ def _public(provenance: dict[str, Any]) -> dict[str, Any]:
 def _card(title: str, names: Sequence[str], metrics: Mapping[tuple[str, str], int]) -> str:
     configs = "\n".join(
         f"- config_name: {part}\n  data_files: {part}/*.parquet" + "\n  default: true" * (part == _NUMBERS)
-        for part in (_NUMBERS, _MEASUREMENTS)
+        for part in _PARTS
     )
     rows = "\n".join(
         f"| {analysis} | {metric} | {count:,} | {f'{look_up(metric).title}. {look_up(metric).meaning}'.strip()} |"
@@ -131,6 +173,7 @@ pretty_name: {json.dumps(title)}
 tags:
 - interpretability
 - training-dynamics
+{_RUNS}: {json.dumps(names)}
 configs:
 {configs}
 ---
