@@ -179,6 +179,13 @@ def test_a_hole_in_an_even_spacing_is_a_gap(hub, root, model):
     assert not found.is_clean
 
 
+def test_bursts_of_steps_are_no_even_spacing_that_most_is_missing_from(hub, root, model):
+    steps = [*range(5), *range(100, 104), *range(200, 204), 300]
+    found = audit(HubRevisions(pythia(root, model, steps=steps)))
+    assert {(each.kind, each.note) for each in found.findings} == {("gap", True)}
+    assert found.is_clean
+
+
 def test_a_schedule_that_the_series_does_not_hold_is_a_note(hub, root, model):
     found = audit(HubRevisions(pythia(root, model), {"log": 2, "until": 64, "then_every": 500}))
     assert (only(found).kind, only(found).steps, only(found).note) == ("gap", (500,), True)
