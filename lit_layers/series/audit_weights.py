@@ -30,6 +30,7 @@ ENDS_ELSEWHERE = (0.2, 0.6)  # cosine of the last step, where those of all other
 JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
 FARTHER = 1.2  # the last step from the last but two, over the last but one: of a tensor over the median one
 LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor and over its largest at the neighbours
+SEVERAL = 16  # values of a vector that do not all come back by chance
 HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
 _FINE = 1e-5
@@ -48,20 +49,21 @@ class Path:
     rounding: float
 
     @classmethod
-    def of(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> "Path":
-        """The path of the steps whose weights were read, as far as they hold the same finite tensors."""
+    def of(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
+        """The path of the steps whose weights were read, as far as they hold the same finite matrices, or vectors."""
         import torch
 
         shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
+        facts = prints[steps[0].name].tensors if steps else {}
         names = sorted(
             name
             for name, _ in (set.intersection(*shapes) if shapes else ())
-            if prints[steps[0].name].tensors[name].is_matrix
+            if (not facts[name].is_matrix and facts[name].count >= SEVERAL if vectors else facts[name].is_matrix)
         )
         of_tensor, norms = {}, {}
         for name in names:
             values = torch.stack([prints[one.name].samples[name] for one in steps]).double().nan_to_num(0.0, 0.0, 0.0)
-            scale = prints[steps[0].name].tensors[name].count / values.shape[1]
+            scale = facts[name].count / values.shape[1]
             products = (values @ values.T).numpy() * scale
             here = np.diag(products)
             apart = np.maximum(here[:, None] + here[None] - 2 * products, 0)
@@ -113,6 +115,8 @@ class Path:
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
     """Steps with values that are no numbers, with nothing but zeros, or with zeros where weights were before."""
     weighted: set[str] = set()
+    first = prints[steps[0].name].tensors if steps else {}
+    norms = {name for name, tensor in first.items() if tensor.count >= SEVERAL and not name.endswith("bias")}
     for one in steps:
         facts = prints[one.name].tensors
         if broken := sorted(name for name, tensor in facts.items() if tensor.num_broken):
@@ -121,7 +125,7 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
         zero = {name for name, tensor in facts.items() if tensor.norm == 0 and not tensor.num_broken}
         if len(zero) == len(facts):
             yield finding("zero weights", "every value is 0", [one])
-        elif cleared := sorted(name for name in zero & weighted if facts[name].is_matrix):
+        elif cleared := sorted(name for name in zero & weighted if facts[name].is_matrix or name in norms):
             yield finding("zero weights", f"{cleared[0]} is 0 and was not before", [one])
         weighted |= {name for name, tensor in facts.items() if tensor.norm > 0}
 
@@ -337,11 +341,20 @@ def out_of_line(path: Path) -> Iterator[Finding]:
         says = f"nothing in common with {path.steps[-2].label}: of another training?"
         yield finding("out of line", says, [path.steps[-1]])
     borrowed = _borrowed(whole, strange)
-    for places, names in borrowed.items():
-        says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
-        yield finding("out of line", says, [path.steps[place] for place in places])
+    yield from _returned(path.steps, borrowed)
     kept = whole.at([place for place in range(count) if place not in strange])
     yield from _tensors_out_of_line(kept, {*itertools.chain.from_iterable(borrowed.values())})
+
+
+def returned_vectors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps at which biases or norms have an earlier step's values again: they show no way, but none comes back."""
+    yield from _returned(steps, _borrowed(Path.of(steps, prints, vectors=True), ()))
+
+
+def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Sequence[str]]) -> Iterator[Finding]:
+    for places, names in borrowed.items():
+        says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
+        yield finding("out of line", says, [steps[place] for place in places])
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
@@ -359,9 +372,9 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
             groups.setdefault(first, []).append(place)
         for first, same in groups.items():
             pairs = [(a, [one for one in kept if a < one < b], b) for a, b in itertools.pairwise(same)]
-            if 2 * len(same) > len(kept) and not all(between for _, between, _ in pairs):
-                continue
             least = path.rounding * path.norms[name][first]
+            if least == 0 or (2 * len(same) > len(kept) and not all(between for _, between, _ in pairs)):
+                continue
             again = {end for a, between, b in pairs if between and distance[a, between].min() > least for end in (a, b)}
             if again:
                 borrowed.setdefault(tuple(sorted(again)), []).append(name)

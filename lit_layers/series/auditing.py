@@ -207,9 +207,11 @@ def _findings_of_values(
     findings += [*audit_weights.broken_values(read, prints), *audit_weights.lone_values(read, prints)]
     findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
     suspects = _names(each for each in findings if not each.note)
-    path = audit_weights.Path.of([one for one in read if one.name not in suspects], prints)
-    of_path, undecided = audit_weights.off_the_way(path)
-    return [*findings, *of_path], undecided
+    rest = [one for one in read if one.name not in suspects]
+    of_path, undecided = audit_weights.off_the_way(audit_weights.Path.of(rest, prints))
+    named = _names(of_path)
+    returned = [each for each in audit_weights.returned_vectors(rest, prints) if not named >= set(each.names)]
+    return [*findings, *of_path, *returned], undecided
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

@@ -20,6 +20,7 @@ from lit_layers.series.weight_files import Memory
 from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
+NORM = "transformer.h.1.ln_1.weight"
 State = dict[str, torch.Tensor]
 
 
@@ -175,6 +176,12 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
     "a tensor missing": (lambda root: changed(root, 60, without_bias), "other tensors", (60,)),
     "NaN": (lambda root: changed(root, 60, lambda s: with_value(s, float("nan"))), "not finite", (60,)),
     "all zeros": (lambda root: changed(root, 60, lambda s: {k: v * 0 for k, v in s.items()}), "zero weights", (60,)),
+    "a norm's weights 0": (lambda root: changed(root, 60, lambda s: {**s, NORM: s[NORM] * 0}), "zero weights", (60,)),
+    "biases of another step": (
+        lambda root: changed(root, 60, lambda s: s | {k: v for k, v in load_file(at(root, 20)).items() if "bias" in k}),
+        "out of line",
+        (20, 60),
+    ),
     "steps swapped": (lambda root: exchanged(root, 40, 80), "swapped", (40, 80)),
     "neighbours swapped": (lambda root: exchanged(root, 60, 80), "swapped", (60, 80)),
     "far steps swapped": (lambda root: exchanged(root, 20, 100), "swapped", (20, 100)),
