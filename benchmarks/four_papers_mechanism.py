@@ -154,8 +154,8 @@ def values_of_mechanism(study: Mechanism, control: Mechanism) -> Iterator[list[s
 
 
 def order_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
-    """P(a number of prediction or mechanism is half-way behind another); of what emerges over the seeds."""
-    yield ["P(is half-way behind)", *BEFORE]
+    """P(a number of prediction or mechanism is half-way later than another); of what emerges over the seeds."""
+    yield ["P(row is half-way later than column)", *BEFORE]
     names = [name for part in PARTS for name, *_ in part.numbers]
     table = order_table(study.clock(names))
     titles = {study.together[name][0].metric + study.together[name][0].tag_text: name for name in names}

@@ -276,7 +276,7 @@ def test_long_names_of_rows_stand_in_two_lines_and_keep_their_number():
     clock = Clock(curves, times)
     names = [
         "Monotonicity of accuracy,\nwithout the first token, share of the maximum",
-        "Monotonicity of Token curvature,\nwithout the first token, share of the maximum",
+        "Monotonicity of token curvature,\nwithout the first token, share of the maximum",
         "Monotonicity of accuracy",
     ]
     shown, matrix = timeline(clock), order_matrix(clock, "a")

@@ -248,6 +248,16 @@ def test_own_schedules_are_a_row_each():
     assert {"1. 1 2", "2. 1 3"} <= {*svg_texts(fig)}
 
 
+def test_a_long_schedule_stands_whole_in_two_lines():
+    orders = [" ".join(map(str, range(1, 25))), " ".join(map(str, (*range(1, 24), 25)))]
+    rows = [record("variant_loss", 2.0, "custom", schedule=order) for order in orders]
+    fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
+    lines = [label.split("\n") for label in fig.x.labels.values()]
+    assert [" ".join(two) for two in lines] == [f"{number}. {order}" for number, order in enumerate(orders, 1)]
+    assert all(len(line) <= 46 for two in lines for line in two)
+    assert {"".join(two) for two in lines} <= {*svg_texts(fig)}
+
+
 # ------------------------------------------------------------------------------------------------ over training
 
 

@@ -14,7 +14,7 @@ from lit_layers.correlate.findings import Choice, LayerFindings, MetricFindings,
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import lowered
 from lit_layers.figures import Chart, Panels, scatter_plot
-from lit_layers.figures.labels import value
+from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.plane import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
@@ -46,7 +46,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
     """
     content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
     panels = {"depth": Panels(title="Scores and metrics over depth", charts=depth_charts(tables))}
-    title = f"Metrics against {tables.score_title.lower()} over layers, 95% intervals over tasks"
+    title = f"Metrics against {in_sentence(tables.score_title)} over layers, 95% intervals over tasks"
     panels["correlations"] = Panels(title=title, charts=correlation_charts(tables, findings))
     title = "Layers chosen without labels, 95% intervals over tasks"
     panels["selection"] = Panels(title=title, charts=choice_charts(tables, findings), width=460)
@@ -76,7 +76,7 @@ def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
         "layers.html.jinja",
         tables=tables,
         findings=findings,
-        title=f"{', '.join(tables.titles.values())} against {tables.score_title.lower()} over layers",
+        title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
         depth=depth,

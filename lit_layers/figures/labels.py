@@ -13,6 +13,7 @@ DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 _LABELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ANALYSES: dict[str, str] = _LABELS["analyses"]
 BLOCKS: dict[str, str] = _LABELS["blocks"]
+_NAMES = ("Brier", "Jacobian", "Kendall", "Matthews", "Pearson", "Spearman")
 
 
 def analysis_note(name: str) -> str:
@@ -25,6 +26,12 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
+def in_sentence(title: str) -> str:
+    """Returns a title as it stands within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
+    word = title.partition(" ")[0]
+    return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
+
+
 def tag_text(tags: dict[str, object]) -> str:
     """Returns what a variant of a metric is called: `k = 12, median`; an empty string for no tags."""
     parts = []
@@ -33,7 +40,7 @@ def tag_text(tags: dict[str, object]) -> str:
         if (label := _LABELS["values"].get(name, {}).get(text)) is not None:
             parts.append(label)
         elif name == "of":
-            parts.append(f"of {look_up(text).title.removeprefix('Probe ')}")
+            parts.append(f"of {in_sentence(look_up(text).title).removeprefix('probe ')}")
         elif name == "reference":
             parts.append(text.replace("_", " "))
         else:

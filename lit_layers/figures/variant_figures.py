@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers.figures.axes import Axis, AxisName, layer_axis
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import tag_text
+from lit_layers.figures.labels import in_sentence, tag_text, wrapped
 from lit_layers.figures.maps import colored, key_axis, slider_map, tabled
 from lit_layers.figures.models import color_of, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
@@ -242,7 +242,7 @@ def quality_front(
         x, y = (rounded(at[cell_of(p)][side] for p in part) for side in (0, 1))
         series.append(Series(x=x, y=y, texts=hover, tells_texts=True, **look))
     return Chart(
-        title=f"{title_of(metric, chosen.get('tags') or {})} against {look_up(cost).title.lower()}",
+        title=f"{title_of(metric, chosen.get('tags') or {})} against {in_sentence(look_up(cost).title)}",
         x=Axis(title=look_up(cost).with_unit),
         y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
         series=series,
@@ -331,7 +331,7 @@ def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) 
     look = {"name": "Schedule", "mark": "circle", "size": 8, "color": LOOKS["custom"][0], "interval": "bars"}
     series = [series_of(schedules, names, legend=bool(full), **look)]
     series += [level(names, p.value, "Full model", color=INK, mark="line-ns", size=14) for p in full]
-    texts = {name: name if len(name) <= 46 else f"{name[:44]} …" for name in names}
+    texts = {name: wrapped(name, 46) for name in names}
     return Chart(
         title=title_of(metric, chosen.get("tags") or {}),
         x=Axis(keys=names, labels=texts, grid=False),

@@ -9,7 +9,7 @@ import pandas as pd
 
 from lit_layers import plots
 from lit_layers.figures import Chart
-from lit_layers.figures.labels import BLOCKS, analysis_note, tag_text
+from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, tag_text
 from lit_layers.figures.maps import SIMILARITIES
 from lit_layers.figures.models import short_names
 from lit_layers.figures.task_means import GLUE, GLUE_MEAN, MEDIAN
@@ -238,10 +238,11 @@ def _metrics(table: Any, analysis: str, *, named: bool, split: str | None = None
     metrics = sorted(part["metric"].unique(), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name)))
     for metric in metrics:
         title = look_up(metric).title
+        small = in_sentence(title)
         if analysis in (MEDIAN, GLUE_MEAN):
-            title = f"{'Median' if analysis == MEDIAN else 'Mean'} {title.lower()}"
+            title = f"{'Median' if analysis == MEDIAN else 'Mean'} {small}"
         elif named:
-            title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {title.lower()}"
+            title = f"{sentence(analysis.removeprefix(f'{GLUE}/').split('/', 1)[-1])}: {small}"
         for tags in _circumstances(part[part["metric"] == metric], split):
             yield _Scores(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Panels, Series
+from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
@@ -258,7 +259,7 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
     return Chart(
         title=f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows",
         x=Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest)),
-        y=Axis(title=f"test {look_up(models[0].choice.test_metric).title.lower()}"),
+        y=Axis(title=f"test {in_sentence(look_up(models[0].choice.test_metric).title)}"),
         series=series,
         place="",
         height=420,

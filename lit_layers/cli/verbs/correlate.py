@@ -242,8 +242,9 @@ def _over_layers(
 
 def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
     from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks
+    from lit_layers.figures.labels import in_sentence
 
-    title = f"Metrics against {tables.score_title.lower()} over layers"
+    title = f"Metrics against {in_sentence(tables.score_title)} over layers"
     coefficients = correlation_table(tables, findings)
     show_table(_rows(coefficients, "\n{}"), title)
     for group in coefficients.groups:
