@@ -7,15 +7,18 @@ import json
 import os
 import pickle
 import re
+import socket
 import textwrap
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from lit_layers.errors import InputError
 
@@ -209,6 +212,32 @@ def content_hash(path: Path, like: str = "sha256") -> str:
         return hashlib.file_digest(file, begin).hexdigest()
 
 
+_found = set[str]()  # machines that this process knew the address of: one that is lost later is waited for
+
+
+def refuse_without_network(what: str, endpoint: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Refuses to ask a Hub whose address cannot be looked up: each request would be tried for minutes.
+
+    Raises:
+        InputError: `what`, and why.
+    """
+    host = urlsplit(endpoint).hostname or ""
+    if host in _found or constants.HF_HUB_OFFLINE or urllib.request.getproxies().keys() & {"http", "https", "all"}:
+        return  # a proxy looks it up
+    for wait in (1.0, 2.0, 2.0, None):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            if wait is None:
+                raise InputError(
+                    f"{what}: there is no network, or no {host} in it: check the name, and that the Hub can be reached"
+                ) from error
+            sleep(wait)
+        else:
+            _found.add(host)
+            return
+
+
 class Hub:
     """Requests to the Hugging Face Hub, each tried again where the network failed.
 
@@ -224,7 +253,9 @@ class Hub:
 
     def commits(self, repo: str) -> dict[str, str]:
         """The commit of every branch, and of every tag that no branch is named like: one request."""
-        refs = self.retry.call(f"cannot list the branches of {repo}", lambda: self.api.list_repo_refs(repo))
+        what = f"cannot list the branches of {repo}"
+        refuse_without_network(what, self.api.endpoint, self.retry.sleep)
+        refs = self.retry.call(what, lambda: self.api.list_repo_refs(repo))
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def tree(self, repo: str, commit: str, name: str, *, below: bool = False) -> dict[str, ListedFile]:
@@ -253,6 +284,8 @@ class Hub:
         Raises:
             InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
         """
+        if self.cached(repo, revision, path) is None:
+            refuse_without_network(what, self.api.endpoint, self.retry.sleep)
         try:
             return self.retry.call(what, lambda: self._download(repo, revision, path, None)[0])
         except InputError as error:

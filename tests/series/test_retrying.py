@@ -1,12 +1,15 @@
 """How long is waited, for what, and what is said in the end."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 
 from lit_layers.errors import InputError
-from lit_layers.files.hub import is_transient
+from lit_layers.files import hub
+from lit_layers.files.hub import Hub, is_transient
 from lit_layers.series import Retry
 
 
@@ -71,3 +74,55 @@ def test_what_is_no_matter_of_the_network_is_not_caught():
         attempt([ZeroDivisionError()])
     with pytest.raises(InputError, match="^as it was$"):
         attempt([InputError("as it was")])
+
+
+@pytest.fixture
+def unconnected(monkeypatch):
+    """A machine that knows no other: how often it is asked for one."""
+    asked: list[str] = []
+
+    def unknown(host: str, *_: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(hub, "_found", set())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return asked
+
+
+def test_without_a_network_a_hub_that_was_never_reached_is_given_up_within_seconds(unconnected, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    waits: list[float] = []
+    asked = Hub(Retry(sleep=waits.append))
+    for ask in (
+        lambda: asked.fetch("nobody/nothing", None, "config.json", "cannot have it"),
+        lambda: asked.commits("nobody/nothing"),
+    ):
+        with pytest.raises(
+            InputError, match="cannot .*: there is no network, or no huggingface.co in it: check the na"
+        ):
+            ask()
+    assert waits == [1, 2, 2] * 2
+    assert {*unconnected} == {"huggingface.co"}
+
+
+def test_a_hub_that_was_reached_or_lies_behind_a_proxy_is_waited_for(unconnected, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    hub.refuse_without_network("cannot have it", "https://hub.example:1")
+    monkeypatch.delenv("HTTPS_PROXY")
+    waits: list[float] = []
+
+    def found_at_last(host: str, *_: object) -> list[object]:
+        unconnected.append(host)
+        if len(unconnected) < 2:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", found_at_last)
+    for _ in range(2):
+        hub.refuse_without_network("cannot have it", "https://hub.example:1", waits.append)
+    assert (waits, unconnected) == ([1], ["hub.example"] * 2)
