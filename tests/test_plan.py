@@ -451,6 +451,24 @@ def test_every_part_can_be_timed_on_other_families(name):
     assert all(row.seconds > 0 for row in plan.rows)
 
 
+@pytest.mark.parametrize("left", [0.0, math.nan])
+def test_a_model_without_weights_is_timed_whatever_its_memory_holds(monkeypatch, left):
+    """Of a family that is proven on its weights, in memory that is as it comes: a new process' is of zeros."""
+    to_empty = torch.nn.Module.to_empty
+
+    def as_it_comes(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        for tensor in (made := to_empty(model, **options)).state_dict().values():
+            tensor.fill_(left if tensor.is_floating_point() else 0)
+        return made
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", as_it_comes)
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    empty = LayeredModel(tiny("olmo2").to("meta"))
+    assert empty.origin == "structure"
+    (row,) = planned(empty, [Representation(batches=TEXTS)], device=CPU).rows
+    assert row.seconds > 0
+
+
 def test_planning_takes_no_random_number_of_a_training_that_waits(monkeypatch):
     """Those of dropout and of the order of data, of which a run with a budget must have the same as one without."""
     monkeypatch.setattr(calibration, "_TIMED", {})

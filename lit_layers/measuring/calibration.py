@@ -116,16 +116,16 @@ class Bench:
         """A block with random weights, as it is called on texts of that length."""
         cut: Any = truncate(self.model.model, 1, head=False)
         cut = cut.to_empty(device=self.device) if self.model.device.type == "meta" else cut.to(self.device)
-        if self.model.origin == "structure":  # which weights show, whatever they are
+        generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are
+        if self.model.origin == "structure":  # which weights show, but not those of memory that may hold zeros
             with torch.no_grad():
                 for tensor in (*cut.parameters(), *cut.buffers()):
                     if tensor.is_floating_point():
-                        tensor.nan_to_num_(0.02, 0.02, 0.02).clamp_(-0.02, 0.02)
+                        tensor.normal_(std=0.02, generator=generator)
                     else:  # positions and kinds, which are looked up in tables
                         tensor.zero_()
         view = LayeredModel(cut)
         with torch.no_grad():
-            generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are
             for parameter in view.blocks[0].parameters():
                 parameter.normal_(std=0.02, generator=generator)
             for buffer in cut.buffers():
