@@ -75,7 +75,7 @@ class Metric:
     @property
     def with_unit(self) -> str:
         unit = f", {self.unit}" if self.title.endswith(")") else f" ({self.unit})"
-        return f"{self.title}{unit}" if self.unit else self.title
+        return self.title if self.title.endswith(self.unit) else f"{self.title}{unit}"
 
     @property
     def title_beside(self) -> str:

@@ -25,9 +25,21 @@ from lit_layers.report.side_by_side import (
     page_of,
     read_side_by_side,
 )
+from tests.support.runs import make_run
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
+
+
+def test_what_lacks_the_tags_of_others_has_a_name_among_the_choices(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
+    content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
+    blocks = {block["title"]: block for blocks in _blocks(content, "step").values() for block in blocks}
+    texts = {title: [choice["text"] for choice in block["choices"]] for title, block in blocks.items()}
+    assert texts["Probe accuracy (share)"] == ["true labels", "random labels"]
+    assert texts["Line shape score"] == ["mean", "median"]
+    assert all(text for choices in texts.values() if len(choices) > 1 for text in choices)
 
 
 def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1):

@@ -20,7 +20,7 @@ from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import listing, tag_text, value, whole
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import levels_of, value_axis
-from lit_layers.figures.tables import grouped
+from lit_layers.figures.tables import choice_text, grouped
 from lit_layers.figures.theme import INK, MUTED, rounded, spread
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, rank, sentence
@@ -320,7 +320,7 @@ def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
     return fill(
         "runs.html.jinja",
         title=f"{sum(map(len, content.groups.values()))} runs",
-        facts=[("Groups" if len(groups) < sum(map(len, content.groups.values())) else "Runs", len(groups))],
+        facts=[("Groups", len(groups))] if len(groups) < sum(map(len, content.groups.values())) else [],
         groups=content.groups,
         notes=[*content.notes, *_notes(content)],
         results=_results(content),
@@ -339,8 +339,9 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
     by_analysis: dict[str, list[Block]] = {}
     metrics = grouped(content.lines.items(), lambda item: item[0][:2])
     for (analysis, metric), items in sorted(metrics.items(), key=lambda item: (item[0][0], rank(item[0][1]))):
-        choices = []
-        for tags, of_tags in grouped(items, lambda item: item[0][3]).items():
+        choices, variants = [], grouped(items, lambda item: item[0][3])
+        names = sorted({name for _, lines in items for line in lines.values() for name in line.curve.tags})
+        for of_tags in variants.values():
             by_layer = {key[2]: lines for key, lines in of_tags}
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
             of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # not all are as deep
@@ -353,7 +354,8 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
             if len(groups) == 2 and len(lines) == 2 and _common_steps(lines.values()):
                 gap = difference(*(lines[name] for name in groups))
                 parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(of_difference, gap, axis=axis)))
-            text = tag_text(dict(next(iter(lines.values())).curve.tags)) if tags else ""
+            tags = next(iter(lines.values())).curve.tags
+            text = choice_text({name: tags.get(name) for name in names}) if len(variants) > 1 else tag_text(dict(tags))
             choices.append((text, parts))
         row = look_up(metric)
         by_analysis.setdefault(analysis, []).append(block(row.with_unit, row.note, choices))
