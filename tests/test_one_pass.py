@@ -10,19 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_layers import analyses as of_the_package
 from lit_layers.analyses import (
+    AttentionPatterns,
     Coupling,
+    InContext,
+    Induction,
     JacobianLens,
     LabelProbe,
     LayerSimilarity,
     Lens,
     NextTokenProbe,
     NextTokenResidual,
+    NgramAgreement,
     PathsInPlane,
+    PooledStates,
     PromptStudies,
     Representation,
+    StateGeometry,
     TokenCoupling,
     Trajectory,
 )
@@ -32,7 +39,7 @@ from lit_layers.measuring import one_model, undisturbed
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.one_model import Shares, in_one_pass, measure
 from lit_layers.models import shared_pass
-from lit_layers.models.build import weights_hash
+from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.series import OneModel
@@ -168,6 +175,39 @@ def test_all_that_two_lists_measure_passes_each_text_once(monkeypatch):
     assert set(entered.values()) == {1}
     read = {tuple(row) for texts in lists.values() for batch in texts for row in batch["input_ids"].tolist()}
     assert len(read & entered.keys()) == 8 * 3  # of text, coupling and mechanism; a probe's up to their last place
+
+
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_its_texts(tokens):
+    """In FLOP of products, at the proportions of GPT-2 small on texts of 256 and 1,024 tokens: width and tokens are an
+    eighth, blocks a quarter, and the vocabulary a 32nd, so that the head has its share."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 3, "n_embd": 96, "n_head": 12, "n_positions": 128, "vocab_size": 1570}
+    model, text = causal_lm("gpt2", **shape), torch.randint(1570, (512 // tokens, tokens))
+    data, calls = Listed({"input_ids": text}), Counter()
+    for block in model.transformer.h:
+        block.attn.register_forward_pre_hook(lambda module, args: calls.update(["attention"]))
+        block.mlp.register_forward_pre_hook(lambda module, args: calls.update(["mlp"]))
+    with FlopCounterMode(display=False) as plain, torch.no_grad():
+        model(input_ids=text)
+    calls.clear()
+    of_texts = [
+        AttentionPatterns(batches=data),
+        StateGeometry(batches=data),
+        PooledStates(batches=data),
+        InContext(batches=data, early=tokens // 10, late=tokens),
+        NgramAgreement(batches=data, corpus=data, num_tokens=2),
+    ]
+    with FlopCounterMode(display=False) as taken:
+        found = together(model, of_texts)
+    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
+    assert calls == {"attention": 2 * 3, "mlp": 3}, "a pass, and as far as its attention for the weights"
+    assert taken.get_total_flops() <= 1.25 * plain.get_total_flops()  # with the one pass that all share
+    with FlopCounterMode(display=False) as own:
+        found = together(model, [Induction(num_prompts=2, num_copied=2)])
+    assert found["induction"].error is None
+    of_token = plain.get_total_flops() / text.numel()
+    assert own.get_total_flops() <= 2.25 * 2 * 100 * of_token  # of its own texts, of which copying is of all
 
 
 def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(monkeypatch):

@@ -25,7 +25,7 @@ from lit_layers.functional.attention_patterns import (
     uniform_attention,
 )
 from lit_layers.functional.jacobian.block_attention import Heads, read_heads
-from lit_layers.functional.jacobian.block_call import Unsupported
+from lit_layers.functional.jacobian.block_call import Unsupported, evaluating
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Part, Work, passes
@@ -164,7 +164,8 @@ class Induction(HeadAnalysis):
 
     Args:
         num_prompts: sequences.
-        num_copied: of these for `copying_score`, which reads the vocabulary once for each head and token.
+        num_copied: of these for `copying_score`, which reads out what each head writes of each token: where the model's
+            head is one product, for the tokens of the sequence alone and for the mean over the vocabulary.
         num_tokens: different tokens of a sequence.
         repeats: how often it stands there.
         heads: whether each head has numbers of its own, too.
@@ -192,10 +193,13 @@ class Induction(HeadAnalysis):
         work = passes(model, texts=self.num_prompts, tokens=period * self.repeats, batch=self.num_prompts)
         heads = _num_heads(model)
         read = min(self.num_copied, self.num_prompts) * period * model.num_layers * heads
+        if model.family.linear_head(model.model) is not None:
+            read *= (period + 1) / (model.vocab_size or 1)
         calls = Part(
             "calls", self.num_prompts * model.num_layers, (period * self.repeats,), _Scoring(heads, repeats=True)
         )
-        return work + _reading(model, work) + Work(parts=(Part("head", read), calls))
+        steps = Part("steps", (5 * self.num_prompts + 15 * min(self.num_copied, self.num_prompts)) * model.num_layers)
+        return work + _reading(model, work) + Work(parts=(Part("head", read), calls, steps))
 
     def parts(self, model: LayeredModel) -> Iterator[Batch]:
         return pieces(model, [{"input_ids": self.sequences(model)}])
@@ -209,7 +213,7 @@ class Induction(HeadAnalysis):
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         ids, values = part["input_ids"], {}
-        trajectory, period = model.trajectory(part), self._period(model)
+        trajectory, period, added = model.trajectory(part), self._period(model), _Added(model)
         nothing = torch.full((len(ids), 1), torch.nan, dtype=torch.float64)
         for layer in range(1, model.num_layers + 1):
             values |= {(metric, layer): nothing for metric in ("prefix_matching_score", "copying_score")}
@@ -223,24 +227,23 @@ class Induction(HeadAnalysis):
                     prefix_matching_score(p[which], row, undefined="nan") for p, row in zip(pairs, ids, strict=True)
                 ]
                 values[metric, layer] = torch.stack(scores).cpu()
-            values["copying_score", layer] = self._copying(model, heads, ids[:, :period])
+            values["copying_score", layer] = self._copying(added, heads, ids[:, :period])
         values["input_ids",] = ids
         return values
 
-    def _copying(self, model: LayeredModel, heads: Heads, ids: Tensor) -> Tensor:
+    def _copying(self, added: "_Added", heads: Heads, ids: Tensor) -> Tensor:
         """(prompts, heads) of as many prompts as are read; NaN where nothing can be."""
         values = torch.full((len(ids), heads.num_heads), torch.nan, dtype=torch.float64)
         try:
             written = heads.written()[:, :, : ids.shape[1]]  # (prompts, heads, tokens, dim)
         except Unsupported:
             return values
-        nothing = model.readout(written.new_zeros(1, 1, written.shape[-1]))[0]
-        at_once = max(1, MAX_LOGITS // (ids.shape[1] * nothing.shape[-1]))
         for prompt in range(min(self.num_copied, len(ids))):
-            for start in range(0, heads.num_heads, at_once):
-                some = slice(start, start + at_once)
-                logits = model.readout(written[prompt, some]) - nothing
-                values[prompt, some] = copying_score(logits, ids[prompt], undefined="nan").cpu()
+            scores = [
+                copying_score(logits, row, mean=mean, undefined="nan").cpu()
+                for logits, row, mean in added(written[prompt], ids[prompt])
+            ]
+            values[prompt] = torch.cat(scores)
         return values
 
     def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
@@ -351,6 +354,33 @@ def _reading(model: LayeredModel, work: Work) -> Work:
     blocks = Part("products", OF_A_BLOCK * 24.0 * work.tokens * model.dim**2 * model.num_layers, (model.dim,))
     longest = work.tokens // texts
     return Work(parts=(blocks,), device=4.0 * longest**2 * max(1, model.dim // 64) * 4)
+
+
+class _Added:
+    """What heads add to a model's logits by what they write, through its own final norm and head.
+
+    Where the head is one product, it is taken with the rows of a sequence's tokens and with the mean of all rows.
+    """
+
+    def __init__(self, model: LayeredModel) -> None:
+        self.model, self.head = model, model.family.linear_head(model.model)
+        if self.head is not None:
+            self.rows = self.head.weight.detach()[: model.vocab_size]
+            self.mean = self.rows.mean(0, dtype=torch.float64).to(self.rows)
+            self.norm = model.family.final_norm(model.model) or torch.nn.Identity()
+
+    def __call__(self, written: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Of (heads, tokens, dim), some heads at a time: logits (heads, tokens, vocabulary), the places of the tokens
+        of the sequence in them, and, where they are of these alone, the mean over the vocabulary."""
+        if self.head is None:
+            nothing = self.model.readout(written.new_zeros(1, 1, written.shape[-1]))[0]
+            for some in written.split(max(1, MAX_LOGITS // (len(ids) * nothing.shape[-1]))):
+                yield self.model.readout(some) - nothing, ids, None
+            return
+        with evaluating(self.model.model), torch.no_grad():
+            added = self.norm(written) - self.norm(torch.zeros_like(written[:1, :1]))  # the biases drop out
+            logits = added.to(self.rows) @ torch.cat([self.rows[ids.to(self.rows.device)], self.mean[None]]).T
+        yield logits[..., :-1], torch.arange(len(ids)), logits[..., -1]
 
 
 def _num_heads(model: LayeredModel) -> int:

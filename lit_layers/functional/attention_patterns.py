@@ -103,6 +103,7 @@ def copying_score(
     logits: Float[Tensor, "*n tokens vocabulary"],
     input_ids: Int[Tensor, "*n tokens"],
     *,
+    mean: Float[Tensor, "*n tokens"] | None = None,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
     """How far a head that attends to a token makes the same token likelier than the others of the sequence.
@@ -110,7 +111,8 @@ def copying_score(
     `logits` (one row a token) are what the head adds to the logits when it attends to that token alone. Less their mean
     over the vocabulary and where they are above it, the share that goes to the token itself of what goes to the
     sequence's different tokens; the mean over tokens. Range [0, 1]: 1 raises nothing but the token attended to, chance
-    is 1 over the number of different tokens. Unchanged by a positive factor of each row.
+    is 1 over the number of different tokens. Unchanged by a positive factor of each row. Where `logits` are of some
+    tokens of the vocabulary, those of the sequence among them, `mean` is that of each row over all of it.
 
     Source: Olsson et al. 2022, appendix "head activation evaluators", copying: from them are the random tokens, logits
     less their mean and cut at 0, and the share of the token attended to among those of the sequence. Not from them:
@@ -123,14 +125,15 @@ def copying_score(
     """
     logits = widened("logits", logits)
     ids = input_ids.to(logits.device).expand(logits.shape[:-1])
-    raised = (logits - logits.mean(-1, keepdim=True)).clamp(min=0)
+    means = logits.mean(-1) if mean is None else widened("mean", mean)
+    raised = (logits - means[..., None]).clamp(min=0)
     among = raised.gather(-1, ids[..., None, :].expand(*ids.shape, ids.shape[-1]))  # (*n, tokens, tokens)
     first = ~(ids[..., :, None] == ids[..., None, :]).tril(-1).any(-1)  # each different token once
     total = (among * first[..., None, :]).sum(-1)
     of_token = among.diagonal(dim1=-2, dim2=-1)
     values = torch.where(total > 0, of_token / total.where(total > 0, 1.0), 0.0).mean(-1)
     problems = {
-        "a logit is not finite": ~logits.isfinite().flatten(-2).all(-1),
+        "a logit is not finite": ~(logits.isfinite().all(-1) & means.isfinite()).all(-1),
         "there is no token": torch.tensor(not ids.shape[-1], device=logits.device),
     }
     return settled("copying_score", values, problems, undefined)

@@ -91,6 +91,10 @@ def test_copying_is_the_share_of_what_is_raised_that_goes_to_the_token_itself():
     assert copying_score(scaled, ids).item() == pytest.approx(copying_score(logits, ids).item())
     assert copying_score(torch.eye(5), torch.arange(5)).item() == 1
     assert copying_score(-torch.eye(5), torch.arange(5)).item() == 0
+    some = copying_score(logits[:, [2, 0, 2]], torch.arange(3)[[0, 1, 0]], mean=logits.mean(-1))
+    assert some.item() == pytest.approx(copying_score(logits, ids).item())
+    with pytest.raises(ValueError, match="a logit is not finite"):
+        copying_score(torch.eye(2), torch.arange(2), mean=torch.tensor([0.0, math.nan]))
     noise = torch.randn(4000, 20, generator=torch.Generator().manual_seed(0))
     chance = copying_score(noise.unflatten(0, (200, 20)), torch.arange(20).expand(200, 20)).mean()
     assert chance.item() == pytest.approx(1 / 20, rel=0.05)
