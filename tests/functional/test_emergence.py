@@ -10,7 +10,15 @@ from scipy import stats
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, flat_p_value
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
-from lit_layers.functional.emergence.drawn_curves import SHAPES, _Kernel, _Process, _Steps, draw_curves, mean_curves
+from lit_layers.functional.emergence.drawn_curves import (
+    SHAPES,
+    _Kernel,
+    _Pairs,
+    _Process,
+    _Steps,
+    draw_curves,
+    mean_curves,
+)
 from lit_layers.functional.emergence.replicates import drawn_together
 from tests.support.drawn_emergence import covered, drawn
 
@@ -158,7 +166,7 @@ def test_without_errors_the_p_value_is_the_rank_among_permutations():
     assert emergence_times(steps, jump).p_value == pytest.approx(2 / 252, abs=3 * (2 / 252 / 1000) ** 0.5)
 
 
-def test_evidence_and_height_of_a_step_are_those_of_the_joint_normal_distribution():
+def test_evidence_and_heights_of_two_steps_are_those_of_the_joint_normal_distribution():
     rng = np.random.default_rng(0)
     x, y = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7)
     noise, kernel, steps = np.diag(rng.uniform(0.1, 1, 7)), _Kernel(True, 1.3, 0.7, 5.0), _Steps.over(x)
@@ -166,19 +174,40 @@ def test_evidence_and_height_of_a_step_are_those_of_the_joint_normal_distributio
     distance = np.abs(x[:, None] - x) * 3**0.5 / 1.3
     covariance = 0.49 * (1 + distance) * np.exp(-distance) + 25 + noise
     process = _Process(kernel, np.linalg.cholesky(covariance), 2.0)
-    found = process.evidence(y[:, None], shapes, steps.log_prior)[:, 0] - 7 / 2 * np.log(2 * np.pi)
-    ramps, rest = process.rest(shapes), process.rest(y)
-    precision = process.precision(ramps)
-    assert found[0] == pytest.approx(stats.multivariate_normal(cov=covariance).logpdf(y))
-    for number in (1, 60, len(shapes[0]) // 2, len(shapes[0]) - 1):
-        shape = shapes[:, number]
-        joint = stats.multivariate_normal(cov=covariance + 4 * np.outer(shape, shape))
-        assert found[number] == pytest.approx(joint.logpdf(y) + steps.log_prior[number])
-        # The height given the values: linear regression of a joint normal pair.
-        height = 4 * shape @ np.linalg.solve(joint.cov, y)
-        assert ramps[:, number] @ rest / precision[number] == pytest.approx(height)
-        variance = 4 - 16 * shape @ np.linalg.solve(joint.cov, shape)
-        assert 1 / precision[number] == pytest.approx(variance)
+    last = len(shapes[0]) - 1
+    pairs = _Pairs(steps, np.array([[0, 0, 0, 1, 60, last // 2, 60], [0, 60, last, 60, 1, last, 61]]))
+    ramps, rest = process.rest(shapes), process.rest(y[:, None])
+    found = process.evidence(y[:, None], ramps, pairs)[:, 0] - 7 / 2 * np.log(2 * np.pi)
+    first_precision, second_precision, slope, first, second = process.solved(rest, ramps, pairs)
+    for number, (one, other) in enumerate(pairs.places.T):
+        design = shapes[:, [one, other]]
+        joint = stats.multivariate_normal(cov=covariance + 4 * design @ design.T)
+        two = 2 if one else 1  # of two steps either may be the first
+        prior = steps.log_prior[one] + steps.log_prior[other] + np.log(two)
+        assert found[number] == pytest.approx(joint.logpdf(y) + prior)
+        # The heights given the values: linear regression of joint normal numbers.
+        heights = 4 * design.T @ np.linalg.solve(joint.cov, y)
+        spread = 4 * np.eye(2) - 16 * design.T @ np.linalg.solve(joint.cov, design)
+        late = second[number, 0]
+        assert [first[number, 0] - slope[number] * late, late] == pytest.approx(heights)
+        assert 1 / second_precision[number] == pytest.approx(spread[1, 1])
+        assert 1 / first_precision[number] == pytest.approx(spread[0, 0] - spread[0, 1] ** 2 / spread[1, 1])
+        assert -slope[number] == pytest.approx(spread[0, 1] / spread[1, 1])
+
+
+def test_two_steps_are_found_though_neither_is_likely_alone():
+    """Up and down again by as much: a single step gains little, and both are among the pairs that are kept."""
+    x = np.linspace(0, 17, 40)
+    y = 1 / (1 + np.exp(-(x - 5) / 0.2)) - 1 / (1 + np.exp(-(x - 12) / 0.2))
+    noise = np.eye(40) * 0.02**2
+    values = y + np.random.default_rng(0).normal(0, 0.02, 40)
+    _, pairs, evidence = drawn_curves._weighed(x, values - values.mean(), [noise], 2)
+    best = pairs.places[:, evidence.max(0).argmax()]
+    assert np.sort(pairs.steps.place[best]) == pytest.approx([5, 12], abs=17 / 39)  # a gap
+    # No pair is there twice, in either order.
+    steps = np.stack([pairs.steps.shape, pairs.steps.place, pairs.steps.width])[:, pairs.places]
+    each = {tuple(sorted(map(tuple, pair))) for pair in steps.transpose(2, 1, 0)}
+    assert len(each) == evidence.shape[1]
 
 
 def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
@@ -186,7 +215,8 @@ def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
     rng = np.random.default_rng(0)
     for x in (np.sort(rng.uniform(0, 10, 7)), np.arange(150.0)):
         steps = _Steps.over(x)
-        chosen = steps.likeliest(evidence := rng.normal(size=len(steps.place)))
+        pairs = _Pairs(steps, np.stack([np.zeros(len(steps.place), dtype=int), np.arange(len(steps.place))]))
+        chosen = np.isin(pairs.places[1], pairs.likeliest(evidence := rng.normal(size=len(steps.place))))
         for number in (1, 2, 3):
             mine = steps.shape == number
             assert np.exp(steps.log_prior[mine]).sum() == pytest.approx(1 / 3)
@@ -218,7 +248,7 @@ def test_mean_curves_are_the_means_of_what_is_drawn(everything, share_of_spread,
     grid = np.linspace(0, 8, 33)
     sets = 1 / (1 + np.exp(-3 * (x - 4))) + rng.normal(0, 0.03, (3, 9))
     if everything:
-        for name, number in {"RARE": 0, "MOST_STEPS": 10000, "SPLITS": 2}.items():
+        for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 2}.items():
             monkeypatch.setattr(drawn_curves, name, number)
     # One set at a time: steps are split where the mean of all makes them likely.
     found = np.concatenate([mean_curves(x, values[None], noise, grid) for values in sets])
