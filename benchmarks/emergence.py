@@ -1,8 +1,8 @@
 """How often intervals of emergence times hold, and how often a flat curve is said to emerge: curves drawn with errors.
 
     OMP_NUM_THREADS=1 python benchmarks/emergence.py --curves 20     a look
-    OMP_NUM_THREADS=1 python benchmarks/emergence.py --errors stderr --save    2,000 curves: 6 CPU minutes
-    OMP_NUM_THREADS=1 python benchmarks/emergence.py --corners --save          2,000 rises with a corner: 6 CPU minutes
+    OMP_NUM_THREADS=1 python benchmarks/emergence.py --errors stderr --save    2,000 curves: 9 CPU minutes
+    OMP_NUM_THREADS=1 python benchmarks/emergence.py --corners --save          2,000 rises with a corner: 9 CPU minutes
 
 A curve that is said not to emerge has no interval and counts in the first rows alone.
 """

@@ -1,6 +1,6 @@
 """The tables and the figures of docs/studies/four_papers.md, from the study's measurements.
 
-    python benchmarks/four_papers.py                     writes them from four_papers.parquet: three CPU minutes
+    python benchmarks/four_papers.py                     writes them from four_papers.parquet: four CPU minutes
     python benchmarks/four_papers.py --check             exits with 1 where they differ
     python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
     python benchmarks/four_papers.py --pack-mechanism ROOT   and those of the sweep of mechanism

@@ -210,6 +210,24 @@ def test_two_steps_are_found_though_neither_is_likely_alone():
     assert len(each) == evidence.shape[1]
 
 
+def test_half_of_the_draws_are_by_the_evidence_of_one_step_at_most():
+    """In closed form: two processes, of which one is e times as likely with two steps, the other e times with one."""
+    steps = _Steps.over(np.arange(7.0))
+    pairs = _Pairs(steps, np.array([[0, 0, 1], [0, 1, 2]]))  # none, one and two steps
+    unit = 1 / drawn_curves.TEMPER
+    evidence = np.array([[0, 0, unit], [0, unit, 0]]) + 1000  # as far from 0 as evidence lies
+    weight = drawn_curves._pooled(evidence, pairs)
+    e = np.e
+    of_all, of_fewer = np.array([[1, 1, e], [1, e, 1]]) / (4 + 2 * e), np.array([[1, 1, 0], [1, e, 0]]) / (3 + e)
+    assert weight == pytest.approx((of_all + of_fewer) / 2, rel=1e-9)  # differences of numbers near 1,000
+    # Of several sets each by itself; and where two steps are all there is, there is nothing to pool.
+    of_sets = drawn_curves._pooled(np.stack([evidence, 2 * evidence], -1), pairs)
+    assert of_sets[..., 0] == pytest.approx(weight, rel=1e-9)
+    assert of_sets.sum((0, 1)) == pytest.approx([1, 1])
+    two = _Pairs(steps, np.array([[1, 1], [2, 3]]))
+    assert drawn_curves._pooled(evidence[:, 1:], two) == pytest.approx(np.array([[1, e], [e, 1]]) / (2 + 2 * e))
+
+
 def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
     """Those of 150 checkpoints stand for more than a gap. Of each shape the likeliest are split, and no other."""
     rng = np.random.default_rng(0)

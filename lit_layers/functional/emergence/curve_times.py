@@ -84,8 +84,9 @@ def emergence_times(
     unless they agree everywhere (p is 0). With neither: permutations of the checkpoints; p is 0.001 at least.
 
     The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
-    lengths and heights, with and without one step, a sigmoid or a rise with a corner, of unknown place, height and
-    width, weighted by their evidence to the power 0.9). With f the drawn curve, f_0 its first value, and C the largest
+    lengths and heights, alone and with one or two steps, each a sigmoid or a rise with a corner, of unknown place,
+    height and width). Half of the curves are drawn by the evidence of all of these, half by that of one step at most,
+    each to the power 0.9. With f the drawn curve, f_0 its first value, and C the largest
     difference of a checkpoint from it:
 
     - peak: where (f - f_0) / C is largest; on a plateau anywhere on it, which the interval shows.
