@@ -325,12 +325,12 @@ def test_the_end_of_pythia_models_is_forecast_better_than_by_persistence_and_no_
 @pytest.mark.realdata
 @pytest.mark.soak
 def test_half_way_points_of_pythia_models_are_forecast_worse_than_by_the_others_median(realdata):
-    """The numbers of docs/emergence_accuracy.md; the times take 80 CPU seconds."""
+    """The numbers of docs/emergence_accuracy.md; the times take two CPU minutes."""
     curves = pythia(realdata)
     found = forecast_models(early_parts(curves, 0.1, loss="lambada_openai/ppl"), measure_times(curves))
     assert found.counts == {"emerge early": 283, "emerge later": 278, "emerge never": 479}
     row = row_of(found.errors, target="halfway", held_out="group")
-    assert [row["error"], row["ratio"], row["coverage"]] == pytest.approx([1.66, 1.14, 0.877], abs=0.02)
+    assert [row["error"], row["ratio"], row["coverage"]] == pytest.approx([1.70, 1.19, 0.877], abs=0.02)
     assert row["ratio_low"] > 1
 
 
