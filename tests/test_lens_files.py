@@ -100,6 +100,8 @@ def test_layers_that_are_not_finite_are_left_out_and_what_float16_cannot_hold_is
     [
         ({"metadata": {"target_layer": 1}}, "metadata: expected target_layer to be 2, the last block of the model"),
         ({"provenance": {"target_layer": 30}}, "provenance: expected target_layer to be 2"),
+        ({"provenance": {"target_layer": torch.tensor([2, 2])}}, r"target_layer to be 2, .*, got tensor\(\[2, 2\]\)"),
+        ({"d_model": torch.tensor([2, 2])}, r"its layer 0 is no matrix of tensor"),
         ({"provenance": {"capture_point": "attn_in"}}, "expected capture_point to be block_output, got 'attn_in'"),
         ({"provenance": {"stream_reduce": "mean"}}, "expected stream_reduce to be none, got 'mean'"),
         ({"metadata": {"estimator": "relevance_lens"}}, "expected estimator to be jacobian_lens, got 'relevance_lens'"),

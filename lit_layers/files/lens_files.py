@@ -79,7 +79,7 @@ def read_lens(path: str | Path, num_layers: int) -> tuple[dict[int, Tensor], int
     content = _loaded(path)
     dim, num_prompts, matrices = content.get("d_model"), content.get("n_prompts"), content["J"]
     for layer, matrix in matrices.items():
-        fits = isinstance(matrix, Tensor) and _is_whole(matrix) and matrix.shape == (dim, dim)
+        fits = isinstance(dim, int) and isinstance(matrix, Tensor) and _is_whole(matrix) and matrix.shape == (dim, dim)
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or not fits:
             raise InputError(f"{_wrong(path)}; its layer {layer!r} is no matrix of {dim} x {dim}")
     if not isinstance(num_prompts, int) or num_prompts < 1:
@@ -128,7 +128,7 @@ def _check_states(path: str | Path, content: Mapping[str, Any], num_layers: int)
             if about.get(key, expected) not in (expected, None):
                 raise InputError(f"{path}: {name}: expected {key} to be {expected}, got {about[key]!r}")
         target = about.get("target_layer")
-        if target is not None and target != num_layers - 1:
+        if target is not None and not (isinstance(target, int) and target == num_layers - 1):
             raise InputError(
                 f"{path}: {name}: expected target_layer to be {num_layers - 1}, the last block of the model counted "
                 f"from 0, got {target!r}: the final norm reads no other"
