@@ -210,7 +210,7 @@ def _findings_of_values(
     rest = [one for one in read if one.name not in suspects]
     of_path, undecided = audit_weights.off_the_way(audit_weights.Path.of(rest, prints))
     named = _names(of_path)
-    returned = [each for each in audit_weights.returned_vectors(rest, prints) if not named >= set(each.names)]
+    returned = audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)
     return [*findings, *of_path, *returned], undecided
 
 

@@ -465,6 +465,14 @@ def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_fr
     assert found_in(audit(StepFolders(root))) == {("out of line", (60,))}
 
 
+def test_healthy_steps_beside_a_strange_one_are_not_accused_where_biases_and_norms_are_frozen(root, other_seed):
+    vectors = {name: value for name, value in load_file(at(root, 20)).items() if value.ndim == 1}
+    for step in (60, 100):
+        changed(root, step, lambda state: state | vectors)
+    shutil.copy(at(other_seed, 60), at(root, 60))
+    assert found_in(audit(StepFolders(root, [20, 60, 100]))) == {("out of line", (60,))}
+
+
 def test_a_matrix_that_comes_from_several_steps_names_all_of_them(tmp_path):
     """All is on a straight way but one matrix: step 5 has that of 1, and 7 and 10 have that of 3."""
     line = np.arange(12.0)
