@@ -372,6 +372,10 @@ def test_a_data_set_is_written_again_without_the_runs_that_left_and_with_nothing
     assert main(["publish", str(root), str(other), "--out", str(out)]) == 0
     assert main(["publish", str(root), "--out", str(out)]) == 0
     assert [path.name for path in sorted(out.rglob("*.parquet"))] == ["run.parquet"] * 2
+    card = (out / "README.md").read_text()
+    (out / "README.md").write_text(card.replace('runs: ["run"]', r'runs: ["run", "gone", "\u0000"]'))
+    assert main(["publish", str(root), "--out", str(out)]) == 0
+    assert (out / "README.md").read_text() == card
     (out / "numbers" / "mine.parquet").write_bytes(b"years of work")
     assert main(["publish", str(other), "--out", str(out)]) == 2
     assert "this command did not write numbers/mine.parquet" in capsys.readouterr().err

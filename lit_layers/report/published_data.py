@@ -77,7 +77,7 @@ def _earlier(folder: Path) -> set[str]:
         there = {path.relative_to(folder).as_posix() for part in _PARTS for path in (folder / part).glob("*.parquet")}
     if foreign := sorted(there - (earlier or set())):
         raise InputError(f"{neither}: this command did not write {foreign[0]}")
-    return earlier or set()
+    return there
 
 
 def _tables_of(card: str) -> set[str] | None:
