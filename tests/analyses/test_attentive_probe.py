@@ -85,7 +85,8 @@ def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
     attentive = {"class_path": "lit_layers.analyses.AttentiveProbe", "init_args": {**parts, "steps": 3}}
     linear = {"class_path": "lit_layers.analyses.LabelProbe", "init_args": {**parts, "tolerance": 0.01}}
     (tmp_path / "recipe.yaml").write_text(json.dumps({"analyses": [attentive, linear]}))
-    assert main(["analyze", "model", "--config", "recipe.yaml", "--root", "out", "--device", "cpu"]) == 0, capsys
+    words = ["--config", "recipe.yaml", "--root", "out", "--device", "cpu"]
+    assert main(["analyze", "model", *words]) == 0, capsys.readouterr().err
     lines = map(json.loads, (tmp_path / "out" / "measurements.jsonl").read_text().splitlines())
     found = {line["analysis"]: line["records"] for line in lines}
     # The same rows, one by one, of the texts and their moods.
