@@ -11,10 +11,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lit_layers.analyses.base import Analysis
+from lit_layers.models.build import submodule
 from lit_layers.report.trackers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB
-from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, submodule, watch
+from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, watch
 
 LOOK = 0.5  # seconds
 

@@ -33,6 +33,7 @@ _SIZES = (
     *("n_positions", "max_position_embeddings", "n_inner", "intermediate_size", "ffn_dim", "vocab_size"),
 )
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
+_WRAPPERS = ("DataParallel", "DistributedDataParallel")
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
 
 
@@ -201,6 +202,27 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     for file in folder.iterdir():
         if file.is_file():
             os.chmod(file, READABLE)
+
+
+def submodule(model: nn.Module, name: str) -> nn.Module:
+    """The network in a module.
+
+    Raises:
+        InputError: it has none of that name.
+    """
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(
+            f"model: {type(model).__name__} has no submodule {name!r}; name the one that holds the network"
+        ) from error
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The network itself, out of what torch.compile or DistributedDataParallel put around it."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or type(model).__name__ in _WRAPPERS:
+        model = inner if inner is not None else model.get_submodule("module")
+    return model
 
 
 def weights_hash(model: nn.Module) -> str:

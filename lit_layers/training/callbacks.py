@@ -21,6 +21,7 @@ from lit_layers.files import run_lock
 from lit_layers.measuring import undisturbed
 from lit_layers.measuring.aside import MeasuringAside
 from lit_layers.measuring.plan import Plan, Row, duration, planned, share_of, stride_within, training
+from lit_layers.models.build import submodule
 from lit_layers.models.view import LayeredModel
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, KEPT_MB, VALUES_MB, refuse_outside
@@ -28,7 +29,7 @@ from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher, submodule
+from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
 
 
 def plan_run(

@@ -19,7 +19,7 @@ from lit_layers.files import run_lock
 from lit_layers.files.remote_store import is_remote
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.measuring import canary, one_model, undisturbed
-from lit_layers.models.build import weights_hash
+from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
@@ -254,30 +254,6 @@ def _local(root: Any) -> Path:
 
 def _named(value: Any) -> str:
     return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-
-
-def submodule(model: nn.Module, name: str) -> nn.Module:
-    """The network in a module.
-
-    Raises:
-        InputError: it has none of that name.
-    """
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        raise InputError(
-            f"model: {type(model).__name__} has no submodule {name!r}; name the one that holds the network"
-        ) from error
-
-
-def plain_model(model: nn.Module) -> nn.Module:
-    """The network itself, out of what torch.compile or DistributedDataParallel put around it."""
-    while (inner := getattr(model, "_orig_mod", None)) is not None or type(model).__name__ in _WRAPPERS:
-        model = inner if inner is not None else model.get_submodule("module")
-    return model
-
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel")
 
 
 class _Hold:
