@@ -15,6 +15,7 @@ from lit_layers.analyses.states import special_tokens
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
+from lit_layers.functional._checks import widened
 from lit_layers.functional.attention_patterns import (
     attention_entropy,
     copying_score,
@@ -366,7 +367,9 @@ class _Added:
         self.model, self.head = model, model.family.linear_head(model.model)
         if self.head is not None:
             self.rows = self.head.weight.detach()[: model.vocab_size]
-            self.mean = self.rows.mean(0, dtype=torch.float64).to(self.rows)
+            parts = self.rows.split(4096)  # no copy of all rows in float64
+            total = torch.stack([widened("rows", part).sum(0) for part in parts]).sum(0)
+            self.mean = (total / len(self.rows)).to(self.rows)
             self.norm = model.family.final_norm(model.model) or torch.nn.Identity()
 
     def __call__(self, written: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import AttentionPatterns, InContext, Induction
+from lit_layers.analyses.attention import _Added
 from lit_layers.errors import InputError
 from lit_layers.functional import attention_entropy, sink_mass
 from lit_layers.models.view import LayeredModel
@@ -129,6 +130,19 @@ def test_the_scores_of_induction_are_those_of_weights_in_numpy(name, is_plain):
                 copying.append(np.mean([raised[t, row[t]] / (totals[t] or 1) for t in range(7)]))
             assert records["prefix_matching_score", layer, number].value == pytest.approx(np.mean(matching), rel=1e-6)
             assert records["copying_score", layer, number].value == pytest.approx(np.mean(copying[:2]), rel=1e-6)
+
+
+def test_what_heads_add_is_capped_as_the_models_logits_are():
+    """Gemma 2 has no row: what its own call does behind the head is part of the readout."""
+    model: Any = tiny("gemma2", torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    written = torch.randn(2, 3, model.config.hidden_size, generator=generator, dtype=torch.float64)
+    cap, ids = model.config.final_logit_softcapping, [3, 9, 5]
+    ((logits, places, mean),) = _Added(LayeredModel(model))(written, torch.tensor(ids))
+    with torch.no_grad():
+        expected = cap * torch.tanh(model.lm_head(model.model.norm(written)) / cap)
+    assert mean is None
+    torch.testing.assert_close(logits[..., places], expected[..., ids])
 
 
 def test_the_gain_by_context_is_the_difference_of_two_losses_and_short_windows_say_so():
