@@ -211,6 +211,7 @@ def name_of(model: str) -> str:
 
 def length_limit(config: Mapping[str, Any]) -> int | None:
     """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
-    limit = min((config[name] for name in LIMITS if isinstance(config.get(name), int)), default=None)
+    named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
+    limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
     behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
     return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit

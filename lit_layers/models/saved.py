@@ -51,6 +51,10 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
         if isinstance(refused, UnpicklingError):
             raise would_run_code(name, refused) from refused
+        if "ignore_mismatched_sizes" in str(error):  # an advice of transformers', below a report that is not shown
+            raise InputError(
+                f"{name} cannot be loaded: its weights have other shapes than its config.json says"
+            ) from error
         raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 

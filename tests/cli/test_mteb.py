@@ -176,6 +176,7 @@ def test_the_first_positions_of_a_roberta_are_no_tokens():
     assert length_limit({"model_type": "roberta", **positions}) == 512
     assert length_limit({"model_type": "bert", **positions}) == 514
     assert length_limit({"model_type": "mamba"}) is None
+    assert length_limit({"model_type": "gpt2", "n_positions": -1}) is None  # loading refuses it
 
 
 def test_metrics_are_of_the_same_pooling(home, tmp_path):

@@ -238,6 +238,17 @@ def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add
             opened(str(tmp_path))
 
 
+def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(tmp_path):
+    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    for odd in ({"vocab_size": 10**12}, {"n_inner": 10**12}, {"n_positions": 4}):
+        (tmp_path / "config.json").write_text(json.dumps(plain | odd))
+        with pytest.raises(
+            InputError, match=r"cannot be loaded: its weights have other shapes than its config.json says$"
+        ):
+            load(str(tmp_path))
+
+
 def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused_before(tmp_path):
     """Of a part of a model, of one of timm, and without memory for the weights, too."""
     many = {"num_hidden_layers": 10**9}
