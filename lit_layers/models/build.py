@@ -27,6 +27,7 @@ from lit_layers.models.shard_files import free_memory
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 
 MOST_LAYERS = 10_000
+MOST_CLASSES = 1_000_000  # each is given a name
 _LAYERS, _WIDTH = ("n_layer", "num_hidden_layers", "num_layers", "depth"), ("n_embd", "hidden_size", "embed_dim")
 _SIZES = (
     *(*_LAYERS, *_WIDTH, "n_head", "num_attention_heads", "num_heads", "num_key_value_heads", "patch_size", "img_size"),
@@ -124,7 +125,7 @@ def refuse_endless(config: Any) -> None:
     """Refuses sizes of a config with which building a model would take hours, even without memory for its weights.
 
     Raises:
-        ValueError: a size below 1, which may build a model without blocks; too many layers, also of a part.
+        ValueError: a size below 1, which may build a model without blocks; too many layers or classes, also of a part.
     """
     for name in _SIZES:
         if isinstance(size := getattr(config, name, None), int) and size < 1:
@@ -133,6 +134,9 @@ def refuse_endless(config: Any) -> None:
     layers = max((part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)), default=0)
     if layers > MOST_LAYERS:
         raise ValueError(f"expected at most {MOST_LAYERS:,} layers, got {layers:,}")
+    classes = max((part["num_labels"] for part in parts if isinstance(part.get("num_labels"), int)), default=0)
+    if classes > MOST_CLASSES:
+        raise ValueError(f"expected num_labels of at most {MOST_CLASSES:,}, got {classes:,}")
 
 
 def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:

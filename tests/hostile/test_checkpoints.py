@@ -254,6 +254,7 @@ def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused
     many = {"num_hidden_layers": 10**9}
     for odd, sentence in (
         ({"n_layer": 10**9}, "expected at most 10,000 layers, got 1,000,000,000"),
+        ({"num_labels": 10**12}, "expected num_labels of at most 1,000,000, got 1,000,000,000,000"),
         (
             {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": many},
             "10,000 layers",
