@@ -117,9 +117,8 @@ class RecipeParser(ArgumentParser):
     A recipe names classes, and each is made only where it is a kind of the class that the field asks for: nothing in a
     field that takes any value, and no function but of the user's own code.
 
-    The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone: they are hundreds
-    of lines. `classes` are these options' names, `shown` the one whose help is asked for. `local` gives the local copy
-    of what the command line, and no recipe, names on a store, as `--root` or as a word that is no option's.
+    The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone. `classes` are
+    their names, `shown` the one whose help is asked for. `local` gives the local copy of a word that names a store.
     """
 
     classes: tuple[str, ...] = ()
