@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtrs
 
 Array = NDArray[np.floating[Any]]
-TEMPER = 0.9  # power of the evidence: no process is quite a training curve, and sure of one, intervals are too narrow
+TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow
 RARE, MOST_PAIRS = 5e-3, 100  # the share of processes, and the number of pairs, that count in means over resamples
 PLACES, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
 SPLITS, SPLIT = 2, 12  # how often steps are split, and how many of each shape: the likeliest
@@ -109,7 +109,7 @@ class _Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """None, one and two steps are as likely; of two, either may stand first."""
+        """Before the power `TEMPER` none, one and two steps are as likely; of two, either may stand first."""
         two = (self.steps.shape[self.places] > 0).all(0)
         return self.steps.log_prior[self.places].sum(0) + np.log(2) * two
 
