@@ -264,6 +264,9 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
         sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")
         option = getattr(error, "full_key", None)
         raise InputError(f"{option}: {sentence}" if option else sentence) from error
+    except SyntaxError as error:  # of a module of --code that a recipe names
+        where = f"{error.filename or 'a module of --code'}, line {error.lineno or 1}"
+        raise InputError(f"{where}: no Python ({error.msg}): mend it, or leave its class out of the recipe") from error
     except UnicodeDecodeError as error:
         words = [part for word in argv for part in (word, word.partition("=")[2]) if Path(part).is_file()]
         recipe = next((word for word in words if not _is_utf8(Path(word))), "a recipe")

@@ -105,7 +105,8 @@ def _packages(named: str) -> list[str]:
     if folder.is_dir() and not named.isidentifier():
         sys.path.append(str(folder.resolve()))
         return [name for name in map(_module_name, sorted(folder.iterdir())) if name and _is_in(name, folder)]
-    if all(part.isidentifier() for part in named.split(".")) and find_spec(named.split(".")[0]) is not None:
+    top = named.split(".")[0]
+    if all(part.isidentifier() for part in named.split(".")) and top != "__main__" and find_spec(top) is not None:
         return [named]
     near = f"; for the folder say --code ./{named}" if folder.is_dir() else ""
     raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}{near}")

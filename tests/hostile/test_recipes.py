@@ -159,10 +159,22 @@ def test_a_recipe_cannot_say_whose_code_may_be_named(key, write, capsys):
     assert "code" in said
 
 
-@pytest.mark.parametrize("named", [["--code"], ["--code", "no_such_package"], ["--code", "../x.py"], ["--code=a b"]])
+@pytest.mark.parametrize(
+    "named", [["--code"], ["--code", "no_such_package"], ["--code", "../x.py"], ["--code=a b"], ["--code", "__main__"]]
+)
 def test_code_that_is_not_there_is_named(named, write, capsys):
     said = refused(["fit", "--config", write(), *named], capsys)
     assert said.startswith("--code: expected an importable package or module, or a folder such as .")
+
+
+def test_own_code_that_is_no_python_is_a_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "broken_of_a_user.py").write_text("x = 1\ndef (\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("analyses: [{class_path: broken_of_a_user.Thing}]")
+    said = refused(["analyze", "model", "--config", str(recipe), "--code", str(tmp_path / "own")], capsys)
+    assert said.startswith(f"{tmp_path}/own/broken_of_a_user.py, line 2: no Python (invalid syntax): mend it")
 
 
 def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, payload, canary, monkeypatch, capsys):
