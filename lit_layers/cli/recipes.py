@@ -44,9 +44,7 @@ _UNION = re.compile(
     r"Given value type: .*? Given value:(?P<value>.*)$"
 )
 REFUSED = "a recipe names no"
-_MAY_BE_NAMED = (
-    "only lit_layers, torch, lightning, transformers, timm, torchmetrics and your own code, with --code PACKAGE"
-)
+_MAY_BE_NAMED = f"only {', '.join(PACKAGES)} and your own code, with --code PACKAGE"
 _REFUSED = re.compile(  # deep in an account of all the kinds that a value might have been
     rf"(?P<whole>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
     r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
@@ -102,13 +100,14 @@ def trust_code(argv: list[str]) -> list[str]:
 
 def _packages(named: str) -> list[str]:
     folder = Path(named)
-    if folder.is_dir() and not named.isidentifier():
+    is_folder = folder.is_dir() and bool(named.strip())  # no word at all would be this folder
+    if is_folder and not named.isidentifier():
         sys.path.append(str(folder.resolve()))
         return [name for name in map(_module_name, sorted(folder.iterdir())) if name and _is_in(name, folder)]
     top = named.split(".")[0]
     if all(part.isidentifier() for part in named.split(".")) and top != "__main__" and find_spec(top) is not None:
         return [named]
-    near = f"; for the folder say --code ./{named}" if folder.is_dir() else ""
+    near = f"; for the folder say --code ./{named}" if is_folder else ""
     raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}{near}")
 
 

@@ -160,7 +160,12 @@ def test_a_recipe_cannot_say_whose_code_may_be_named(key, write, capsys):
 
 
 @pytest.mark.parametrize(
-    "named", [["--code"], ["--code", "no_such_package"], ["--code", "../x.py"], ["--code=a b"], ["--code", "__main__"]]
+    "named",
+    [
+        *(["--code", word] for word in ("no_such_package", "../x.py", "a b", "__main__", "", " ")),
+        ["--code"],
+        ["--code="],
+    ],
 )
 def test_code_that_is_not_there_is_named(named, write, capsys):
     said = refused(["fit", "--config", write(), *named], capsys)
