@@ -70,7 +70,7 @@ from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.training.tuning.finetuning import Finetuning, TaskFinetuning
 from lit_layers.training.tuning.sequence_tasks import GlueScores
 from tests.support.every_analysis import kinds, save_inputs
-from tests.support.labelled_texts import labelled
+from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.saved_models import saved
 from tests.support.tiny_models import DIM, IMAGE, VOCAB, sees_images, tiny
@@ -416,11 +416,14 @@ def test_a_budget_too_small_for_two_steps_is_refused_with_the_costliest_analysis
 def mteb_task(tmp_path, **store) -> MtebTask:
     (spec,) = resolve(["ArxivClusteringS2S"])
     store = Store(tmp_path / "cache", **store)
-    return MtebTask(task=spec, tokenizer="none", sources=Sources(), store=store, results=tmp_path / "results")
+    return MtebTask(
+        task=spec, tokenizer=str(tmp_path / "model"), sources=Sources(), store=store, results=tmp_path / "results"
+    )
 
 
 def test_a_task_of_mteb_that_does_not_fit_the_cache_is_refused_before_its_first_text(tmp_path):
     """628,078 titles, by mteb's own account, x 4 layers x 32 x 4 B = 0.32 GB."""
+    saved_gpt2(tmp_path / "model")  # whose tokenizer it is
     model = LayeredModel(tiny("gpt2"))
     mteb_task(tmp_path, max_bytes=0.33e9).check_options(model)
     small = mteb_task(tmp_path, max_bytes=0.2e9)
