@@ -307,24 +307,32 @@ def test_it_is_sent_to_a_private_repository_and_a_refusal_is_a_sentence(root, tm
                 raise TimeoutException("Name or service not known")
 
         def list_repo_files(self, name, **options):
-            return {"me/numbers": [], "me/again": ["README.md", "numbers/run.parquet"]}.get(name, ["data.parquet"])
+            ours = ["README.md", ".gitattributes", "numbers/run.parquet", "LICENSE"]
+            return {
+                "me/numbers": [".gitattributes"],
+                "me/again": ours,
+                "me/tables": ["README.md", "data.csv"],
+                "me/mixed": [*ours, "data/mine.parquet"],
+            }.get(name, ["data.parquet"])
 
         def hf_hub_download(self, name, file, **options):
-            return str(out / file)
+            return str(mine if name == "me/tables" else out / file)
 
         def upload_folder(self, **options):
             calls.append(options)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    out = tmp_path / "data"
+    out, mine = tmp_path / "data", tmp_path / "card.md"
+    mine.write_text("# What I collected\n")
     assert main(["publish", str(root), "--out", str(out), "--hub", "me/numbers"]) == 0
     assert calls[0] == ("me/numbers", {"repo_type": "dataset", "private": True, "exist_ok": True})
     assert (calls[1]["folder_path"], calls[1]["repo_id"]) == (out, "me/numbers")
     assert calls[1]["allow_patterns"] == ["README.md", "numbers/*.parquet", "measurements/*.parquet"]
     assert "https://huggingface.co/datasets/me/numbers" in capsys.readouterr().out
     assert main(["publish", str(root), "--out", str(out), "--hub", "me/again"]) == 0
-    assert main(["publish", str(root), "--out", str(out), "--hub", "me/photos"]) == 2
-    assert "hub: me/photos holds data.parquet, which this command did not write" in capsys.readouterr().err
+    for name, foreign in (("photos", "data.parquet"), ("tables", "data.csv"), ("mixed", "data/mine.parquet")):
+        assert main(["publish", str(root), "--out", str(out), "--hub", f"me/{name}"]) == 2
+        assert f"hub: me/{name} holds {foreign}, which this command did not write" in capsys.readouterr().err
     assert [each["repo_id"] for each in calls if isinstance(each, dict)] == ["me/numbers", "me/again"]
     assert main(["publish", str(root), "--out", str(out), "--hub", "no/access"]) == 2
     assert "hub: no/access took nothing (OSError: 403 Forbidden): run the same command" in capsys.readouterr().err

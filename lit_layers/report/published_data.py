@@ -96,7 +96,7 @@ def send(folder: Path, repository: str) -> str:
     """Sends a data set to the Hub, to a repository that is made, private, where there is none; returns its address.
 
     Raises:
-        InputError: what the Hub refused, that it cannot be reached, or tables there that are not ours.
+        InputError: what the Hub refused, that it cannot be reached, or a data set there that is not ours.
     """
     from huggingface_hub import HfApi
 
@@ -108,8 +108,9 @@ def send(folder: Path, repository: str) -> str:
         api.create_repo(repository, private=True, exist_ok=True, **of_data)
         there = api.list_repo_files(repository, **of_data)
         card = Path(api.hf_hub_download(repository, _CARD, **of_data)).read_bytes() if _CARD in there else b""
-    earlier = _tables_of(card.decode(errors="replace")) or set()
-    if foreign := sorted(name for name in there if name.endswith(".parquet") and name not in earlier):
+    earlier = _tables_of(card.decode(errors="replace"))
+    kept = (_CARD, ".gitattributes", *(earlier or ()))
+    if foreign := sorted(name for name in there if name not in kept and (not earlier or name.endswith(".parquet"))):
         raise InputError(
             f"hub: {repository} holds {foreign[0]}, which this command did not write: name another data set"
         )
