@@ -104,7 +104,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.PooledStates(batches=prompts),
         analyses.AttentionPatterns(batches=prompts),
         analyses.InContext(batches=prompts),
-        analyses.NgramAgreement(batches=prompts, corpus=prompts, num_tokens=2),
+        analyses.NgramAgreement(batches=prompts, corpus=prompts, num_tokens=4),
         analyses.Induction(num_prompts=1, num_copied=1, num_tokens=8, repeats=2),
         analyses.PromptStudies(batches=prompts, p=(0.0, 0.5)),
         analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
