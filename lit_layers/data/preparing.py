@@ -6,8 +6,10 @@ A preparation under way is a folder with `progress.json`; it says how far every 
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -38,6 +40,7 @@ from lit_layers.data.text_sources import Document, Source, digest, in_share, ope
 from lit_layers.errors import InputError
 from lit_layers.files.durable import draft_of, sync, write_json
 
+logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
@@ -64,6 +67,8 @@ def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) ->
     """
     shards = prepared_before(corpus, tokenizer, cache=cache)
     if shards is not None:
+        if shards.folder != Path(corpus):
+            _tell_if_newer(corpus, shards)
         return shards
     return prepare(corpus, tokenizer, _cache_folder(corpus, tokenizer, cache), progress=sys.stderr.isatty())
 
@@ -93,7 +98,8 @@ def prepare(
     """Writes the token shards of a corpus to the folder `out`, or goes on with what an interrupted run left there.
 
     Args:
-        source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, a Hub data set `ORG/NAME[:CONFIG]`.
+        source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, or a Hub data set
+            `ORG/NAME[@REVISION][:CONFIG]`.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE` to train one on the training documents.
         out: A new or empty folder, or that of an interrupted run.
         column: The column of the text in parquet, JSON-lines and Hub data; `text` by default.
@@ -118,6 +124,7 @@ def prepare(
             (folder / PROGRESS).unlink(missing_ok=True)
             shards = TokenShards.open(folder)
             expect_settings(folder, shards.header["settings"], settings, "holds shards")
+            _tell_if_newer(source, shards)
             return shards
         state = begin(folder, settings)
         try:
@@ -304,6 +311,23 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
             f"{shards.folder} was made with the tokenizer {made_by['spec']!r} ({made_by['hash']}), not {tokenizer!r}"
             f"{f' ({hash_})' if hash_ else ''}: name {shards.tokenizer_path}, or prepare the corpus again"
         )
+
+
+def _tell_if_newer(source: str, shards: TokenShards) -> None:
+    """Warns of shards of a data set that the Hub has another commit of by now."""
+    known = shards.header.get("revision")
+    newest = _newest(source) if known else None
+    if newest not in (None, known):
+        logger.warning(
+            "%s: its tokens in %s are those of commit %s, and it is at %s by now: name ORG/NAME@%s, which has a folder "
+            "of its own, or remove that folder",
+            *(source, shards.folder, known, newest, newest),
+        )
+
+
+@functools.cache  # it is asked for by every analysis, and what the Hub says in the meantime is for the next process
+def _newest(source: str) -> str | None:
+    return open_source(source).newest()
 
 
 def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path:

@@ -10,7 +10,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import with_config
@@ -44,6 +44,7 @@ class _Header(TypedDict):
     end_of_text_id: Count
     tokenizer: _Tokenizer
     corpus_hash: str
+    revision: NotRequired[str | None]
     checksum: str
     splits: _Splits
     left_out: _LeftOut

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_layers.errors import InputError
-from lit_layers.files.hub import asking_the_hub
+from lit_layers.files.hub import HUB_ERRORS, asking_the_hub
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
 ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
@@ -53,11 +53,15 @@ class Source(ABC):
     def pin(self, revision: str | None) -> None:  # noqa: B027 - most sources have nothing to fix
         """Fixes a source that may change to `revision`, or to what it is now."""
 
+    def newest(self) -> str | None:
+        """The commit that it would be fixed to now; None where it has none, or none can be asked for."""
+        return None
+
 
 def open_source(
     spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
 ) -> Source:
-    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or a Hub data set `ORG/NAME[:CONFIG]`.
+    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
 
     Raises:
         InputError: for a path that does not exist, or an option that this source has no use for.
@@ -72,10 +76,10 @@ def open_source(
     if spec == "python":
         return PythonSources(validation=validation or 0.1)
     name = ALIASES.get(spec, spec)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or Path(name).suffix in SUFFIXES:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?", name) or Path(name).suffix in SUFFIXES:
         names = ", ".join(["python", *ALIASES])
         raise InputError(
-            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[:CONFIG]"
+            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[@REVISION][:CONFIG]"
         )
     return HubText(name, column=column or "text", validation=validation)
 
@@ -155,18 +159,21 @@ BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many
 
 
 CONVERTED = "refs/convert/parquet"
+COMMIT = re.compile("[0-9a-f]{40}")
+ANSWER = 10.0  # seconds that the Hub has to answer which commit is the newest
 _CONVERTED_FILE = re.compile(r"([^/]+)/(partial/[^/]+|[^/]+)/\d{4}\.parquet")
 
 
 class HubText(Source):
-    """A data set as `ORG/NAME` or `ORG/NAME:CONFIG`. Its own validation split is used where it has one.
+    """A data set as `ORG/NAME[@REVISION][:CONFIG]`. Its own validation split is used where it has one.
 
     One that is a program, which `datasets` runs no more, is read from the Hub's own conversion of its rows to parquet,
     on the branch refs/convert/parquet, which is `CONFIG/SPLIT/0000.parquet` and so on.
     """
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
-        self.name, _, self.config = name.partition(":")
+        place, _, self.config = name.partition(":")
+        self.name, _, self.wanted = place.partition("@")
         self.column, self.share = column, validation
         self._folder: str | None = None  # of a conversion: that of the configuration
 
@@ -177,10 +184,21 @@ class HubText(Source):
             "config": self.config or None,
             "column": self.column,
             "validation": self.share,
+            **({"revision": self.wanted} if self.wanted else {}),
         }
 
+    def newest(self) -> str | None:
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(self.wanted):
+            return None
+        try:
+            return self._commit(None)[0]
+        except (*HUB_ERRORS, RuntimeError):
+            return None
+
     def pin(self, revision: str | None) -> None:
-        """Opens the data set at `revision`, or at its newest commit."""
+        """Opens the data set at the commit `revision`, or at that which is now the newest, or the named revision."""
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
         with asking_the_hub(absent, _AGAIN):
             self.revision, paths = self._commit(revision)
@@ -199,10 +217,11 @@ class HubText(Source):
         """The commit to read, and its files."""
         from huggingface_hub import HfApi
 
-        info = HfApi().dataset_info(self.name, revision=revision)
+        wanted = revision or self.wanted or None
+        info = HfApi().dataset_info(self.name, revision=wanted, timeout=ANSWER)
         paths = [file.rfilename for file in info.siblings or ()]
-        if revision is None and f"{self.name.rpartition('/')[2]}.py" in paths:
-            info = HfApi().dataset_info(self.name, revision=CONVERTED)
+        if wanted is None and f"{self.name.rpartition('/')[2]}.py" in paths:
+            info = HfApi().dataset_info(self.name, revision=CONVERTED, timeout=ANSWER)
             paths = [file.rfilename for file in info.siblings or ()]
         return str(revision or info.sha), paths
 

@@ -146,6 +146,7 @@ class LitTextData(LitStepData):
             "corpus": self.corpus,
             "tokenizer": self.tokenizer,
             "corpus_hash": self.shards.corpus_hash,
+            **({"corpus_revision": revision} if (revision := self.shards.header.get("revision")) else {}),
             "tokenizer_hash": self.shards.tokenizer_hash,
             "unigram_entropy": unigram_entropy(self.shards),
             **({"shuffle_tokens": True} if getattr(self, "shuffle_tokens", False) else {}),

@@ -8,11 +8,13 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_layers.data import text_sources
+from lit_layers.data import preparing, text_sources
+from lit_layers.data.preparing import prepared
 from lit_layers.data.text_sources import LocalText, PythonSources, open_source
 from lit_layers.errors import InputError
 from tests.support.fake_hub import FakeHub
@@ -247,10 +249,11 @@ class Hub:
     def __init__(self, files: dict[str, list[str]], load_dataset):
         self.files, self.real, self.revisions, self.folders = files, load_dataset, [], []
         self.listed: dict[str | None, list[str]] = {}  # by revision the files of the repository
+        self.sha = "abc123"
 
-    def dataset_info(self, name, revision=None):
+    def dataset_info(self, name, revision=None, timeout=None):
         files = [SimpleNamespace(rfilename=path) for path in self.listed.get(revision, [])]
-        return SimpleNamespace(sha="abc123" if revision is None else f"commit of {revision}", siblings=files)
+        return SimpleNamespace(sha=self.sha if revision is None else f"commit of {revision}", siblings=files)
 
     def load_dataset(self, name, config, *, split, revision, streaming, data_dir=None):
         self.revisions.append(revision)
@@ -274,7 +277,7 @@ def hub(tmp_path, monkeypatch):
                 files.setdefault(split, []).append(str(path))
         stand_in = Hub(files, datasets.load_dataset)
         monkeypatch.setattr(datasets, "load_dataset", stand_in.load_dataset)
-        info = lambda _, name, revision=None: stand_in.dataset_info(name, revision)  # noqa: E731
+        info = lambda _, name, revision=None, timeout=None: stand_in.dataset_info(name, revision)  # noqa: E731
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         return stand_in
@@ -304,6 +307,29 @@ def test_a_pinned_revision_is_kept(hub):
     source.pin("old")
     list(source.read(None))
     assert set(stand_in.revisions) == {"old"}
+
+
+def test_two_revisions_of_a_data_set_have_tokens_of_their_own_and_a_moved_one_is_told(
+    hub, tmp_path, monkeypatch, caplog
+):
+    stand_in = hub(train=[[f"old {n}" for n in range(400)]])
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    first = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
+    assert first.header.get("revision") == "abc123"
+    assert prepared("some/corpus", "bpe:280", cache=tmp_path / "cache") == first
+    assert not caplog.records
+
+    pq.write_table(pa.table({"text": [f"new {n}" for n in range(400)]}), tmp_path / "train-0.parquet")
+    named = prepared("some/corpus@v2", "bpe:280", cache=tmp_path / "cache")
+    assert named.header.get("revision") == "commit of v2"
+    assert named.corpus_hash != first.corpus_hash
+    assert named.header["settings"]["source"]["revision"] == "v2"
+
+    preparing._newest.cache_clear()
+    stand_in.sha = "def456"
+    again = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
+    assert again.corpus_hash == first.corpus_hash
+    assert "are those of commit abc123, and it is at def456 by now: name ORG/NAME@def456" in caplog.text
 
 
 CONVERTED = "refs/convert/parquet"

@@ -22,8 +22,8 @@ def prepare(
     .parquet file and a line of a .jsonl file is one document, its text in --column.
 
     Args:
-        source: openwebtext, wikitext, python (the standard library's source), a Hub data set ORG/NAME[:CONFIG], or a
-            .txt, .jsonl or .parquet file or a folder of them
+        source: openwebtext, wikitext, python (the standard library's source), a Hub data set as
+            ORG/NAME[@REVISION][:CONFIG], or a .txt, .jsonl or .parquet file or a folder of them
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
         out: folder to write to
         workers: how many threads tokenize (default: as many as cores)
