@@ -27,8 +27,8 @@ from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.state_geometry import (
     alpha_req,
     anisotropy,
+    apart_of_different,
     block_influence,
-    distances,
     massive_activation,
     normal_massive_activation,
     shuffled_features,
@@ -167,7 +167,7 @@ class _GeometryRun(LayerwiseRun):
         members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.options.num_halves))]
         choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
         ranks = self.options.first_rank, self.options.last_rank
-        by_layer = [_values(layer.double(), choices, ranks) for layer in rows]
+        by_layer = [_values(layer, choices, ranks) for layer in rows]
         for metric in by_layer[0]:
             values = torch.stack([of_layer[metric] for of_layer in by_layer])  # (layers + 1, 1 + halves)
             of_halves = values[:, 1:] if values.shape[1] > 1 else None
@@ -177,16 +177,16 @@ class _GeometryRun(LayerwiseRun):
 
 def _values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
     """Of some choices of one layer's points, each (choices,); what chance gives of the first alone."""
+    computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
-    different, number = points.unique(dim=0, return_inverse=True)
-    apart = distances(different)
+    apart, number = apart_of_different(points, computed_in)
     shuffled = shuffled_features(sets[0])
     dimensions = [two_nn_of_distances(apart[rows][:, rows]) for rows in (number[each].unique() for each in choices)]
     return {
         "alpha_req": torch.stack([alpha_req(each, fit_range=fit_range, undefined="nan") for each in sets]),
         "random_alpha_req": alpha_req(shuffled, fit_range=fit_range, undefined="nan")[None],
         "two_nn_dimension": torch.stack(dimensions),
-        "random_two_nn_dimension": two_nn_of_distances(distances(shuffled.unique(dim=0)))[None],
+        "random_two_nn_dimension": two_nn_of_distances(apart_of_different(shuffled, computed_in)[0])[None],
         "anisotropy": torch.stack([anisotropy(each, undefined="nan") for each in sets]),
     }
 

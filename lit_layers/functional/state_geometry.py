@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
@@ -19,6 +19,7 @@ Undefined = Literal["raise", "nan"]
 
 LEAST_RANKS = 3  # of a slope
 _EPS = torch.finfo(torch.float64).eps
+_OF_DISTANCES = 8 * _EPS**0.5  # to which part of the points' norms distances are known, being roots of differences
 
 
 def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
@@ -66,9 +67,9 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
     """The intrinsic dimension of the set that the points lie on, by the ratio of their two nearest distances.
 
     Above 0. With mu = r2 / r1 of each point and F its share among the ordered ones, the slope through the origin of
-    -log(1 - F) over log mu, without the largest `discarded` share of mu. Points that are equal count once. Unchanged by
-    rotation, translation, scaling and the order of points. In high dimension too low for so few points: compare sets
-    of as many.
+    -log(1 - F) over log mu, without the largest `discarded` share of mu. Points that are equal up to rounding count
+    once. Unchanged by rotation, translation, scaling and the order of points. In high dimension too low for so few
+    points: compare sets of as many.
 
     Source: Facco et al. 2017, equations 3 to 5.
 
@@ -78,21 +79,34 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
     """
     if not 0 <= discarded < 1:
         raise ValueError(f"expected discarded to be a share from 0 to below 1, got {discarded}")
-    points = _of_sets(points)
+    given, points = points.dtype, _of_sets(points)
     broken = not_finite(points)
     sets = without(points, broken).flatten(0, -3) if points.ndim > 2 else without(points, broken)[None]
-    values = [two_nn_of_distances(distances(each.unique(dim=0)), discarded) for each in sets]
+    values = [two_nn_of_distances(apart_of_different(each, given)[0], discarded) for each in sets]
     values = torch.stack(values).reshape(points.shape[:-2])
     reason = "it has fewer than 3 different points, or all have two neighbours at one distance"
     problems = {"a value is not finite": broken, reason: values.isnan()}
     return settled("two_nn_dimension", values, problems, undefined)
 
 
-def distances(points: Float[Tensor, "points dim"]) -> Float[Tensor, "points points"]:
-    """Of every two points; infinite of a point to itself."""
+def apart_of_different(
+    points: Float[Tensor, "points dim"], computed_in: torch.dtype
+) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
+    """The distances of points, infinite of one to itself, and which row there each point is.
+
+    Points that a rounding of the format `computed_in` may hold apart are one: the states of two prompts that begin
+    alike differ by where they lie in memory, and the ratio of two such distances is of no dimension.
+    """
     shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))  # nearer to 0 less is lost in squares
     apart = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
-    return apart.fill_diagonal_(math.inf)
+    rounding = 32 * torch.finfo(torch.promote_types(computed_in, torch.float32)).eps  # of a model of many blocks
+    size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _OF_DISTANCES)
+    equal = (apart <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
+    first = equal.byte().argmax(-1)  # the earliest of those that are equal
+    while not torch.equal(first, first[first]):
+        first = first[first]
+    kept, number = first.unique(return_inverse=True)
+    return apart[kept][:, kept].fill_diagonal_(math.inf), number
 
 
 def two_nn_of_distances(apart: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:

@@ -65,6 +65,26 @@ def test_every_value_is_that_of_the_real_tokens(model):
     assert ("block_influence", 0) not in found
 
 
+def test_tokens_of_prompts_that_begin_alike_are_one_point_each_however_they_are_batched():
+    """Their states are equal but for the rounding of products of other shapes."""
+    ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
+    ids[1:4, :6] = ids[0, :6]
+    lengths = (12, 10, 9, 12, 11, 12)
+    prompts = [{"input_ids": row[None, :length]} for row, length in zip(ids, lengths, strict=True)]
+    mask = torch.tensor([[1] * length + [0] * (12 - length) for length in lengths])
+    together = {"input_ids": ids * mask, "attention_mask": mask}
+    exact = states_of_each_prompt(tiny("gpt2", torch.float64), prompts)
+    for dtype, rel in ((torch.float32, 1e-3), (torch.float64, 1e-9)):
+        for batches in ([together], prompts):
+            analysis = StateGeometry(batches=Listed(*batches), first_rank=3, num_tokens=11, num_halves=0)
+            found = {(r.metric, r.layer): r.value for r in analysis.run(LayeredModel(tiny("gpt2", dtype)))}
+            for layer in range(1, LAYERS + 1):
+                of_prompts = [each[layer, 1:] for each in exact]
+                different = [of_prompts[0], *(each[5:] for each in of_prompts[1:4]), *of_prompts[4:]]
+                expected = two_nn_dimension(torch.from_numpy(np.concatenate(different))).item()
+                assert found["two_nn_dimension", layer] == pytest.approx(expected, rel=rel), (dtype, layer)
+
+
 def participation_ratio(rows: np.ndarray) -> float:
     """Of the rows' covariance, (tr C)^2 / tr C^2, without any decomposition."""
     covariance = np.cov(rows, rowvar=False)

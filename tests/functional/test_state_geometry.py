@@ -81,6 +81,18 @@ def test_the_dimension_is_the_slope_through_the_origin_and_counts_equal_points_o
     assert two_nn_dimension(torch.eye(5), undefined="nan").isnan()  # all distances are the same
 
 
+@pytest.mark.parametrize(("dtype", "rounding", "rel"), [(torch.float32, 1e-6, 1e-4), (torch.float64, 1e-15, 1e-9)])
+def test_points_that_only_rounding_holds_apart_count_once(dtype, rounding, rel):
+    points = 3 + normal(80, 6)
+    expected = two_nn_dimension(points).item()
+    again = points[:9] * (1 + rounding * normal(9, 6, seed=2))
+    both = torch.cat([points, again, again.flip(0) * (1 - rounding)]).to(dtype)
+    assert two_nn_dimension(both).item() == pytest.approx(expected, rel=rel)
+    assert two_nn_dimension(points * (1 + 1e-3 * normal(80, 6, seed=3))).item() == pytest.approx(expected, rel=0.02)
+    near = torch.cat([points, points + 1e-4])  # no rounding: each has a nearest one that is far nearer than all others
+    assert two_nn_dimension(near.to(dtype)).item() < expected / 4
+
+
 def test_anisotropy_is_the_mean_cosine_of_two_different_points():
     points = normal(40, 7) + 0.5
     directions = (points / points.norm(dim=1, keepdim=True)).numpy()
