@@ -215,7 +215,7 @@ class Probe(OnTask):
             return [self._of_layer(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
 
         def records(of_layers: "list[list[_LayerScores | None]]") -> Iterator[Record]:
-            yield from references(rows)
+            yield from references(rows, left_out("", ~torch.cat([*kept.values()])))
             for fitting, column in zip(fittings, zip(*of_layers, strict=True), strict=True):
                 scores = [each for each in column if each is not None]
                 yield from (record for each in scores for record in each.records)
@@ -301,10 +301,10 @@ class _LayerScores(NamedTuple):
     failed: bool  # whether it has not converged
 
 
-def references(rows: TaskRows) -> Iterator[Record]:
-    """What the training labels alone give on the test rows: class frequencies, or the mean."""
+def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
+    """What the training labels alone give on the test rows: class frequencies, or the mean; `missing` counts rows."""
     train, targets = rows.targets["train"], rows.targets["test"]
-    tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts()}
+    tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts(), **missing}
     if rows.is_classification:
         share = torch.bincount(train, minlength=rows.num_classes).double() / len(train)
         scores = of_log_proba(share.log().expand(len(targets), -1), targets)
