@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.jacobian.routes import *
     from lit_layers.functional.jacobian.singular import *
     from lit_layers.functional.jacobian.summaries import *
+    from lit_layers.functional.jacobian.through_blocks import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
     from lit_layers.functional.probes.attentive import *
@@ -47,6 +48,7 @@ _FILES = (
     "jacobian.routes",
     "jacobian.singular",
     "jacobian.summaries",
+    "jacobian.through_blocks",
     "coupling",
     "probes.logistic",
     "probes.regression",

@@ -1,9 +1,12 @@
 """Jacobians through several blocks, against brute force in float64 and closed forms."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from lit_layers.functional import jacobians_to_last_layer
+from lit_layers.functional.jacobian import through_blocks
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny
 
@@ -21,29 +24,71 @@ def by_definition(blocks, hidden, places) -> torch.Tensor:
                 x = block(x)
             return x
 
-        whole = torch.autograd.functional.jacobian(rest, state.detach())[0, :, :, 0]  # (t', i, t, j)
+        whole: Any = torch.autograd.functional.jacobian(rest, state.detach())  # (1, t', i, t, j)
         mean = torch.zeros(hidden.shape[-1], hidden.shape[-1], dtype=hidden.dtype)
         for t in places:
             for later in places:
                 if later >= t:
-                    mean += whole[later, :, t] / len(places)
+                    mean += whole[0, later, :, 0, t] / len(places)
         results.append(mean)
     return torch.stack(results)
 
 
+def of_a_prompt(family, dtype=torch.float64, padding=0):
+    """The blocks of a model as they are called on nine tokens, and these tokens' states."""
+    view = LayeredModel(tiny(family, dtype))
+    ids = torch.nn.functional.pad(torch.arange(9)[None] + 3, (padding, 0))
+    mask = torch.nn.functional.pad(torch.ones(1, 9, dtype=torch.long), (padding, 0))
+    trajectory = view.trajectory({"input_ids": ids, "attention_mask": mask})
+    return [trajectory.block(layer) for layer in range(1, view.num_layers + 1)], trajectory.hidden[0]
+
+
+def not_whole(*_):
+    raise AssertionError("a block was not cut")
+
+
+PLACES = torch.tensor([2, 3, 5, 7])
+
+
 # transformers computes the norms of Llama in float32 whatever comes in: their derivatives by another order of sums.
-@pytest.mark.parametrize(("family", "tolerance"), [("gpt2", 1e-9), ("llama", 1e-5)])
-def test_a_causal_model_gives_what_the_definition_does_in_float64(family, tolerance):
-    model = tiny(family, torch.float64)
-    view = LayeredModel(model)
-    trajectory = view.trajectory({"input_ids": torch.arange(9)[None] + 3})
-    blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
-    places = torch.tensor([2, 3, 5, 7])
-    found = jacobians_to_last_layer(blocks, trajectory.hidden[0], places)
-    expected = by_definition(blocks, trajectory.hidden[0], places)
+@pytest.mark.parametrize(
+    ("family", "tolerance"),
+    # one map after the other, in parallel with the attention, gated, grouped heads, capped scores and eager attention
+    [("gpt2", 1e-9), ("gpt_neox", 1e-9), ("llama", 1e-5), ("qwen2", 1e-5), ("gemma2", 1e-5), ("falcon_alibi", 1e-9)],
+)
+def test_a_causal_model_gives_what_the_definition_does_in_float64(family, tolerance, monkeypatch):
+    monkeypatch.setattr(through_blocks, "_Whole", not_whole)
+    blocks, hidden = of_a_prompt(family)
+    found = jacobians_to_last_layer(blocks, hidden, PLACES)
+    expected = by_definition(blocks, hidden, PLACES)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    chunked = jacobians_to_last_layer(blocks, trajectory.hidden[0], places, chunk_size=3)
+    chunked = jacobians_to_last_layer(blocks, hidden, PLACES, chunk_size=3)
     torch.testing.assert_close(found, chunked, rtol=tolerance, atol=tolerance)
+    monkeypatch.setattr(through_blocks, "rows_at_a_time", lambda *_: (3, 8))  # in groups, without products of maps
+    grouped = jacobians_to_last_layer(blocks, hidden, PLACES)
+    torch.testing.assert_close(found, grouped, rtol=tolerance, atol=tolerance)
+
+
+def test_float32_is_that_of_float64_to_its_rounding_and_padding_in_front_changes_nothing():
+    expected = jacobians_to_last_layer(*of_a_prompt("gpt2"), PLACES)
+    single = jacobians_to_last_layer(*of_a_prompt("gpt2", torch.float32), PLACES)
+    assert ((single - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max() < 1e-6
+    torch.testing.assert_close(jacobians_to_last_layer(*of_a_prompt("gpt2", padding=2), PLACES + 2), expected)
+
+
+def test_blocks_that_do_not_attend_and_those_that_look_ahead_are_by_reverse_mode():
+    blocks, hidden = of_a_prompt("gpt2")
+    between = torch.randn(hidden.shape[-1], hidden.shape[-1], generator=torch.Generator().manual_seed(1)).double()
+    mixed = [blocks[0], lambda x: x + (x @ between).tanh().cumsum(1), blocks[1]]
+    torch.testing.assert_close(
+        jacobians_to_last_layer(mixed, hidden, PLACES), by_definition(mixed, hidden, PLACES), rtol=1e-9, atol=1e-9
+    )
+    blocks, hidden = of_a_prompt("bert")
+    with pytest.warns(RuntimeWarning, match="the Jacobians of BertLayer are computed by plain reverse mode"):
+        found = jacobians_to_last_layer(blocks, hidden, PLACES)
+    torch.testing.assert_close(found, jacobians_to_last_layer(blocks, hidden, PLACES, route="plain"), rtol=0, atol=0)
+    forwards = by_definition(blocks, hidden, PLACES)  # effects on later places alone, which here are not all
+    assert (found - forwards).norm() > 0.01 * forwards.norm()
 
 
 def test_linear_blocks_give_the_product_of_their_matrices_and_a_mean_over_earlier_tokens_its_share():

@@ -17,9 +17,9 @@ from lit_layers.analyses.statistics import exponential, summarize, summarize_rat
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.files.lens_files import read_lens, write_lens
-from lit_layers.functional.jacobian.routes import jacobians_to_last_layer
+from lit_layers.functional.jacobian.through_blocks import jacobians_to_last_layer, rows_at_a_time
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work, passes_of
+from lit_layers.models.workload import OF_A_BLOCK, Part, Work, passes_of
 from lit_layers.records import Record
 
 LensName = Literal["jacobian", "logit", "tuned", "shuffled"]
@@ -99,8 +99,9 @@ class JacobianLens(Analysis):
     The first `num_prompts` prompts fit the Jacobians, these and the next up to `num_tuned` train the affine maps, and
     the rest is held out. float32 or wider; the maps' training draws from `seed`.
 
-    Cost: `dim` backward passes through all blocks for each of the `num_prompts`; 8 prompts x 128 tokens of a model of
-    width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 2 x 302e6 x 128 x 8 x 1,024 = 6.3e14 FLOP.
+    Cost: about three quarters of `dim` backward passes through all blocks at the places of the `num_prompts`; 8 prompts
+    x 111 places of a model of width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 3/4 x 2 x 302e6 x 111
+    x 8 x 1,024 = 4.1e14 FLOP, and 4% more for the weights of the attention.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026 (estimator); Belrose et al., Eliciting latent predictions with the tuned lens, arXiv 2303.08112 (the
@@ -173,16 +174,20 @@ class JacobianLens(Analysis):
             return None
         tokens = whole.tokens // max(1, whole.texts)
         fits = (self.file is None and "jacobian" in self.lenses) + ("shuffled" in self.lenses)
-        rows = max(1, min(model.dim, 8192 // max(1, tokens)))
-        backward = Part("blocks", fits * self.num_prompts * model.num_layers * model.dim / rows, (rows, tokens))
         places = max(0, tokens - self.skip_first - 1)
+        rows, waiting = rows_at_a_time(max(1, places), model.dim, model.device)
+        # Three quarters of a pass: maps of an MLP, multiplied with one another, take 10 dim^3 a place instead of 16.
+        passed = 0.75 * fits * self.num_prompts * model.num_layers * model.dim / rows
+        backward = Part("blocks", passed, (rows, max(1, places)))
         steps = self.tuned_steps if "tuned" in self.lenses else 0
         trained = 2 * steps * min(_ROWS, self.num_tuned * places) * model.num_layers  # there, and back to its input
         held_out = max(0, whole.texts - self._num_seen)
         readouts = len(self.lenses) + 2 * (self.file is None and "jacobian" in self.lenses)  # both halves, too
         head = Part("head", trained + held_out * places * (readouts * model.num_layers + 1))
         small = Part("steps", (30 * steps + 5 * held_out * readouts) * model.num_layers)
-        held = 4.0 * (model.num_layers + 1) * rows * tokens * model.dim * 2 + 12.0 * _ROWS * (model.vocab_size or 1)
+        # The directions that wait, a product of dim x dim for each place, and what one block makes of some rows.
+        held = 4.0 * max(1, places) * model.dim * (waiting + model.dim + 2 * OF_A_BLOCK * rows)
+        held += 12.0 * _ROWS * (model.vocab_size or 1)
         return whole + Work(parts=(backward, head, small), device=whole.device + held)
 
     def announced(self) -> Iterator[Batch]:

@@ -48,6 +48,7 @@ class Link(NamedTuple):
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
+    as_it_is: bool = False  # all slopes are 1
 
 
 class _Replay(Replay):
@@ -126,9 +127,9 @@ class CutBlock:
                 raise Unsupported("it does not attend when it is called on one token")
             self.expansion, self.nodes, self.ends = expansion, replay.nodes, replay.ends
             self.leaves = [leaf, *(replay.attended if node is None else node.output for node in self.nodes)]
-            self.links = [_links(self.output, self.leaves)]
+            self.links = [links_of(self.output, self.leaves)]
             for before, node in enumerate(self.nodes, start=1):
-                self.links.append([] if node is None else _links(node.input, self.leaves[:before]))
+                self.links.append([] if node is None else links_of(node.input, self.leaves[:before]))
 
     def jacobians(self, chunk_size: int | None = None) -> Tensor:
         """d block(x) / dx, (picked, dim, dim).
@@ -164,7 +165,7 @@ class CutBlock:
         shared: dict[int, int] = {}  # queries, keys and values are mostly made from one input
         pushes = self.expansion.push_query, self.expansion.push_key, self.expansion.push_value
         for end, push in zip(self.ends, pushes, strict=True):
-            for link in _links(end, self.leaves):
+            for link in links_of(end, self.leaves):
                 node = self.nodes[link.leaf - 1] if link.leaf else None
                 if node is None:
                     raise Unsupported("its attention is fed otherwise than by linear maps")
@@ -220,7 +221,9 @@ class CutBlock:
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
-                of_leaves[link.leaf] = _add(of_leaves.get(link.leaf), _scaled(cotangents, link.slopes))
+                of_leaves[link.leaf] = _add(
+                    of_leaves.get(link.leaf), cotangents if link.as_it_is else cotangents * link.slopes
+                )
         if others:
             full = cotangents.expand(-1, self.picked, -1).reshape(len(cotangents), *output.shape)
             grads = pull_back([output], [self.leaves[leaf] for leaf in others], [full])
@@ -228,7 +231,7 @@ class CutBlock:
                 of_leaves[leaf] = _add(of_leaves.get(leaf), grad.reshape(len(grad), self.picked, -1))
 
 
-def _links(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
+def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
     """The leaves that a tensor depends on.
 
     J is diagonal if J'r = r x J'1 for a random r: what lies off the diagonal would have to cancel by chance.
@@ -253,7 +256,7 @@ def _links(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
             off_diagonal = (of_probe - probe.reshape(of_probe.shape) * slopes_of_leaf).norm()
             if float(off_diagonal) <= 8 * torch.finfo(slopes_of_leaf.dtype).eps * float(of_probe.norm()):
                 diagonal = slopes_of_leaf
-        links.append(Link(leaf, diagonal))
+        links.append(Link(leaf, diagonal, diagonal is not None and bool((diagonal == 1).all())))
     return links
 
 
