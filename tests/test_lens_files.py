@@ -1,5 +1,6 @@
 """Files of Jacobian lenses, made by hand as the reference implementation and others who write them describe them."""
 
+import json
 import pickle
 from typing import Any
 
@@ -114,6 +115,56 @@ def test_layers_that_are_not_finite_are_left_out_and_what_float16_cannot_hold_is
 def test_matrices_of_other_states_are_refused_though_their_shapes_fit(others, sentence, tmp_path):
     with pytest.raises(InputError, match=sentence):
         read_lens(saved(tmp_path, **others), 3)
+
+
+CONFIG = {"model_type": "gpt2", "n_embd": 2, "n_layer": 3, "vocab_size": 9, "_name_or_path": "/models/tiny"}
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        (
+            {"vocab_size": 10},
+            "provenance.config_json: expected vocab_size to be 9, as of the model that it is read with, ",
+        ),
+        (
+            {"model_type": "llama"},
+            "expected model_type to be 'gpt2', as of the model that it is read with, got 'llama'",
+        ),
+        ({"num_hidden_layers": 4}, "expected num_hidden_layers to be 3, as of the model that it is read with, got 4"),
+    ],
+)
+@pytest.mark.parametrize("written", [dict, json.dumps])
+def test_a_lens_with_the_config_of_another_model_is_refused(told, sentence, written, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        read_lens(saved(tmp_path, provenance={"config_json": written(CONFIG | told)}), 3, config=CONFIG)
+
+
+def test_another_name_is_said_and_a_config_that_agrees_or_says_other_things_changes_nothing(tmp_path):
+    agreeing = {**CONFIG, "_name_or_path": "owner/Tiny", "torch_dtype": "bfloat16", "n_inner": None}
+    for config in (agreeing, json.dumps(agreeing), "as of today", "[1]", {"t_max": 128}):
+        read_lens(saved(tmp_path, provenance={"config_json": config}), 3, config=CONFIG)
+    other = {"config_json": json.dumps({"model": "owner/small"})}
+    with pytest.warns(UserWarning, match="says that it is of owner/small, but it is read with /models/tiny"):
+        read_lens(saved(tmp_path, provenance=other), 3, config=CONFIG)
+    read_lens(saved(tmp_path, provenance=other), 3)  # a model without a name
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_matrices_that_are_not_finite_are_refused(number, tmp_path):
+    with pytest.raises(InputError, match="expected matrices of finite numbers, got NaN or infinity in that of block 1"):
+        read_lens(saved(tmp_path, J=content()["J"] | {1: torch.tensor([[1, 0], [0, number]]).half()}), 3)
+
+
+def test_the_analysis_gives_the_config_of_its_model(tmp_path):
+    model: Any = tiny("gpt2")
+    told = {"config_json": json.dumps(model.config.to_dict() | {"n_head": 2})}
+    matrix = torch.eye(model.config.n_embd)
+    whole = {"J": {0: matrix}, "n_prompts": 1, "source_layers": [0], "d_model": len(matrix), "provenance": told}
+    torch.save(whole, tmp_path / "lens.pt")
+    analysis = JacobianLens(batches=Listed({"input_ids": torch.ones(2, 30).long()}), file=str(tmp_path / "lens.pt"))
+    with pytest.raises(InputError, match="expected n_head to be 4, as of the model that it is read with, got 2"):
+        analysis.check_options(LayeredModel(model))
 
 
 class Harm:

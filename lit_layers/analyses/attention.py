@@ -369,7 +369,8 @@ class _Added:
             self.rows = self.head.weight.detach()[: model.vocab_size]
             parts = self.rows.split(4096)  # no copy of all rows in float64
             total = torch.stack([widened("rows", part).sum(0) for part in parts]).sum(0)
-            self.mean = (total / len(self.rows)).to(self.rows)
+            # A mean of many rows is small beside them: in half precision it would be off by more than they are.
+            self.mean = (total / len(self.rows)).to(torch.promote_types(self.rows.dtype, torch.float32))
             self.norm = model.family.final_norm(model.model) or torch.nn.Identity()
 
     def __call__(self, written: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -382,7 +383,8 @@ class _Added:
             return
         with evaluating(self.model.model), torch.no_grad():
             added = self.norm(written) - self.norm(torch.zeros_like(written[:1, :1]))  # the biases drop out
-            logits = added.to(self.rows) @ torch.cat([self.rows[ids.to(self.rows.device)], self.mean[None]]).T
+            rows = torch.cat([self.rows[ids.to(self.rows.device)].to(self.mean), self.mean[None]])
+            logits = added.to(rows) @ rows.T
         yield logits[..., :-1], torch.arange(len(ids)), logits[..., -1]
 
 

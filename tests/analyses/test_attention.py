@@ -145,6 +145,21 @@ def test_what_heads_add_is_capped_as_the_models_logits_are():
     torch.testing.assert_close(logits[..., places], expected[..., ids])
 
 
+def test_the_mean_over_the_vocabulary_is_not_rounded_in_half_precision():
+    """In float64 from the same half-precision weights: 1/256 is what bfloat16 may be off by."""
+    model: Any = tiny("gpt2", torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.7)
+    view, ids = LayeredModel(model), torch.arange(3, 10)
+    written = torch.randn(2, 7, view.dim, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ((logits, _, mean),) = _Added(view)(written, ids)
+    norm = model.transformer.ln_f
+    added = (norm(written) - norm(torch.zeros_like(written[:1, :1]))).detach().double()
+    expected = added @ model.lm_head.weight.detach().double().T
+    torch.testing.assert_close(mean.double(), expected.mean(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits.double(), expected[..., ids], rtol=1e-4, atol=1e-4)
+
+
 def test_the_gain_by_context_is_the_difference_of_two_losses_and_short_windows_say_so():
     model = tiny("gpt2", torch.float64)
     batch = tiny_batch("gpt2", batch=4, tokens=12, padding="left")  # of 12, 10, 8 and 6 tokens

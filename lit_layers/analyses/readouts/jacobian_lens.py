@@ -141,7 +141,7 @@ class JacobianLens(Analysis):
                 f"{self.name}: expected num_tuned of at least num_prompts, {self.num_prompts}, got {self.num_tuned}"
             )
         if self.file is not None:
-            matrices, _ = read_lens(self.file, model.num_layers)
+            matrices = self._read(model, self.file)
             dim = next(iter(matrices.values())).shape[0]
             if dim != model.dim:
                 raise InputError(
@@ -247,13 +247,18 @@ class JacobianLens(Analysis):
 
     def _jacobian(self, view: LayeredModel) -> dict[str, Any]:
         if self.file is not None:
-            matrices, _ = read_lens(self.file, view.num_layers)
+            matrices = self._read(view, self.file)
             return {"jacobian": {layer: _matrix(matrix, view) for layer, matrix in matrices.items()}}
         fitted = self._fitted(view)
         lenses: dict[str, Any] = {"fitted": fitted}
         for name, matrices in (("jacobian", fitted.jacobians), *zip(HALVES, fitted.halves, strict=True)):
             lenses[name] = {layer: _matrix(matrix, view) for layer, matrix in enumerate(matrices)}
         return lenses
+
+    @staticmethod
+    def _read(model: LayeredModel, file: str) -> dict[int, Tensor]:
+        config: Any = getattr(model.model, "config", None)
+        return read_lens(file, model.num_layers, config=config.to_dict() if hasattr(config, "to_dict") else None)[0]
 
     def _tuned(self, view: LayeredModel) -> tuple[dict[int, Callable[[Tensor], Tensor]], int]:
         """The maps of all layers, and how many tokens they could not be trained on."""
