@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values, trust_code
+from lit_layers.cli.own_code import blaming_classes, trust_code
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
 from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
@@ -176,16 +177,16 @@ class Recipe:
         Raises:
             InputError: what a class refuses.
         """
-        try:
-            return self.parser.instantiate_classes(self.options)
-        except (TypeError, ValueError) as error:  # jsonargparse wraps what a constructor says
-            raise _mistake(error) from None
+        options = self.options
+        with blaming_classes(made=True):
+            return self.parser.instantiate_classes(options)
 
     def made(self, name: str, options: Namespace) -> Any:
         """What an option names by class, instantiated, and nothing else."""
         alone = self.parser.get_defaults()
         alone[name] = options[name]
-        return self.parser.instantiate_classes(alone)[name]
+        with blaming_classes(made=True):
+            return self.parser.instantiate_classes(alone)[name]
 
 
 def run(recipe: Recipe) -> int:
@@ -256,7 +257,8 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
         InputError: a recipe that is no YAML, not UTF-8, nested without end, or with a `${...}` for nothing.
     """
     try:
-        return parser.parse_args(_spelt(parser, argv))
+        with blaming_classes(made=False):
+            return parser.parse_args(_spelt(parser, argv))
     except RecursionError as error:
         raise InputError("a recipe or an option is nested too deeply: expected some levels at most") from error
     except (OmegaConfBaseException, YAMLError) as error:
@@ -280,14 +282,6 @@ def _is_utf8(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _mistake(error: BaseException) -> BaseException:
-    """The user's mistake that an error was raised about, or the error itself."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, InputError):
-        inner = inner.__cause__ or inner.__context__
-    return inner or error
 
 
 def _parts(verb: Callable[..., Any]) -> list[Any]:

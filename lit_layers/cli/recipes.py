@@ -8,9 +8,7 @@ import difflib
 import math
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -18,6 +16,7 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
+from lit_layers.cli.own_code import is_under, own_code
 from lit_layers.errors import InputError, refuse_pipe
 from lit_layers.files.remote_store import is_remote
 from lit_layers.schema import refuse_many_aliases
@@ -32,7 +31,6 @@ _OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes 
 _PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "save_dir"}
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
-_own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given
 _HARMLESS = ("lit_layers", *_OF_LIGHTNING, "torch.distributed")
 _OPTIONS = ("init_args", "dict_kwargs")  # of a class
 _MOST = 10**12
@@ -74,41 +72,6 @@ _REWORDED = [
     (r"Not of type \w+: ", ""),
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
 ]
-
-
-def trust_code(argv: list[str]) -> list[str]:
-    """Takes every `--code PACKAGE` out of a command line: recipes may then name the classes of that package.
-
-    It is no option of a parser: a recipe could set that. A folder goes behind the installed packages on the import
-    path, so that its `yaml.py` replaces none of them.
-
-    Raises:
-        InputError: a word that is neither an importable package or module nor a folder.
-    """
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    options.add_argument("--code", action="append", default=[])
-    try:
-        given, rest = options.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise InputError("--code: expected an importable package or module, or a folder such as .") from error
-    for named in given.code:
-        packages = _packages(named)
-        set_parsing_settings(import_path_allowlist=packages)
-        _own_code.update(packages)
-    return rest
-
-
-def _packages(named: str) -> list[str]:
-    folder = Path(named)
-    is_folder = folder.is_dir() and bool(named.strip())  # no word at all would be this folder
-    if is_folder and not named.isidentifier():
-        sys.path.append(str(folder.resolve()))
-        return [name for name in map(_module_name, sorted(folder.iterdir())) if name and _is_in(name, folder)]
-    top = named.split(".")[0]
-    if all(part.isidentifier() for part in named.split(".")) and top != "__main__" and find_spec(top) is not None:
-        return [named]
-    near = f"; for the folder say --code ./{named}" if is_folder else ""
-    raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}{near}")
 
 
 class RecipeParser(ArgumentParser):
@@ -200,10 +163,10 @@ def _refuse_foreign(where: str, given: Any, hint: Any) -> None:
         raise TypeError(f"{where}: {REFUSED} class in a field of plain values, got {given}")
     made = given
     if is_class:
-        made = pkgutil.resolve_name(given) if _is_under(given, {*PACKAGES, *_own_code}) else None
+        made = pkgutil.resolve_name(given) if is_under(given, {*PACKAGES, *own_code}) else None
     if isinstance(made, type) and issubclass(made, kinds):
         return
-    if _takes_callables(hint) and _is_under(getattr(made, "__module__", None) or "", {_PURE, *_own_code}):
+    if _takes_callables(hint) and is_under(getattr(made, "__module__", None) or "", {_PURE, *own_code}):
         return
     expected = " or ".join(kind.__name__ for kind in kinds) or f"what {_PURE} or --code PACKAGE defines"
     path = given if is_class else f"{getattr(given, '__module__', '')}.{getattr(given, '__name__', given)}"
@@ -212,7 +175,7 @@ def _refuse_foreign(where: str, given: Any, hint: Any) -> None:
 
 def _kinds(hint: Any) -> Iterator[type]:
     """Yields the classes that an annotation names, without those of Python itself, such as `dict` or `Callable`."""
-    if isinstance(hint, type) and _is_under(hint.__module__, {*PACKAGES, *_own_code}):
+    if isinstance(hint, type) and is_under(hint.__module__, {*PACKAGES, *own_code}):
         yield hint
     for part in get_args(hint):  # of a Callable what it takes is a list, and is not looked at
         yield from _kinds(part)
@@ -220,22 +183,6 @@ def _kinds(hint: Any) -> Iterator[type]:
 
 def _takes_callables(hint: Any) -> bool:
     return Callable in (hint, get_origin(hint)) or any(map(_takes_callables, get_args(hint)))
-
-
-def _is_under(path: str, packages: Any) -> bool:
-    return any(path == package or path.startswith(f"{package}.") for package in packages)
-
-
-def _module_name(path: Path) -> str | None:
-    is_package = path.is_dir() and ((path / "__init__.py").is_file() or any(path.glob("*.py")))
-    return path.stem if (path.suffix == ".py" or is_package) and path.stem.isidentifier() else None
-
-
-def _is_in(name: str, folder: Path) -> bool:
-    """Whether a module is imported from this folder, not from an installed package of the same name."""
-    spec = find_spec(name)
-    places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
-    return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
 
 
 def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) -> None:
@@ -251,16 +198,16 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
             raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
     for where, value, holder, is_class in _values(options):
-        is_of_own_code = _is_under(holder, _own_code)
-        if is_class and not is_of_own_code and not _is_under(value, _own_code):
-            named = pkgutil.resolve_name(value) if _is_under(value, PACKAGES) else None  # others are not imported
-            if not _is_under(getattr(named, "__module__", ""), _HARMLESS):
+        is_ofown_code = is_under(holder, own_code)
+        if is_class and not is_ofown_code and not is_under(value, own_code):
+            named = pkgutil.resolve_name(value) if is_under(value, PACKAGES) else None  # others are not imported
+            if not is_under(getattr(named, "__module__", ""), _HARMLESS):
                 raise InputError(
                     f"{where.removesuffix('.class_path')}: {REFUSED} {value}, which could fetch or start something: "
                     "only classes of lit_layers, lightning's callbacks, loggers, plugins, profilers and strategies, "
                     "and your own code, with --code PACKAGE"
                 )
-        elif not is_class and holder and not is_of_own_code and isinstance(value, str | Path):
+        elif not is_class and holder and not is_ofown_code and isinstance(value, str | Path):
             module = pkgutil.resolve_name(holder).__module__
             if not _is_harmless(where, str(value), module) and not _lies_in(str(value), allowed):
                 raise _out_of_reach(where, str(value))
