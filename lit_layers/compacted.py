@@ -9,6 +9,7 @@ that was written, with what all its numbers share. Rows are sorted by analysis, 
 in one place.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -18,6 +19,8 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import to_json
 
 from lit_layers import schema
 from lit_layers.errors import InputError
@@ -125,12 +128,13 @@ def _measurements(rows: Iterable[dict[str, Any]]) -> list[Measurement]:
     """Both kinds of rows as measurements in the order of their lines."""
     lines: dict[int, dict[str, Any]] = {}
     numbers: dict[int, list[dict[str, Any]]] = {}
+    names, read = [item.name for item in fields(Measurement)], functools.cache(json.loads)  # tags are much alike
     for row in rows:
         if row["metric"] is None:
-            shared = {item.name: row.get(item.name) for item in fields(Measurement)}
+            shared = {name: row.get(name) for name in names}
             lines[row["line"]] = {**shared, "provenance": json.loads(row["provenance"])}
         else:
             given = {name: row[name] for name in ("metric", *_OF_RECORD) if row[name] is not None}
-            numbers.setdefault(row["line"], []).append({**given, "tags": json.loads(row["tags"])})
+            numbers.setdefault(row["line"], []).append({**given, "tags": read(row["tags"])})
     whole = [{**lines[line], "records": numbers.get(line, [])} for line in sorted(lines)]
-    return schema.parse(json.dumps(whole), list[Measurement], NAME, _DAMAGED)
+    return schema.parse(to_json(whole, inf_nan_mode="constants"), list[Measurement], NAME, _DAMAGED)

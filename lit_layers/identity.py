@@ -179,16 +179,17 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     return list(last.values())
 
 
-def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> None:
-    """Enters a measurement as the last of its identity: run, step, analysis and settings.
+def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> str | None:
+    """Enters a measurement as the last of its identity: run, step, analysis and settings, which it returns.
 
-    One that failed before its settings were known stands until anything else is measured in its place.
+    One that failed before its settings were known, None, stands until anything else is measured in its place.
     """
     place = (measurement.run, measurement.step, measurement.analysis)
-    key = (*place, None if _failed_early(measurement) else settings_of(measurement))
+    settings = None if _failed_early(measurement) else settings_of(measurement)
     last.pop((*place, None), None)
-    last.pop(key, None)
-    last[key] = measurement
+    last.pop((*place, settings), None)
+    last[*place, settings] = measurement
+    return settings
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
@@ -212,20 +213,19 @@ def divided(
         return latest(measurements), []
     curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # by run and analysis: settings as first written, steps
     written_last: dict[tuple[str, str], str] = {}
+    last: dict[tuple[Any, ...], Measurement] = {}
     for m in measurements:
-        if not _failed_early(m):
-            written_last[m.run, m.analysis] = settings_of(m)
-            curves.setdefault((m.run, m.analysis), {}).setdefault(settings_of(m), set())
-    last = latest(measurements)
-    for m in last:
+        if (name := keep(last, m)) is not None:
+            written_last[m.run, m.analysis] = name
+            curves.setdefault((m.run, m.analysis), {}).setdefault(name, set())
+    for (*_, name), m in last.items():
         if m.error is None and m.step is not None:
-            curves[m.run, m.analysis][settings_of(m)].add(m.step)
+            curves[m.run, m.analysis][name].add(m.step)
     _refuse_unknown(asked, curves.values())
     chosen = {curve: _chosen(steps, asked, written_last[curve]) for curve, steps in curves.items()}
     parts: tuple[list[Measurement], list[Measurement]] = ([], [])
-    for m in last:
-        is_other = not _failed_early(m) and settings_of(m) != chosen[m.run, m.analysis]
-        parts[is_other].append(m)
+    for (*_, name), m in last.items():
+        parts[name is not None and name != chosen[m.run, m.analysis]].append(m)
     refuse_drift(parts[0])
     return parts
 

@@ -206,17 +206,14 @@ def frame(
         raise InputError("frame: metric and layer choose among the numbers of an analysis: name one")
     choice = _Choice(analysis, metric, layer)
     if isinstance(measurements, Measurement):
-        return _table([measurements], settings, choice)
+        return _table([[measurements]], settings, choice)
     if isinstance(measurements, str | Path):
-        return _table(_read_chosen([measurements], choice)[0], settings, choice)
+        return _table(_read_chosen([measurements], choice), settings, choice)
     given = [*measurements]
     roots = [each for each in given if not isinstance(each, Measurement)]
     if not roots:
-        return _table([each for each in given if isinstance(each, Measurement)], settings, choice)
-    tables = [_table(part, settings, choice) for part in _read_chosen(roots, choice)]
-    named = [table.assign(root=str(root)) for root, table in zip(roots, tables, strict=True)]
-    whole: pd.DataFrame = pd.concat(named, ignore_index=True)
-    return whole.reindex(columns=["root", *(name for name in whole.columns if name != "root")])
+        return _table([[each for each in given if isinstance(each, Measurement)]], settings, choice)
+    return _table(_read_chosen(roots, choice), settings, choice, [str(root) for root in roots])
 
 
 class _Choice(NamedTuple):
@@ -249,19 +246,27 @@ def _read_chosen(places: Sequence[str | Path], choice: _Choice) -> list[list[Mea
     return [[*compacted, *read_on(file, offset)[0]] for file, (compacted, offset) in zip(files, tables, strict=True)]
 
 
-def _table(measurements: Iterable[Measurement], settings: Settings, choice: _Choice) -> pd.DataFrame:
-    of_analysis = [m for m in measurements if choice.analysis in (None, m.analysis)]
-    pairs = [
-        (m, each) for m in shown(of_analysis, settings) if m.error is None for each in m.records if choice.has(each)
-    ]
-    table: dict[str, Any] = {
-        name: pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind) for name, kind in _OF_MEASUREMENTS.items()
-    }
+def _table(
+    runs: Sequence[Iterable[Measurement]], settings: Settings, choice: _Choice, roots: Sequence[str] = ()
+) -> pd.DataFrame:
+    """The numbers that are shown of each run; with `roots`, the first column says which run it is."""
+    pairs: list[tuple[Measurement, Record]] = []
+    table: dict[str, Any] = {"root": []} if roots else {}
+    for run, root in zip(runs, roots or [""], strict=True):
+        of_analysis = [m for m in run if choice.analysis in (None, m.analysis)]
+        known = len(pairs)
+        pairs += ((m, r) for m in shown(of_analysis, settings) if m.error is None for r in m.records if choice.has(r))
+        if roots:
+            table["root"] += [root] * (len(pairs) - known)
+    if roots:
+        table["root"] = pd.array(table["root"], dtype="str")
+    for name, kind in _OF_MEASUREMENTS.items():
+        table[name] = pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind)
     for name, kind in _OF_RECORDS.items():
         table[name] = pd.Series([getattr(record, name) for _, record in pairs], dtype=kind)
     table["settings"] = pd.array([settings_of(m) for m, _ in pairs], dtype="str")
     for name, values in _tag_columns(pairs).items():
-        table[f"tag_{name}" if name in (*COLUMNS, AUDIT) else name] = values
+        table[f"tag_{name}" if name in table or name == AUDIT else name] = values
     if any(is_suspect(m) for m, _ in pairs):
         table[AUDIT] = pd.array([m.provenance.get(AUDIT) for m, _ in pairs], dtype="str")
     return pd.DataFrame(table)

@@ -123,6 +123,16 @@ def test_one_question_to_many_runs_names_each(root, tmp_path):
     assert len(whole) == len(records.frame(root)) + len(records.frame(other))
 
 
+def test_a_tag_of_one_run_is_a_column_of_all_and_none_hides_which_run_a_row_is_of(root, tmp_path):
+    other = tmp_path / "other"
+    tagged = [records.Record(metric="first", value=5.0, layer=0, tags={"root": "x"})]
+    records.append(other / "measurements.jsonl", measured(0, "a", records=tagged))
+    found = records.frame([root, other], analysis="a", metric="first", layer=0)
+    assert found["root"].tolist() == [str(root), str(root), str(other)]
+    assert found["tag_root"].isna().tolist() == [True, True, False]
+    assert found["tag_root"][2] == "x"
+
+
 def test_other_tools_read_the_tables_of_many_runs_as_one(root, tmp_path):
     other = tmp_path / "other"
     records.append(other / "measurements.jsonl", measured(3, "a", 5.0))

@@ -72,10 +72,9 @@ def _numbers_of(path: Path, analysis: str, metric: str | None, layer: int | None
             raise _RefusedError("is no table of numbers")
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         places = {name: schema.names.index(name) for name in ("analysis", "metric", "layer")}
-        of_numbers = [n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis, **asked})]
-        of_lines = [
-            n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis}, shared=True)
-        ]
+        of_analysis = [n for n, group in enumerate(groups) if _may_hold(group, places, {"analysis": analysis})]
+        of_numbers = [n for n in of_analysis if _may_hold(groups[n], places, asked)]
+        of_lines = [n for n in of_analysis if _may_hold(groups[n], places, {}, shared=True)]
         chosen = {*of_numbers, *of_lines}
         number, size = (sum(getattr(groups[n], name) for n in chosen) for name in ("num_rows", "total_byte_size"))
         if number > MAX_ROWS or size > 8 * MAX_BYTES:
