@@ -18,12 +18,16 @@ that were measured last, such as an analysis whose options were changed and that
 
 # pyright: strict, reportUnknownVariableType=false
 
+import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
@@ -266,9 +270,41 @@ def computing_versions(measurement: Measurement) -> tuple[str, ...]:
 
 def differing_versions(one: Measurement, other: Measurement) -> tuple[str, str]:
     """Returns the versions that differ, of the one and of the other, as `torch 2.8.0, transformers 5.1.0`."""
-    pairs = [*zip(COMPUTING, computing_versions(one), computing_versions(other), strict=True)]
-    different = [pair for pair in pairs if pair[1] != pair[2]]
-    return ", ".join(f"{name} {a}" for name, a, _ in different), ", ".join(f"{name} {b}" for name, _, b in different)
+    named: list[dict[str, str]] = [dict(zip(COMPUTING, computing_versions(each), strict=True)) for each in (one, other)]
+    return _differing(*named)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    first, second = (", ".join(f"{name} {each.get(name, UNKNOWN)}" for name in names) for each in (one, other))
+    return first, second
+
+
+@functools.cache
+def what_computes() -> Mapping[str, str]:
+    """Returns what numbers are computed by here: versions of the libraries that states come from, without their build,
+    and of this package, with a hash of its code, as copies of one version may differ.
+    """
+    here, code = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(here.rglob("*.py")):
+        code.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
+    found: dict[str, str] = {}
+    for name in ("lit_layers", *COMPUTING):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+    return {**found, "lit_layers": f"{found.get('lit_layers', UNKNOWN)} (code {code.hexdigest()[:8]})"}
+
+
+def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:
+    """Refuses to join what another process computes at the same time by other code: of weights that only one of them
+    sees nobody could tell whether both compute the same.
+
+    Raises:
+        InputError: naming both.
+    """
+    if theirs != what_computes():
+        there, here = _differing(theirs, what_computes())
+        raise InputError(f"{who} has {there}, and this command has {here}: install the same versions everywhere")
 
 
 def drift(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> float:

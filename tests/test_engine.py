@@ -3,17 +3,18 @@
 import math
 import pickle
 import random
+import re
 import shutil
 import sys
 from collections import deque
 
 import pytest
 
-from lit_layers import records
+from lit_layers import identity
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.measuring import one_checkpoint, one_model, ray_workers
+from lit_layers.measuring import one_checkpoint, ray_workers
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import ATTEMPTS, Event, Job, hand_out
 from lit_layers.models.saved import load
@@ -217,19 +218,16 @@ def test_the_record_is_that_of_one_process(run, tmp_path, pretended):
     assert min(workers.memory.values()) > one_checkpoint.OF_A_PROCESS
 
 
-def test_workers_with_other_libraries_are_refused_before_a_number_is_written(run, tmp_path, pretended, monkeypatch):
-    """Of weights that only one worker sees, nobody could tell later whether all compute the same."""
-    known, measure = one_model.versions(), one_checkpoint.CheckpointWorker.__call__
-
-    def elsewhere(self, task, following):
-        with monkeypatch.context() as patch:
-            patch.setattr(one_model, "versions", lambda: {**known, "transformers": "99.1.0"})
-            return measure(self, task, following)
-
-    monkeypatch.setattr(one_checkpoint.CheckpointWorker, "__call__", elsewhere)
-    with pytest.raises(InputError, match=r"a worker measures under transformers 99.1.0 and this command runs under tr"):
-        analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
-    assert not records.read(tmp_path / "run" / "measurements.jsonl")
+def test_a_worker_of_another_version_says_so_before_it_reads_what_it_is_sent():
+    """What is sent names classes of the version that sent it."""
+    here = identity.what_computes()
+    host = ray_workers._Host([], {**here, "torch": "1.0"}, b"no pickle")
+    assert host.ready() == here
+    assert set(here) >= {"lit_layers", "torch", "transformers"}
+    for name, version in (("transformers", "99.1.0"), ("lit_layers", "0.2.0 (code 01234567)")):
+        with pytest.raises(InputError, match=rf"^engine: a worker has {re.escape(f'{name} {version}')}, and this comm"):
+            identity.refuse_other_code({**here, name: version}, "engine: a worker")
+    identity.refuse_other_code(here, "engine: a worker")
 
 
 def test_each_task_asks_for_its_own_memory_and_one_that_nobody_knows_for_the_most(

@@ -5,9 +5,11 @@ the release's may be run in pieces.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
@@ -149,6 +152,18 @@ def test_any_number_of_workers_makes_the_record_of_one_process(run, alone, tmp_p
     assert sorted_lines(tmp_path / "run") == alone
 
 
+def test_a_machine_with_other_code_of_the_package_is_refused_before_a_number_is_written(run, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "lit_layers", tmp_path / "copy" / "lit_layers", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(tmp_path / "copy" / "lit_layers" / "metrics.py", "a", encoding="utf-8") as file:
+        file.write("# another version\n")
+    with cluster(0) as made:
+        made.add_node(**NODE, env_vars={"PYTHONPATH": str(tmp_path / "copy")})
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        with pytest.raises(InputError, match=r"a worker has lit_layers \S+ \(code .* and this"):
+            analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
+    assert not (tmp_path / "run" / "measurements.jsonl").exists()
+
+
 class Meeting:
     """Work of a large job that ends when all small ones have begun, and of these, which end when it has begun: whoever
     waits in vain, for five minutes on a busy machine, fails.
@@ -176,6 +191,40 @@ def test_small_tasks_run_beside_a_large_one_which_has_its_place_first(tmp_path):
             RayWorkers(Meeting(tmp_path, 6), threads=1, gpu="cpu", most=8 * 2**30) as workers,
         ):
             assert dict(hand_out(jobs, workers)) == {job.task: True for job in jobs}
+
+
+class OnGpu:
+    """Work that ends when both GPUs have some, and says which one it had, and when."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, task: str, following: str | None) -> tuple[str, float, float]:
+        import ray
+
+        (gpu,), began = ray.get_gpu_ids(), time.monotonic()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == str(gpu)
+        (self.folder / str(gpu)).touch()
+        while len([*self.folder.iterdir()]) < 2 and time.monotonic() < began + 300:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        return str(gpu), began, time.monotonic()
+
+
+def test_each_worker_has_a_gpu_for_itself_and_none_is_idle(tmp_path):
+    """GPUs are what a machine says that it has: none is there."""
+    jobs = [Job(f"checkpoint{n % 3}", str(n), cost=n, memory=n * 2**30) for n in range(6)]
+    with cluster(0) as made:
+        made.add_node(**NODE | {"num_cpus": 8, "num_gpus": 2})
+        with (
+            joined(made.address),
+            RayWorkers(OnGpu(tmp_path), threads=4, gpu="auto", most=2**40) as workers,
+        ):
+            times = [*dict(hand_out(jobs, workers)).values()]
+    assert {gpu for gpu, *_ in times} == {"0", "1"}
+    for used in "01":
+        spans = sorted((began, ended) for gpu, began, ended in times if gpu == used)
+        assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
 
 
 def test_killed_workers_nodes_and_drivers_cost_nothing_but_time(run, alone, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,9 @@ def append(root: Path, step: int = 0) -> None:
 class Holder:
     """A process that holds `root`, then does `then` upon SIGCONT or waits to be killed."""
 
-    def __init__(self, root: Path, *, host: str | None = None, then: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, root: Path, *, host: str | None = None, then: Callable[[], int] | None = None, **how: Any
+    ) -> None:
         ready, told = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -43,7 +46,7 @@ class Holder:
             try:
                 if host is not None:
                     socket.gethostname = lambda: host
-                with writing(root):
+                with writing(root, **how):
                     os.write(told, b"x")
                     if then is None:
                         time.sleep(60)
@@ -117,6 +120,19 @@ def test_shards_of_one_job_write_together_and_nobody_beside_them(tmp_path):
                 pytest.fail("two writers")
     with writing(tmp_path):
         append(tmp_path)
+
+
+def test_a_shard_sees_another_that_computes_by_other_versions_as_long_as_that_lives(tmp_path):
+    """One that was killed leaves its account, and hinders nobody."""
+    old, new = {"torch": "2.8.0"}, {"torch": "2.9.0"}
+    holder = Holder(tmp_path, shard=(0, 3), computes=old)
+    with writing(tmp_path, shard=(1, 3), computes=old):
+        assert [*run_lock.beside(tmp_path)] == []
+    with writing(tmp_path, shard=(1, 3), computes=new):
+        ((theirs, who),) = run_lock.beside(tmp_path)
+        assert (theirs, f"process {holder.pid}" in who) == (old, True)
+        holder.end(signal.SIGKILL)
+        assert [*run_lock.beside(tmp_path)] == []
 
 
 def remove_file(root: Path) -> None:

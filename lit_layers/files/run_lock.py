@@ -15,9 +15,9 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
@@ -35,9 +35,15 @@ Part = Literal["all", "training", "measuring"]
 
 
 @contextlib.contextmanager
-def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "all") -> Iterator[None]:
+def writing(
+    root: str | Path,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    part: Part = "all",
+    computes: Mapping[str, str] | None = None,
+) -> Iterator[None]:
     """Holds a run's folder for writing; the shards (i, n) of one n hold it together, each of them once, as do a
-    training that measures nothing and whoever measures its steps meanwhile.
+    training that measures nothing and whoever measures its steps meanwhile. `computes` is kept for `beside`.
 
     Raises:
         InputError: where another process writes there, or nobody can.
@@ -51,7 +57,7 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "
     except OSError as error:  # a name that is too long
         raise _unwritable(root, error) from error
     try:
-        lock = _Lock(root, shard, part)
+        lock = _Lock(root, shard, part, computes)
         _held.append(lock)
         try:
             yield
@@ -71,6 +77,14 @@ def is_training(root: str | Path) -> bool:
         return time.time() - (Path(root) / f"{_NAME}-training.lock").stat().st_mtime < LEASE
     except OSError:
         return False
+
+
+def beside(root: str | Path) -> Iterator[tuple[dict[str, str], str]]:
+    """Yields what those compute by who hold a run's folder together with this process and compute by something else,
+    and who they are.
+    """
+    for lock in _of(Path(root)):
+        yield from lock.beside()
 
 
 def is_held(root: str | Path) -> bool:
@@ -108,8 +122,8 @@ def _of(path: Path) -> "list[_Lock]":
 
 
 class _Lock:
-    def __init__(self, root: Path, shard: tuple[int, int], part: Part) -> None:
-        self.root, self.process = root, os.getpid()
+    def __init__(self, root: Path, shard: tuple[int, int], part: Part, computes: Mapping[str, str] | None) -> None:
+        self.root, self.process, self._computes = root, os.getpid(), computes
         self.sizes: dict[Path, int] = {}
         self._cut: set[Path] = set()
         index, count = shard
@@ -120,7 +134,7 @@ class _Lock:
         self._lease = _take(self._path)
         self._token = self._lease.token
         try:
-            write_json(_facts(self._path), {"token": self._token, **_this_process()})
+            write_json(_facts(self._path), {"token": self._token, **_this_process(), "computes": computes})
             for other in root.glob(f"{_NAME}*.lock"):
                 if other != self._path and not re.fullmatch(others, other.stem.removeprefix(_NAME)):
                     _take(other).release()  # refused where its holder lives
@@ -143,6 +157,17 @@ class _Lock:
             f"{self.root}: {now}, as this command was paused for more than a minute or its lock was removed; "
             "it stops and writes nothing more there"
         )
+
+    def beside(self) -> Iterator[tuple[dict[str, str], str]]:
+        for other in sorted(self.root.glob(f"{_NAME}*.lock")):
+            theirs = _said(other).get("computes")
+            if other == self._path or theirs in (None, self._computes):
+                continue
+            who = _holder(other)
+            try:
+                _take(other).release()
+            except InputError:  # its holder lives
+                yield theirs, who
 
     def wrote(self, path: Path, start: int, end: int) -> None:
         if start < self.sizes.get(path, 0):
@@ -225,12 +250,20 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _holder(path: Path) -> str:
-    """Who holds the lock of a path: what its own account says, as far as it is of the same claim."""
+    """Who holds the lock of a path."""
+    if facts := _said(path):
+        return f"`{facts['command'][:200]}` (host {facts['host']}, process {facts['pid']}, since {facts['since']})"
     owner = SoftFileLease(path, lease_duration=LEASE, heartbeat_interval=HEARTBEAT).owner
-    if owner is None:
-        return "another process"
+    return "another process" if owner is None else f"another process (host {owner.hostname}, process {owner.pid})"
+
+
+def _said(path: Path) -> dict[str, Any]:
+    """What the holder of a lock says of itself; nothing where that is of another claim."""
+    owner = SoftFileLease(path, lease_duration=LEASE, heartbeat_interval=HEARTBEAT).owner
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads(_facts(path).read_text(encoding="utf-8"))
-        if facts["token"] == owner.token:
-            return f"`{facts['command'][:200]}` (host {facts['host']}, process {facts['pid']}, since {facts['since']})"
-    return f"another process (host {owner.hostname}, process {owner.pid})"
+        if owner is not None and facts["token"] == owner.token:
+            names = dict.fromkeys(("command", "host", "since"), str) | {"pid": int}
+            if all(isinstance(facts[name], kind) for name, kind in names.items()):
+                return facts
+    return {}

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from lit_layers import identity
 from lit_layers.analyses.layerwise import Key, StatesAnalysis, walk
 from lit_layers.analyses.states import States
-from lit_layers.errors import InputError
 from lit_layers.measuring import one_model
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.streaming import StreamedModel
@@ -177,19 +176,3 @@ def warn_of(others: Sequence[Measurement]) -> None:
         old,
         new,
     )
-
-
-def refuse_other_versions(measured: Iterable[Measurement]) -> None:
-    """Refuses what another process has measured under other versions than those of this one: of weights that only one
-    of them sees nobody could tell whether both compute the same.
-
-    Raises:
-        InputError: naming both.
-    """
-    for m in measured:
-        if identity.computing_versions(m) != identity.computing_versions(now := _now(m, "")):
-            theirs, mine = identity.differing_versions(m, now)
-            raise InputError(
-                f"engine: a worker measures under {theirs} and this command runs under {mine}: install the same "
-                "versions on all machines"
-            )

@@ -14,7 +14,7 @@ from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.layerwise import layerwise
 from lit_layers.errors import InputError
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.identity import settings_name, spelled_as
+from lit_layers.identity import refuse_other_code, settings_name, spelled_as, what_computes
 from lit_layers.measuring import canary
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
@@ -117,7 +117,7 @@ def analyze_series(
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
-            `root`, unless as another shard of as many.
+            `root`, unless as another shard of as many, by the same versions.
     """
     if "shard" in changed:
         refuse_no_shard(changed["shard"], changed.get("engine", options.engine))
@@ -136,7 +136,10 @@ def analyze_series(
         )
         measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
         measuring.choose(analyses)
-        with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
+        part = "measuring" if beside_training else "all"
+        with run_lock.writing(root, shard=options.share, part=part, computes=what_computes()):
+            for theirs, who in run_lock.beside(root):
+                refuse_other_code(theirs, f"root: {who}, which measures there as well,")
             return measuring.run()
 
 

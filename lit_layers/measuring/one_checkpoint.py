@@ -315,7 +315,6 @@ def over_workers(
             tell(done, total, f"{workers.description}: {what}" if what else workers.description)
 
         for task, outcome in ray_workers.hand_out(jobs, workers, show):
-            canary.refuse_other_versions(() if outcome is None else outcome.measurements)
             yield task, outcome or Outcome(failure=_lost(task))
     tell(total, total, "")
 

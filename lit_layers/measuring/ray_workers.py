@@ -10,11 +10,12 @@ import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lit_layers.errors import InputError
+from lit_layers.identity import refuse_other_code, what_computes
 
 ATTEMPTS = 4  # workers that a job may lose: more than bad luck, it is what ends them
 LOOK = 0.5  # seconds between two looks at the clock, while no worker is done
@@ -210,7 +211,8 @@ class RayWorkers:
             self._number += 1
             self.memory[self._number] = each
             where = self._placed(each) if "num_gpus" not in self._options and each else {}
-            actor = self._actors[self._number] = remote.options(**where).remote([*sys.path], self._carried)
+            known = [*sys.path], what_computes(), self._carried
+            actor = self._actors[self._number] = remote.options(**where).remote(*known)
             self._starting.add(self._number)
             self._expected[actor.ready.remote()] = self._number
 
@@ -237,12 +239,15 @@ class RayWorkers:
                 self.ray.util.remove_placement_group(group)
 
     def next_event(self) -> Event | None:
-        """Waits for one, for a moment."""
+        """Waits for one, for a moment.
+
+        Raises:
+            InputError: workers cannot be started, or have another version of the package or of a library.
+        """
         ready, _ = self.ray.wait([*self._expected], num_returns=1, timeout=LOOK)
         if not ready:
             return None
         worker = self._expected.pop(ready[0])
-        self._starting.discard(worker)
         errors = self.ray.exceptions
         try:
             result = self.ray.get(ready[0])
@@ -251,12 +256,17 @@ class RayWorkers:
         except errors.RayError as error:
             return self._lost(worker, error)
         self._lost_in_a_row = 0
+        if worker in self._starting:
+            self._starting.discard(worker)
+            refuse_other_code(result, "engine: a worker")
+            result = None
         return Event(worker, result)
 
     def _lost(self, worker: int, error: Exception) -> Event:
         with contextlib.suppress(Exception):  # it may be out of reach, and come back
             self.ray.kill(self._actors[worker])
         self._give_back(worker)
+        self._starting.discard(worker)
         del self._actors[worker]
         self._lost_in_a_row += 1
         # A machine takes all of its workers with it, which says nothing of the others.
@@ -283,12 +293,14 @@ class RayWorkers:
 class _Host:
     """The process of a worker, which finds modules where this one does: a folder of --code after all others."""
 
-    def __init__(self, path: list[str], carried: bytes) -> None:
+    def __init__(self, path: list[str], computes: Mapping[str, str], carried: bytes) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
-        self.carried = pickle.loads(carried)  # from the process that started this one
+        if what_computes() == computes:  # else it is of other classes, and refused
+            self.carried = pickle.loads(carried)  # from the process that started this one
 
-    def ready(self) -> None:
-        """Answers once the worker has started."""
+    def ready(self) -> Mapping[str, str]:
+        """Answers once the worker has started: what it computes by."""
+        return what_computes()
 
     def do(self, task: Any, following: Any | None) -> Any:
         return self.carried(task, following)
