@@ -415,7 +415,7 @@ def _streams(model: StreamedModel, analyses: Sequence[LayerwiseAnalysis]) -> lis
             raise InputError(f"{analysis.name}: the data holds no prompts")
         digest = _digest(batches)
         if digest not in streams:
-            columns = [{name: batch[name] for name in model.family.inputs if name in batch} for batch in batches]
+            columns = [{name: batch[name] for name in model.family.columns if name in batch} for batch in batches]
             streams[digest] = _Stream(str(len(streams)), batches, [*map(row_digests, columns)], [])
         streams[digest].analyses.append(analysis.name)
     return list(streams.values())

@@ -21,6 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
+from lit_layers.models.families.probe import is_timm
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory
 
@@ -161,7 +162,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     """The same architecture with new weights, which depend on its config and `seed` alone; in the model's precision,
     on its device (of one without memory the CPU), in evaluation mode. The random state and the model stay as they are.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = plain_model(model)
     if hasattr(model, "config"):
         with seeded(seed):  # as the model it is saved as: the same numbers in training and after it
             fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
@@ -188,7 +189,7 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files
     are copied. Neither the model nor the random state changes. Not atomic: that is the caller's business.
     """
-    model, folder = getattr(model, "_orig_mod", model), Path(folder)
+    model, folder = plain_model(model), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
         with quiet():
@@ -235,7 +236,7 @@ def weights_hash(model: nn.Module) -> str:
     Padding rows of the vocabulary are left out, so a model has one hash in training and after reloading.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(unpadded_state(getattr(model, "_orig_mod", model)).items()):
+    for name, tensor in sorted(unpadded_state(plain_model(model)).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -246,7 +247,7 @@ def architecture_hash(model: nn.Module) -> str:
 
     Where it was opened from, in which precision and by which version plays no part.
     """
-    network: Network = getattr(model, "_orig_mod", model)
+    network: Network = plain_model(model)
     fields = network.config.to_dict()
     options = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _OF_A_FILE}
     return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -301,7 +302,11 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
     from timm.models import save_for_hf
 
     if not hasattr(model, "pretrained_cfg"):
-        raise InputError(f"cannot name the architecture of this {type(model).__name__}: build it with vit(name, ...)")
+        kind = type(model).__name__
+        reason = "build it with vit(name, ...)" if is_timm(model) else "it is neither of transformers nor of timm"
+        raise InputError(
+            f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
+        )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
     if pixel_statistics(model) is None:  # timm writes those of ImageNet, which nobody has said
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

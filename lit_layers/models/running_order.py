@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.models.block_calls import Layout, first, in_place_of, is_cache, num_values, replaced, split_arguments
+from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
@@ -54,7 +55,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
             another order, and `output_hidden_states`.
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
     """
-    network: Network = getattr(model, "_orig_mod", model)
+    network: Network = plain_model(model)
     family = family_of(network)
     blocks = family.block_list(network)
     if getattr(getattr(network, "config", None), "rescale_every", 0):

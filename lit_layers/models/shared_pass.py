@@ -156,7 +156,7 @@ class SharedPass(LayeredModel):
 
     def _keys(self, batch: Batch) -> list[bytes] | None:
         """What tells rows apart; None where a batch is no affair of others."""
-        columns = {name: batch[name] for name in self.family.inputs if name in batch}
+        columns = {name: batch[name] for name in self.family.columns if name in batch}
         if self.family.inputs[0] not in columns or not all(isinstance(column, Tensor) for column in columns.values()):
             return None
         if len({len(column) for column in columns.values()}) > 1 or not self._is_as_before():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import TIMM_OPTIONS, one_line
+from lit_layers.models.build import TIMM_OPTIONS, one_line, plain_model
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.families.structure import apart_when_built_again
 from lit_layers.models.pixels import copy_pixel_statistics_
@@ -31,7 +31,7 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
         InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
             (an encoder and a decoder), one whose blocks share weights.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = plain_model(model)
     source: Network = model if head else trunk_of(model)
     family = family_of(source)
     blocks = family.block_list(source)

@@ -14,8 +14,9 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models.block_calls import BlockCall, Layout, cut, first, replaced, softening, split_arguments
-from lit_layers.models.build import true_vocab_size
+from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, trunk_of
+from lit_layers.models.families.own_networks import OwnNetwork, as_known
 from lit_layers.models.families.structure import UNPROVEN, is_proven
 
 Batch = Mapping[str, Tensor]
@@ -35,7 +36,7 @@ class LayeredModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Network = getattr(model, "_orig_mod", model)  # hooks added after torch.compile do not fire
+        self.model: Network = as_known(plain_model(model))  # hooks added after torch.compile do not fire
         self.family = family_of(self.model)
         self.blocks = self.family.block_list(self.model)
 
@@ -98,8 +99,11 @@ class LayeredModel:
     @property
     def has_head(self) -> bool:
         """Whether the model is more than its trunk."""
-        vision = self.family.vision
-        return trunk_of(self.model) is not self.model if vision is None else vision.has_head(self.model)
+        if (vision := self.family.vision) is not None:
+            return vision.has_head(self.model)
+        if isinstance(self.model, OwnNetwork):
+            return self.vocab_size is not None or self.model.config.num_scores != self.dim
+        return trunk_of(self.model) is not self.model
 
     def num_patches(self, image_size: int | None = None) -> int:
         """Number of patches of an image of that side in px, or of the size the model was made for.
@@ -304,7 +308,7 @@ class LayeredModel:
         if self.family.sees_images:
             return {needed: batch[needed].to(self.device, self.dtype)}, None
         self.check_tokens(batch[needed])
-        inputs = {name: batch[name].to(self.device) for name in self.family.inputs if name in batch}
+        inputs = {name: batch[name].to(self.device) for name in self.family.columns if name in batch}
         mask, alignment = inputs.get("attention_mask"), None
         if mask is None or mask.bool().all():
             mask = inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
@@ -374,7 +378,10 @@ class Trajectory:
         if not (self.model.predicts_next_token and self.model.family.reads_tokens_alone):
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items() if name != "attention_mask"}
-        logits = self.model.ending(one, self.hidden[-1][index][None], in_tuple=self.in_tuple)
+        rows = self.hidden[-1][index][None]
+        if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
+            one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
+        logits = self.model.ending(one, rows, in_tuple=self.in_tuple)
         return logits.reshape(len(index[0]), -1)
 
     @property
@@ -420,10 +427,8 @@ class Trajectory:
 
     def _passed_alone(self, index: int) -> "Trajectory":
         """One prompt as the model is called with it alone."""
-        columns = (
-            self.inputs if self.alignment is None else {n: self.alignment.given_back(c) for n, c in self.inputs.items()}
-        )
-        batch = {name: column[index : index + 1] for name, column in columns.items()}
+        back = (lambda column: column) if self.alignment is None else self.alignment.given_back
+        batch = {name: back(column)[index : index + 1] for name, column in self.inputs.items()}
         if not self.model.family.sees_images:
             batch["attention_mask"] = self.mask[index : index + 1].long()
         return self.model.trajectory(batch)

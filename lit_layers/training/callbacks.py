@@ -269,7 +269,13 @@ class EmergenceCallback(_AtSteps):
         return self.measurer.file
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        view = self.measurer.check(self._plain_model(pl_module))
+        network = self._plain_model(pl_module)
+        try:
+            view = self.measurer.check(network)
+        except InputError as error:
+            if network is pl_module and (places := [name for name, _ in pl_module.named_children()]):
+                raise InputError(f"{error}; if the network is a part of it, name that: model={places[0]!r}") from error
+            raise
         if self.measure == "async" and not any(
             isinstance(each, SeriesCheckpoint) and each.root == self.root for each in _callbacks(trainer)
         ):

@@ -204,7 +204,9 @@ def test_vits_that_cannot_be_are_refused_in_a_sentence(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             vit(name, **options)
-    with pytest.raises(InputError, match="cannot name the architecture of this VisionTransformer"):
+    with pytest.raises(
+        InputError, match="cannot save this VisionTransformer as a Hugging Face folder, as nothing names"
+    ):
         save(tiny("vit"), tmp_path)
 
 

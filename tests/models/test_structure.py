@@ -304,11 +304,16 @@ def test_a_proof_with_one_pass_of_the_blocks_shows_and_refuses_the_same(fault):
         taken_apart(model, outlined=outlined)
 
 
-def test_a_head_that_nothing_reaches_is_refused():
+def test_a_head_that_begins_with_zeros_is_shown_again_once_it_has_weights():
     by_structure.__globals__["_FOUND"].pop(ToyLM, None)
-    model = toy()
+    model = toy("ignores")
+    head = model.head.weight.detach().clone()
     nn.init.zeros_(model.head.weight)
-    with pytest.raises(InputError, match="another last state does not change the logits"):
+    logits = LayeredModel(model).trajectory({"input_ids": torch.tensor([[3, 4, 5]])}).logits
+    assert torch.equal(logits, model.head.bias.detach().expand_as(logits))
+    with torch.no_grad():
+        model.head.weight.copy_(head)
+    with pytest.raises(InputError, match=FAULTS["ignores"]):
         LayeredModel(model)
 
 
@@ -526,3 +531,21 @@ def test_a_proof_in_float32_that_is_interrupted_leaves_the_weights_as_they_were(
     with pytest.raises(KeyboardInterrupt):
         LayeredModel(model)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
+    from transformers import FNetConfig, FNetForMaskedLM, xLSTMConfig, xLSTMForCausalLM
+
+    ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    batch = {"input_ids": ids, "attention_mask": mask}
+    kernels = {"chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native"}
+    sizes = {"vocab_size": 40, "embedding_dim": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    recurrent = LayeredModel(xLSTMForCausalLM(xLSTMConfig(**sizes, **kernels, step_kernel="native")).eval())
+    seen, alone = recurrent.trajectory(batch), recurrent.trajectory({"input_ids": ids[1:, 3:]})
+    assert torch.equal(seen.mask, mask.bool())
+    torch.testing.assert_close(seen.hidden[:, 1, 3:], alone.hidden[:, 0])
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    mixing = LayeredModel(FNetForMaskedLM(FNetConfig(**sizes)).eval())  # every place is mixed with every other one
+    with pytest.raises(InputError, match="its states are others with padding behind the texts: give texts of one"):
+        mixing.trajectory(batch)

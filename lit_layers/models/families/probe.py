@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import Layout, first, split_arguments
-from lit_layers.models.families.rows import Network, by_name, by_pixels, one_side, text_config
+from lit_layers.models.families.rows import Network, by_name, by_pixels, one_side, text_config, without_mask
 
 NUM_TOKENS = 12
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
@@ -84,7 +84,8 @@ def probe_of(model: Network, device: torch.device | None = None) -> Probe:
     options = (("use_cache", False),) if has_cache else ()
     if "input_ids" in takes:
         columns = tuple(name for name in COLUMNS if name in takes)
-        return Probe({"input_ids": _texts(model).to(device or _device(model))}, columns, options, by_name)
+        call = by_name if "attention_mask" in columns else without_mask
+        return Probe({"input_ids": _texts(model).to(device or _device(model))}, columns, options, call)
     side = _from_configs(model.config, "image_size")
     if "pixel_values" not in takes or side is None:
         raise InputError(

@@ -163,7 +163,9 @@ class Evidence:
             except NotShown as reason:
                 reasons.append(str(reason))
                 continue
-            if not self._is_change(moved, difference):
+            # A head that begins with zeros scores everything alike, at any layer; with other weights it is shown anew.
+            is_constant = bool((self.logits == self.logits.reshape(-1, self.logits.shape[-1])[0]).all())
+            if not is_constant and not self._is_change(moved, difference):
                 raise NotShown(f"another last state does not change the logits (by {moved:.1e})")
             return difference, together
         raise NotShown(reasons[-1])

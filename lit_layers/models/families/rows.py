@@ -1,7 +1,6 @@
 """A row for each model family: where its blocks are, how it is called, how a state is read out.
 
-The only file that knows architectures. A class without a row is taken apart by `structure`; a row says what cannot be
-found that way. A new one is a row and a tiny model in the replay test.
+A class without a row is taken apart by `structure`; a row says what cannot be found that way.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,6 +143,11 @@ def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
         return model(**inputs, **options, return_dict=True)
 
 
+def without_mask(model: Network, inputs: Inputs, options: Options) -> Any:
+    """Of a model that takes no mask: the batch alone says which tokens are real."""
+    return by_name(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
+
+
 def short_length(config: Any) -> int | None:
     """Of a model with other rotary frequencies for long texts (Phi 3.5): tokens of the longest text that is not long.
     By the longest text of a batch, its whole batch is long or not."""
@@ -248,6 +252,11 @@ class Family:
     @property
     def sees_images(self) -> bool:
         return self.vision is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of a batch: those of the model, and which tokens are real, also where it takes no mask."""
+        return self.inputs if self.sees_images else tuple(dict.fromkeys((*self.inputs, "attention_mask")))
 
     @property
     def proof(self) -> Mapping[str, Any] | None:

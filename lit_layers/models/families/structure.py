@@ -28,6 +28,7 @@ from lit_layers.models.families.discovery import (
     with_parts_beside,
 )
 from lit_layers.models.families.one_read import Companions, EvidenceOfOneRead
+from lit_layers.models.families.own_networks import OwnNetwork, is_known, network_of
 from lit_layers.models.families.probe import (
     CANNOT_CALL,
     COLUMNS,
@@ -40,7 +41,6 @@ from lit_layers.models.families.probe import (
 )
 from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, Pass, apart, in_float32
 from lit_layers.models.families.rows import (
-    FAMILIES,
     TIMM,
     TRANSFORMERS,
     Family,
@@ -53,6 +53,7 @@ from lit_layers.models.families.rows import (
     timm_features,
     trunk_by_name,
     trunk_of,
+    without_mask,
 )
 
 META = torch.device("meta")
@@ -85,15 +86,15 @@ def by_structure(model: Network) -> Family:
     """
     refuse_two_rows(model)
     kind = type(model).__name__
-    if not is_timm(model) and not hasattr(model, "base_model"):
-        names = ", ".join(name for family in FAMILIES for name in family.classes)
+    if not is_known(model):
         raise InputError(
-            f"no layered view of {kind}: it is neither of transformers nor of timm; known families: {names}; others of "
-            "these libraries are found by their structure; add a row to lit_layers/models/families/rows.py"
+            f"{kind} is neither of transformers nor of timm: it can be measured, and not be saved, cut or run in "
+            "another order"
         )
     families = _FOUND.setdefault(type(model), {})
     key = _digest(model)
-    by, shown = (key, _state_of(model)), _SHOWN.get(model)
+    network = network_of(model)
+    by, shown = (key, _state_of(model)), _SHOWN.get(network)
     if key not in families or shown is None or shown[0] != by:
         try:
             families[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
@@ -103,7 +104,7 @@ def by_structure(model: Network) -> Family:
                     f"no layered view of {kind}: {reason}; nor has its class a row in "
                     "lit_layers/models/families/rows.py"
                 ) from reason
-        _SHOWN[model] = shown = by, families[key]
+        _SHOWN[network] = shown = by, families[key]
     return shown[1]
 
 
@@ -236,8 +237,8 @@ def _shown(evidence: Evidence) -> Structured:
     limits = [evidence.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
     positive = [limit for limit in limits if limit and limit > 0]
     shown = {
-        "blocks": family.blocks,
-        **({"beside": ", ".join(family.beside)} if family.beside else {}),
+        "blocks": _path(evidence.model, family.blocks),
+        **({"beside": ", ".join(_path(evidence.model, path) for path in family.beside)} if family.beside else {}),
         **({"state": family.layout.description} if family.layout is not None else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
@@ -257,6 +258,11 @@ def _shown(evidence: Evidence) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
+
+
+def _path(model: Network, path: str) -> str:
+    """As its owner knows it."""
+    return path.removeprefix("network.") if isinstance(model, OwnNetwork) else path
 
 
 def _said_limit(config: Any) -> int | None:
@@ -327,7 +333,9 @@ def _discovered(
         options=probe.options,
         vision=None if probe.of_texts else _vision(model, row, probe, output),
         call=probe.call,
-        features=probe.call if trunk is model and package == "transformers" else features,
+        features=probe.call
+        if (trunk is model and package == "transformers") or probe.call is without_mask
+        else features,
         returned=tuple(num_values(call.output) for call in row),
         dim=row[-1].after.shape[-1] if blocks.layout is None else blocks.layout.dim,
         layout=blocks.layout,

@@ -288,7 +288,7 @@ class SavedVariants(TrainedVariants):
             kind = self.RESULT_TYPE
             return {when: schema.check(result.get(when), kind, f"{file}: {when}", _AGAIN) for when in WHEN}
         writable_folder(folder.parent, "root")
-        network: Any = copy.deepcopy(getattr(model.model, "_orig_mod", model.model)).requires_grad_(True)
+        network: Any = copy.deepcopy(model.model).requires_grad_(True)
         results = dict(zip(WHEN, self.train(network, model, variant), strict=True))
 
         def fill(part: Path) -> None:

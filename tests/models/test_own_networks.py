@@ -1,0 +1,330 @@
+"""Networks of nobody's library: measured as those of transformers are, or refused with what does not hold.
+
+The truth of a GPT-2 written by hand is the same function in the words of transformers, which has a row; that of others
+are their own states, caught by hooks of the test.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lit_layers
+from lit_layers.analyses import AttentionPatterns, Coupling, Induction, Lens, Representation, Trajectory
+from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure
+from lit_layers.models.build import save, untrained, weights_hash
+from lit_layers.models.truncation import truncate
+from lit_layers.models.view import LayeredModel
+from tests.support.every_analysis import VOCABULARY, of_text, prompts, save_inputs
+from tests.support.own_gpt import GPT, like
+from tests.support.rounding import close_records
+from tests.support.tiny_models import tiny
+
+WIDTH, WORDS, PLACES = 32, 40, 16
+IDS = torch.randint(WORDS, (3, 10), generator=torch.Generator().manual_seed(5))
+
+
+def pair(**options) -> tuple[nn.Module, GPT]:
+    """A GPT-2 of transformers without special tokens, which a network by hand cannot say, and the same by hand."""
+    model = tiny("gpt2", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **options)
+    return model, like(model)
+
+
+def _close(mine, theirs) -> None:
+    """As `close_records`, of tags too that are numbers; products are made in another order, and what little a gap or
+    a share of variance has left of its digits is 2.4e-5 off in float32."""
+    names = [[(each.metric, each.layer, {*each.tags}) for each in records] for records in (mine, theirs)]
+    assert names[0] == names[1]
+    for one, other in zip(mine, theirs, strict=True):
+        if other.tags.get("lens") == "shuffled":  # weights change places within each tensor, which are others here
+            continue
+        numbers = {name: tag for name, tag in other.tags.items() if isinstance(tag, float)}
+        assert {name: one.tags[name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
+        assert {**one.tags, **numbers} == other.tags
+        for name in ("value", "stderr", "low", "high"):
+            number, expected = getattr(one, name), getattr(other, name)
+            close = number is expected or number == pytest.approx(expected, rel=2e-4, abs=2e-6, nan_ok=True)
+            assert close, (one, other)
+
+
+def hold_same(analyses) -> None:
+    model, own = pair()
+    for analysis in analyses:
+        theirs, mine = (measure(each, analysis, run="r", step=0, raises=True) for each in (model, own))
+        assert mine.records
+        _close(mine.records, theirs.records)
+
+
+def test_a_gpt2_by_hand_has_the_numbers_of_that_of_transformers():
+    batches = prompts()  # with padding, which a network without a mask never sees
+    hold_same(
+        [
+            Trajectory(batches=batches),
+            Representation(batches=batches),
+            Lens(batches=batches),
+            Coupling(batches=batches, k=(2, 5), num_prompts=3),
+            AttentionPatterns(batches=batches),
+            Induction(num_prompts=3, num_tokens=4, repeats=2),
+        ]
+    )
+
+
+@pytest.mark.soak
+def test_every_analysis_of_text_has_the_same_numbers(tmp_path):
+    hold_same(of_text(save_inputs(tmp_path)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_token_of_a_network_without_a_mask(side):
+    _, own = pair()
+    view, ids = LayeredModel(own), torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0]])
+    seen = view.trajectory({"input_ids": ids, "attention_mask": mask})
+    assert seen.mask.tolist() == mask.bool().tolist()
+    real = slice(2, 4) if side == "left" else slice(0, 2)
+    alone = view.trajectory({"input_ids": ids[1:, real]})
+    torch.testing.assert_close(seen.hidden[:, 1, real], alone.hidden[:, 0])
+    torch.testing.assert_close(seen.logits[1, real], alone.logits[0])
+
+
+def _blocks(count: int = 3, **options) -> list[nn.Module]:
+    return [nn.TransformerEncoderLayer(WIDTH, 2, 48, **{"batch_first": True, **options}) for _ in range(count)]
+
+
+def _causal(length: int) -> torch.Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(length)
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, with a table of positions that is no embedding; `head` says what it returns."""
+
+    def __init__(self, head: str = "words", causal: bool = False) -> None:
+        super().__init__()
+        self.head, self.causal = head, causal
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(1, PLACES, WIDTH))
+        self.encoder = nn.TransformerEncoder(_blocks(1)[0], 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.out = nn.Linear(WIDTH, 5 if head == "classes" else WORDS)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places[:, : tokens.shape[1]]
+        x = self.encoder(x, mask=_causal(tokens.shape[1]) if self.causal else None)
+        if self.head == "classes":
+            return self.out(x.mean(1))
+        if self.head == "tied":
+            return {"loss": None, "logits": x @ self.embed.weight.T}
+        return (self.out(x), None) if self.head == "tuple" else self.out(x)
+
+
+class SequenceFirst(nn.Module):
+    """States (tokens, batch, dim), as old tutorials have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.encoder = nn.TransformerEncoder(_blocks(1, batch_first=False)[0], 3, enable_nested_tensor=False)
+
+    def forward(self, x):
+        x = x.T
+        return self.out(self.encoder(self.embed(x), mask=_causal(len(x)))).transpose(0, 1)
+
+
+class Masked(nn.Module):
+    """A network that is told which tokens are real, and has to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(_blocks())
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=attention_mask == 0)
+        return SimpleNamespace(logits=self.out(x))
+
+
+class Pictures(nn.Module):
+    """A ViT whose head begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size, self.patch_size = 16, 4
+        self.patches, self.first = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks, self.out = nn.Sequential(*_blocks()), nn.Linear(WIDTH, 7)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).mT
+        return self.out(self.blocks(torch.cat([self.first.expand(len(x), -1, -1), x], 1))[:, 0])
+
+
+NETWORKS = {
+    "encoder": (Encoder, False, 3),
+    "decoder": (lambda: Encoder(causal=True), True, 3),
+    "tuple": (lambda: Encoder("tuple", causal=True), True, 3),
+    "tied": (lambda: Encoder("tied", causal=True), True, 3),
+    "classes": (lambda: Encoder("classes"), False, 2),
+    "sequence first": (SequenceFirst, True, 3),
+    "masked": (Masked, False, 3),
+    "pictures": (Pictures, False, 2),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_states_and_scores_are_those_of_the_networks_own_call(name):
+    make, predicts, ndim = NETWORKS[name]
+    torch.manual_seed(0)
+    network = make().eval()
+    view = LayeredModel(network)
+    batch = {"pixel_values": torch.randn(3, 3, 16, 16)} if name == "pictures" else {"input_ids": IDS}
+    seen, states = view.trajectory(batch), []
+    handles = [
+        block.register_forward_hook(lambda module, args, output: states.extend([args[0], output]))
+        for block in view.blocks
+    ]
+    arguments = list(batch.values()) + ([torch.ones_like(IDS)] if name == "masked" else [])
+    with torch.no_grad():
+        output = network(*arguments)
+    for handle in handles:
+        handle.remove()
+    logits = output if isinstance(output, torch.Tensor) else None
+    if logits is None:
+        logits = output[0] if isinstance(output, tuple) else dict(getattr(output, "__dict__", output))["logits"]
+    caught = [states[0], *states[1::2]]
+    for layer, state in enumerate(caught):  # the view's pass may take the kernels of another order
+        expected = state.transpose(0, 1) if name == "sequence first" else state
+        torch.testing.assert_close(seen.hidden[layer], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen.logits, logits, rtol=1e-4, atol=1e-5)
+    assert (view.num_layers, view.origin, logits.ndim) == (3, "structure", ndim)
+    assert view.predicts_next_token is predicts
+    assert (view.num_classes if name == "pictures" else view.vocab_size) == {"pictures": 7, "classes": None}.get(
+        name, WORDS
+    )
+    if view.has_class_token:
+        assert (name, view.num_patches()) == ("pictures", 16)
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out, self.blocks = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+            nn.ModuleList(_blocks(4)),
+        )
+
+    def forward(self, x):
+        kept = x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x if number < 2 else x + kept)
+        return self.out(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.cells = nn.LSTM(WIDTH, WIDTH, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.out(self.cells(self.embed(x))[0])
+
+
+class LastAlone(Encoder):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, -2:]
+
+
+class OneHot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.embed = nn.Linear(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, tokens):
+        return self.out(nn.functional.one_hot(tokens, WORDS).float())
+
+
+class TwoInputs(Encoder):
+    def forward(self, tokens, segments):
+        return super().forward(tokens + segments)
+
+
+REFUSED = {
+    "skips": (Skips, "module 3 of network.blocks takes something else than module 2 gives"),
+    "recurrent": (Recurrent, "no list of its modules runs in its own call"),
+    "last alone": (LastAlone, r"for ids of shape \(2, 6\) it returns \(2, 2, 40\), expected \(2, 6, 'scores'\)"),
+    "one hot": (OneHot, "it looks up the token ids in no table of embeddings"),
+    "floats": (lambda: nn.Sequential(nn.Linear(3, 4)), "it has no table of embeddings of tokens"),
+    "two inputs": (TwoInputs, r"it cannot be called with token ids alone \(TypeError: .*missing 1 required"),
+    "no weights": (lambda: Encoder().to("meta"), "it has no weights here"),
+    "nothing": (nn.Module, "it has no weights here"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_row_of_blocks_is_refused_with_what_does_not_hold(name):
+    make, sentence = REFUSED[name]
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=f"^no layered view of {type(network := make()).__name__}: .*{sentence}"):
+        LayeredModel(network)
+
+
+def test_it_is_neither_saved_nor_cut_nor_built_anew(tmp_path):
+    _, own = pair()
+    for refused in (
+        lambda: save(own, tmp_path / "m"),
+        lambda: truncate(own, 1),
+        lambda: untrained(LayeredModel(own).model),
+    ):
+        with pytest.raises(InputError, match="neither of transformers nor of timm|neither transformers nor timm"):
+            refused()
+
+
+def test_a_network_that_changes_its_vocabulary_is_looked_at_again():
+    torch.manual_seed(0)
+    network = Encoder(causal=True).eval()
+    assert LayeredModel(network).vocab_size == WORDS
+    network.embed, network.out = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+    assert LayeredModel(network).vocab_size == 50
+
+
+def test_half_precision_is_measured_in_float32():
+    _, own = pair()
+    analysis = Trajectory(batches=prompts())
+    rounded = copy.deepcopy(own).bfloat16()
+    half, wide = (measure(each, analysis, run="r", step=0, raises=True) for each in (rounded, rounded.float()))
+    close_records(half.records, wide.records)
+
+
+def test_a_loop_with_a_watched_network_ends_in_the_same_bits(tmp_path):
+    """Dropout draws, gradients are kept, and modules keep their modes."""
+    loader = [{"idx": IDS + step, "targets": IDS + step + 1} for step in range(3)]
+
+    def trained(watched: bool) -> GPT:
+        torch.manual_seed(0)
+        network = GPT(WORDS + 5, PLACES, WIDTH, 2, 2, dropout=0.3)
+        network.blocks[0].eval()  # a mode of its own
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        root = tmp_path / "run"
+        watch = lit_layers.watch(network, [Lens(batches=[IDS])], steps={"every": 1}, root=root) if watched else None
+        for batch in loader:
+            network(**batch)[1].backward()
+            optimizer.step()
+            if watch is not None:
+                watch.step()
+        if watch is not None:
+            watch.close()
+        assert [block.training for block in network.blocks] == [False, True]
+        return network
+
+    assert weights_hash(trained(True)) == weights_hash(trained(False))
+    measured = lit_layers.records.read(tmp_path / "run" / "measurements.jsonl")
+    assert [(m.step, m.error) for m in measured] == [(step, None) for step in range(4)]
+
+
+def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
+    with pytest.raises(InputError, match="cannot save this GPT as a Hugging Face folder"):
+        lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
