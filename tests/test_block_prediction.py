@@ -210,7 +210,12 @@ def test_the_planted_relation_is_found_after_step_zero_and_not_at_it(run):
     assert first.startswith("Skipping a block harms less where coupling, k = 4 is higher (Spearman \N{MINUS SIGN}1")
     assert "has no sure relation to influence" in second
     chart, _ = prediction_charts(table, tables, "planted")
-    assert [series.name for series in chart.series] == ["permuted blocks", "coupling, k = 4", "influence", "norm step"]
+    assert [series.name for series in chart.series] == [
+        "grey band: 95% of permuted blocks",
+        "coupling, k = 4",
+        "influence",
+        "norm step",
+    ]
     assert chart.series[1].y[1:] == pytest.approx([-1] * 5)
 
 

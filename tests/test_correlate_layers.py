@@ -344,8 +344,8 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     command = ["correlate", str(root), "--metrics", "prompt_entropy", "--scores", "mteb", "--out", str(out)]
     assert cli.main([*command, "--resamples", "100"]) == 0
     told = capsys.readouterr().out
-    assert "per_task_mean" in told
-    assert "of_task_means" in told
+    assert "mean over tasks of the coefficient" in told
+    assert "coefficient of the mean curves" in told
     assert "random walks" in told
     assert "leave one model out" in told
     pictures = ("depth", "correlations", "selection", "scatter_m0", "scatter_m1", "scatter_m2")
@@ -359,7 +359,8 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     numbers = json.loads((out / "layers.json").read_text())
     assert numbers["models"][0]["metrics"][0]["tasks"] == [*TASKS]
     page = (out / "layers.html").read_text()
-    for text in ("per_task_mean", "of_task_means", "random walks", "Best per task", "no method has them"):
+    forms = "mean over tasks of the coefficient", "coefficient of the mean curves"
+    for text in (*forms, "random walks", "Best per task", "no method can count on them"):
         assert text in page
     rows = [figure.title for figure in page_figures(out / "layers.html") if "m0, 5 layers" in str(figure.spec)]
     assert rows == [

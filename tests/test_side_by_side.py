@@ -42,6 +42,16 @@ def test_what_lacks_the_tags_of_others_has_a_name_among_the_choices(tmp_path):
     assert all(text for choices in texts.values() if len(choices) > 1 for text in choices)
 
 
+def test_sections_stand_in_the_order_of_the_page_of_one_run(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
+    measured = dict.fromkeys(each.analysis for each in records.read(tmp_path / "1" / "measurements.jsonl"))
+    content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
+    shown = [*_blocks(content, "step")]
+    assert shown == [*dict.fromkeys(last_values(content)["analysis"])] == [name for name in measured if name in shown]
+    assert shown != sorted(shown)
+
+
 def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1):
     """`values` (checkpoints,) are those of coupling; accuracy of layer l is l times as much."""
     for step, number in zip(steps, values, strict=False):

@@ -38,6 +38,7 @@ DEPTH = "depth"
 _DEPTH: Predictor = (DEPTH, "")  # no analysis measures it
 INFLUENCE, NORM_STEP = "influence", "norm step"
 _OF_BLOCKS = {"variant_loss", "kl_to_full", "coupling_pair", "layer_cosine", "step_norm", "state_norm"}
+_CHANCE = "grey band: 95% of permuted blocks"  # in the legend
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 5000
 
 
@@ -337,9 +338,7 @@ def prediction_charts(
             if not number:  # alike for all
                 null: dict[str, Any] = {"low": rounded(line["null_low"]), "high": rounded(line["null_high"])}
                 series.append(
-                    Series(
-                        x=steps, y=rounded([0.0] * len(steps)), name="permuted blocks", color=MUTED, legend=True, **null
-                    )
+                    Series(x=steps, y=rounded([0.0] * len(steps)), name=_CHANCE, color=MUTED, legend=True, **null)
                 )
             look: dict[str, Any] = {
                 "color": COLORS[number % len(COLORS)],

@@ -275,7 +275,7 @@ def _cell(cell: Any) -> str:
     if isinstance(cell, str) or pd.isna(cell):
         return cell if isinstance(cell, str) else ""
     number = float(cell)
-    return f"{number:.15g}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}".replace("-", MINUS, 1)
+    return (count(number) if number.is_integer() else f"{number:.4g}").replace("-", MINUS, 1)
 
 
 def plots_of(table: ModelTable, findings: Findings) -> list[Plot]:

@@ -84,14 +84,14 @@ def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
         coefficients=correlation_table(tables, findings),
         correlations=[_coefficients(correlation_charts(tables, findings))],
         choices=choice_table(tables, findings),
-        selection=[block_of(chart.y.title, [("", chart)], kind="scrolled") for chart in chosen],
+        selection=[block_of(chart.y.title, [("", chart)], kind="named") for chart in chosen],
     )
 
 
 def _coefficients(panels: Sequence[Chart]) -> Block:
     """The panels of `interval_rows`, of which the reader chooses one; each has the texts of its rows."""
     charts = [(panel.y.title, replace(panel, x=panels[0].x)) for panel in panels]
-    return block_of("Coefficients with their intervals", charts, kind="scrolled")
+    return block_of("Coefficients with their intervals", charts, kind="named")
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:
@@ -160,7 +160,7 @@ def choice_charts(tables: LayerTables, findings: LayerFindings) -> list[Chart]:
             others = zip(CHOICES[2:], (result.middle, result.best, result.oracle), strict=True)
             marks += [Mark(row, 0, kind, estimate.value - last) for kind, estimate in others]
             text = ": ".join(filter(None, [tables.titles.get(choice.metric or ""), rule_text(choice, tables.titles)]))
-            texts.append(f"{text}, {value(result.score.value)}, last {value(last)}, {result.num_tasks} tasks")
+            texts.append(f"{text}, {result.num_tasks} tasks")
     return interval_rows(texts, marks, [f"{tables.score_title} above that of the last layer"], kinds=CHOICES)
 
 
@@ -202,7 +202,9 @@ def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
                 by_name = {c.coefficient: c for c in one.correlations if c.form == form}
                 cells = [_estimate(by_name[name].estimate) for name in COEFFICIENTS if by_name]
                 num_tasks = {c.num_tasks for c in by_name.values()}
-                rows += [Cells([(tables.titles[one.metric], form), *cells, (f"{n}", "")]) for n in num_tasks]
+                rows += [
+                    Cells([(tables.titles[one.metric], FORM_TITLES[form]), *cells, (f"{n}", "")]) for n in num_tasks
+                ]
             if one.note:
                 rows.append(Cells([(tables.titles[one.metric], one.note), *[("", "")] * 4]))
         groups.append(Group(heading(model), note, rows))

@@ -1,6 +1,6 @@
 """Comparisons of runs: bands over seeds, a colour a run or group of seeds, and the difference of two."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -337,8 +337,9 @@ def write_pictures(content: SideBySide, folder: Path, *, axis: AxisName = "step"
 def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
     groups = list(content.groups)
     by_analysis: dict[str, list[Block]] = {}
+    order = _order(content)
     metrics = grouped(content.lines.items(), lambda item: item[0][:2])
-    for (analysis, metric), items in sorted(metrics.items(), key=lambda item: (item[0][0], rank(item[0][1]))):
+    for (analysis, metric), items in sorted(metrics.items(), key=lambda item: order(*item[0])):
         choices, variants = [], grouped(items, lambda item: item[0][3])
         names = sorted({name for _, lines in items for line in lines.values() for name in line.curve.tags})
         for of_tags in variants.values():
@@ -360,6 +361,12 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
         row = look_up(metric)
         by_analysis.setdefault(analysis, []).append(block(row.with_unit, row.note, choices))
     return by_analysis
+
+
+def _order(content: SideBySide) -> Callable[[str, str], tuple[int, int]]:
+    """Where a metric of an analysis stands: as on the page of one run, analyses as they were measured."""
+    analyses = [*dict.fromkeys(key[0] for key in content.lines)]
+    return lambda analysis, metric: (analyses.index(analysis), rank(metric))
 
 
 def _notes(content: SideBySide) -> list[str]:
@@ -413,5 +420,6 @@ def last_values(content: SideBySide) -> pd.DataFrame:
             at = int(np.searchsorted(line.at, step))
             row |= {name: line.values[at], f"{name} low": line.low[at], f"{name} high": line.high[at]}
         rows.append(row)
-    rows.sort(key=lambda row: (row["analysis"], rank(row["metric"])))
+    order = _order(content)
+    rows.sort(key=lambda row: order(row["analysis"], row["metric"]))
     return pd.DataFrame(rows)

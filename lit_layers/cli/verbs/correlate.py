@@ -183,7 +183,7 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
     title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
     show_table(_rows(coefficient_table(table, findings)), title)
     if (covariates := covariate_table(findings)) is not None:
-        show_table(_rows(covariates), "\nWhat explains it besides")
+        show_table(_rows(covariates), "\nOther explanations")
     print()
     if text := influence_text(findings):
         print(text)
