@@ -20,6 +20,7 @@ from lit_layers.clock.state_similarity import (
     COLUMNS,
     MOST_STEPS,
     PROCRUSTES,
+    PROMPT_SUBSPACE,
     SUBSPACE,
     KeptStates,
     kept_states,
@@ -96,7 +97,7 @@ def truth(metric: str, x: np.ndarray, y: np.ndarray) -> float:
     if metric == PROCRUSTES:
         shared = np.linalg.svd(x.T @ y, compute_uv=False).sum()
         return 2 - 2 * shared / np.linalg.norm(x) / np.linalg.norm(y)
-    bases = [np.linalg.svd(side)[2][:8].T for side in (x, y)]
+    bases = [np.linalg.svd(side if metric == SUBSPACE else side.T)[2][:8].T for side in (x, y)]
     return float((np.cos(subspace_angles(*bases)) ** 2).mean())
 
 
@@ -106,8 +107,10 @@ def test_steps_and_seeds_are_as_alike_as_their_own_hidden_states(tmp_path):
     last = len(states["seed0", 0])  # which transformers gives behind the norm alone
     within = table["run"] == table["other_run"]
     assert len(table[within]) == 2 * 6 * (last + 1) * 3
-    assert len(table[~within]) == 4 * (last + 1) * 2
-    assert set(table.loc[~within, "metric"]) == {CKA, PROCRUSTES}
+    assert len(table[~within]) == 4 * (last + 1) * 3
+    assert set(table.loc[~within, "metric"]) == {CKA, PROCRUSTES, PROMPT_SUBSPACE}
+    over_prompts = table[table["metric"] == PROMPT_SUBSPACE]
+    assert set(over_prompts["chance"]) == {8 / (PROMPTS - 1)}
     for row in table[table["layer"] < last].to_dict("records"):
         sides = states[row["run"], row["step"]], states[row["other_run"], row["other_step"]]
         expected = truth(row["metric"], *(side[row["layer"]] for side in sides))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.clock.state_similarity import CKA, PROCRUSTES, SUBSPACE, settling_steps
+from lit_layers.clock.state_similarity import CKA, PROCRUSTES, PROMPT_SUBSPACE, SUBSPACE, settling_steps
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Cells, Chart
 from lit_layers.figures.labels import count, value
@@ -16,8 +16,9 @@ TITLES = {
     CKA: "CKA of pooled states",
     PROCRUSTES: "Procrustes distance of pooled states",
     SUBSPACE: "Overlap of leading subspaces of pooled states",
+    PROMPT_SUBSPACE: "Overlap of leading subspaces over prompts",
 }
-_BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0}  # of states with themselves
+_BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0, PROMPT_SUBSPACE: 1.0}  # of states with themselves
 _LAYERS = 9  # that a reader chooses from: the tables have all
 _TICKS = 9
 

@@ -22,16 +22,17 @@ from lit_layers.records import is_suspect
 Array = NDArray[np.float32]
 logger = logging.getLogger(__name__)
 CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
+PROMPT_SUBSPACE = "prompt_subspace_overlap"
 COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric")
 COLUMNS += ("value", "low", "high", "over", "chance", "num_prompts")
-RANGES = {CKA: (-np.inf, 1.0), PROCRUSTES: (0.0, 2.0), SUBSPACE: (0.0, 1.0)}
+RANGES = {CKA: (-np.inf, 1.0), PROCRUSTES: (0.0, 2.0), SUBSPACE: (0.0, 1.0), PROMPT_SUBSPACE: (0.0, 1.0)}
 MOST_STEPS = 24  # that are compared, evenly spread over the checkpoints
 NUM_DIRECTIONS = 8  # of a subspace
 FEWEST_PROMPTS = 4  # that have a similarity
 NUM_DRAWS = 20  # of prompts, for the interval over them
 # The share of prompts in a draw. What depends on them smoothly is best drawn from most of them; where a direction takes
 # another's place in a subspace, it does not, and only halves are as far apart as other prompts would be.
-DRAWN = {CKA: 0.75, PROCRUSTES: 0.75, SUBSPACE: 0.5}
+DRAWN = {CKA: 0.75, PROCRUSTES: 0.75, SUBSPACE: 0.5, PROMPT_SUBSPACE: 0.5}
 FEWEST_SEEDS = 3  # that have an interval over them
 _SAME = 1e-3  # of the dimension of the states that a file holds to that of its measurement, relative
 
@@ -121,8 +122,9 @@ def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUS
 def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
     """Returns the table of every two runs at equal steps of those kept, at each layer, as `similarity_of_steps`.
 
-    Of runs that were measured with the same settings on the same prompts, and are as wide; without `subspace_overlap`,
-    as the features of two seeds have no order in common.
+    Of runs that were measured with the same settings on the same prompts, and are as wide. As the features of two seeds
+    have no order in common, `subspace_overlap` is replaced by `prompt_subspace_overlap`: of the 8 leading directions of
+    the prompts' own space, chance being that of independent ones.
     """
     rows = []
     for alike in grouped(several, lambda kept: (kept.analysis, kept.settings, _shape(kept))).values():
@@ -130,7 +132,7 @@ def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
         for step in common if len(alike) > 1 else ():
             for layer in sorted(set.intersection(*(set(kept.layers) for kept in alike))):
                 states = np.stack([kept.layers[layer][kept.steps.index(step)] for kept in alike])
-                for a, b, *numbers in _compared(states, (CKA, PROCRUSTES)):
+                for a, b, *numbers in _compared(states, (CKA, PROCRUSTES, PROMPT_SUBSPACE)):
                     rows.append((alike[a].run, alike[b].run, alike[a].analysis, layer, step, step, *numbers))
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
@@ -191,6 +193,7 @@ def _compared(
         CKA: lambda rows: similarity.linear_cka_matrix(rows, debiased=True, undefined="nan"),
         PROCRUSTES: lambda rows: similarity.procrustes_distance_matrix(rows, undefined="nan"),
         SUBSPACE: lambda rows: similarity.subspace_overlap_matrix(rows, k=k, undefined="nan"),
+        PROMPT_SUBSPACE: lambda rows: similarity.subspace_overlap_matrix(rows, k=k, of="rows", undefined="nan"),
     }
     shuffled = rows[:, torch.randperm(number, generator=torch.Generator().manual_seed(0))]
     for metric in metrics:
@@ -201,8 +204,8 @@ def _compared(
             ]
             stderr = torch.stack([matrices[metric](rows[:, draw]) for draw in draws]).std(0)
             stderr *= (drawn / (number - drawn)) ** 0.5
-        if metric == SUBSPACE:  # which does not know the order of the rows
-            chance = k / rows.shape[-1]
+        if metric in (SUBSPACE, PROMPT_SUBSPACE):  # the former does not know the order of the rows
+            chance = k / (rows.shape[-1] if metric == SUBSPACE else number - 1)
         else:
             by_chance = [matrices[metric](torch.stack(pair))[0, 1] for pair in zip(rows, shuffled, strict=True)]
             chance = torch.stack(by_chance).nanmedian().item()

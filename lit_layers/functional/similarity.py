@@ -272,7 +272,12 @@ def procrustes_distance_matrix(
 
 
 def subspace_overlap(
-    x: Float[Tensor, "*n rows dim"], y: Float[Tensor, "*n rows dim"], *, k: int, undefined: Undefined = "raise"
+    x: Float[Tensor, "*n rows dim1"],
+    y: Float[Tensor, "*n rows dim2"],
+    *,
+    k: int,
+    of: Literal["features", "rows"] = "features",
+    undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
     """How far the `k` leading principal directions of two representations span the same subspace of their features.
 
@@ -281,34 +286,42 @@ def subspace_overlap(
     common to both, by scaling and translation of either; not by a rotation of one, so it is for steps of one run: the
     features of different seeds have no order in common.
 
-    Source: Krzanowski 1979.
+    `of="rows"`: of what the rows score along these directions, which is a subspace of their own space, whatever the
+    features are: unchanged by a rotation of one side, k / (rows - 1) in expectation for independent ones.
+
+    Source: Krzanowski 1979; of rows Raghu et al., arXiv 1706.05806, whose SVCCA compares the same subspaces by the mean
+    of the cosines instead of their squares.
 
     Raises:
         ValueError: shapes that differ, `k` that is none; a side with fewer directions, constant or with values that are
             not finite (NaN there with `undefined="nan"`).
     """
-    if x.shape[-1:] != y.shape[-1:]:
+    if of == "features" and x.shape[-1:] != y.shape[-1:]:
         raise ValueError(f"expected x and y of one width, got {x.shape[-1]} and {y.shape[-1]}")
     x, y, problems = _pairs(x, y)
     bases = []
     for name, side in (("x", x), ("y", y)):
-        basis, fewer = _principal(side, k)
+        basis, fewer = _principal(side, k, of)
         problems[f"{name} has fewer than {k} directions"] = fewer
         bases.append(basis)
     return settled("subspace_overlap", _overlap(*bases), problems, undefined)
 
 
 def subspace_overlap_matrix(
-    states: Float[Tensor, "places rows dim"], *, k: int, undefined: Undefined = "raise"
+    states: Float[Tensor, "places rows dim"],
+    *,
+    k: int,
+    of: Literal["features", "rows"] = "features",
+    undefined: Undefined = "raise",
 ) -> Float[Tensor, "places places"]:
-    """`subspace_overlap` of every two representations of the same features; symmetric, 1 on the diagonal.
+    """`subspace_overlap` of every two representations of the same features, or rows; symmetric, 1 on the diagonal.
 
     Raises:
         ValueError: `k` that is none; one with fewer directions, or with a value that is not finite; with
             `undefined="nan"` its row and column are NaN.
     """
     states, problems = _several("subspace_overlap_matrix", states)
-    bases, fewer = _principal(states, k)
+    bases, fewer = _principal(states, k, of)
     problems[f"one has fewer than {k} directions"] = fewer | fewer[:, None]
     return settled("subspace_overlap_matrix", _overlap(bases[:, None], bases), problems, undefined)
 
@@ -324,15 +337,17 @@ def _apart(x: Tensor, y: Tensor) -> Tensor:
     return (2 - 2 * torch.linalg.svdvals(x.mT @ y).sum(-1)).clamp(min=0.0)
 
 
-def _principal(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k leading directions (*n, k, dim) of centred rows, and which have fewer.
+def _principal(rows: Tensor, k: int, of: str) -> tuple[Tensor, Tensor]:
+    """The k leading directions of centred rows, (*n, k, dim) or of rows (*n, k, rows), and which have fewer.
 
     Raises:
         ValueError: `k` that is none of 1 to the smaller of rows - 1 and dim.
     """
     if not 1 <= k <= min(rows.shape[-2] - 1, rows.shape[-1]):
         raise ValueError(f"expected k from 1 to the smaller of rows - 1 and dim, got {k} of {tuple(rows.shape[-2:])}")
-    _, values, directions = torch.linalg.svd(rows, full_matrices=False)
+    check_option("of", of, "features", "rows")
+    scores, values, directions = torch.linalg.svd(rows, full_matrices=False)
+    directions = directions if of == "features" else scores.mT
     floor = max(rows.shape[-2:]) * _EPS * values[..., 0]
     return directions[..., :k, :], values[..., k - 1] <= floor
 

@@ -42,6 +42,21 @@ def test_the_overlap_is_the_mean_squared_cosine_of_the_principal_angles():
     assert np.mean(drawn) == pytest.approx(3 / 9, abs=0.03)  # chance
 
 
+def test_the_overlap_of_rows_knows_no_order_of_features():
+    x, y = normal(30, 9) * torch.arange(9, 0, -1), normal(30, 5, seed=1) * torch.arange(5, 0, -1)
+    y = y + x[:, 4:]
+    bases = [np.linalg.svd((side.numpy() - side.numpy().mean(0)).T)[2][:3].T for side in (x, y)]
+    expected = (np.cos(subspace_angles(*bases)) ** 2).mean()
+    assert subspace_overlap(x, y, k=3, of="rows").item() == pytest.approx(expected, rel=1e-9)
+    assert subspace_overlap(2 * x @ rotation(9) + 1, y, k=3, of="rows").item() == pytest.approx(expected, rel=1e-9)
+    drawn = [
+        subspace_overlap(normal(30, 9, seed=n), normal(30, 9, seed=n + 500), k=3, of="rows").item() for n in range(100)
+    ]
+    assert np.mean(drawn) == pytest.approx(3 / 29, abs=0.02)  # chance
+    with pytest.raises(ValueError, match="expected of to be"):
+        subspace_overlap(x, x, k=3, of="prompts")  # pyright: ignore[reportArgumentType]
+
+
 def test_what_is_constant_too_narrow_or_not_finite_is_undefined():
     x = normal(20, 5)
     for distance in (procrustes_distance, lambda a, b, **o: subspace_overlap(a, b, k=2, **o)):
