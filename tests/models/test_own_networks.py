@@ -14,6 +14,8 @@ from torch import nn
 import lit_layers
 from lit_layers.analyses import AttentionPatterns, Coupling, Induction, Lens, Representation, Trajectory
 from lit_layers.errors import InputError
+from lit_layers.functional import block_jacobian
+from lit_layers.functional.jacobian.block_attention import read_heads
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.truncation import truncate
@@ -328,3 +330,47 @@ def test_a_loop_with_a_watched_network_ends_in_the_same_bits(tmp_path):
 def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
     with pytest.raises(InputError, match="cannot save this GPT as a Hugging Face folder"):
         lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder", "tied", "classes", "masked", "pictures"])
+@pytest.mark.parametrize("route", ["cut", "one_token"])
+def test_jacobians_of_torchs_own_attention_are_those_of_reverse_mode(name, route):
+    torch.manual_seed(0)
+    view = LayeredModel(NETWORKS[name][0]().double().eval())
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "pictures" else {"input_ids": IDS}
+    seen = view.trajectory(batch)
+    for places in ([4], [0, 9]):
+        found, expected = (
+            block_jacobian(seen.block(2), seen.hidden[1], route=way, out_tokens=places, in_tokens=[0, 4])
+            for way in (route, "plain")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_of_torchs_own_attention_are_those_it_returns_itself(causal):
+    torch.manual_seed(0)
+    network = Encoder(causal=causal).eval()
+    view = LayeredModel(network)
+    seen = view.trajectory({"input_ids": IDS})
+    layer, states = network.encoder.layers[1], seen.hidden[1]
+    mask = _causal(IDS.shape[1]) if causal else None
+    _, expected = layer.self_attn(states, states, states, attn_mask=mask, average_attn_weights=False)
+    heads = read_heads(seen.block(2), states)
+    for prompt in range(len(IDS)):
+        torch.testing.assert_close(heads.attention.map_of(prompt), expected[prompt].detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_heads_of_torchs_own_attention_write_what_the_block_adds():
+    """With one visible token a head writes its value through its part of the output projection."""
+    torch.manual_seed(0)
+    network = Encoder(causal=True).eval()
+    seen = LayeredModel(network).trajectory({"input_ids": IDS})
+    attention, states = network.encoder.layers[1].self_attn, seen.hidden[1]
+    heads = read_heads(seen.block(2), states)
+    value = (states @ attention.in_proj_weight[2 * WIDTH :].T + attention.in_proj_bias[2 * WIDTH :]).unflatten(
+        -1, (2, -1)
+    )
+    parts = attention.out_proj.weight.unflatten(1, (2, -1))
+    written = torch.einsum("btha,oha->bhto", value, parts).detach()
+    torch.testing.assert_close(heads.written(), written, rtol=1e-4, atol=1e-5)

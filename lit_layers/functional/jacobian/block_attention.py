@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,17 @@ from lit_layers.functional.jacobian.block_call import Call, Unsupported
 FUSED = F.scaled_dot_product_attention
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
+# What torch's own attention module calls, and the same without its look for modes, by which it hides from them what it
+# calls in turn. A release of torch that looks in another way keeps its attention hidden.
+MODULE = F.multi_head_attention_forward
+_IS_OPEN = "has_torch_function" in MODULE.__code__.co_names
+
+
+def _hides(tensors: Any) -> bool:
+    return False
+
+
+_opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _hides}, argdefs=MODULE.__defaults__)
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,9 @@ class _Recorder(TorchFunctionMode):
         if func is FUSED:
             self.attention = _fused_attention(**_named(args, kwargs))
             raise Done
+        if func is MODULE and _IS_OPEN:
+            with self:
+                return _opened(*args, **kwargs)
         if func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
@@ -274,6 +289,9 @@ class Replay(TorchFunctionMode):
         if func is FUSED:
             call = _named(args, kwargs)
             return self._attend(call["query"], call["key"], call["value"])
+        if func is MODULE and _IS_OPEN:
+            with self:  # the answer knows of the masks
+                return _opened(*args, **kwargs | {"attn_mask": None, "key_padding_mask": None, "is_causal": False})
         if self.attention.matmuls and func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
             self.products += 1
             if self.products == self.attention.matmuls[0]:
@@ -408,6 +426,9 @@ class _Projection(TorchFunctionMode):
                 self._take(args[1], args[2].mT)
             elif func in MATMULS and args[1].ndim == 2:
                 self._take(args[0], args[1].mT)
+        if func is MODULE and _IS_OPEN:
+            with self:
+                return _opened(*args, **kwargs)
         output = func(*args, **kwargs)
         if func is FUSED:
             self.attended = output
@@ -420,9 +441,8 @@ class _Projection(TorchFunctionMode):
     def _take(self, given: Tensor, weight: Tensor) -> None:
         assert self.attended is not None
         side_by_side = self.attended.transpose(1, 2).flatten(2)  # (batch, tokens, heads x head_dim)
-        if given.shape[-1] != side_by_side.shape[-1] or not torch.equal(
-            given.reshape(side_by_side.shape), side_by_side
-        ):
+        rows = side_by_side.flatten(0, 1), side_by_side.transpose(0, 1).flatten(0, 1)  # torch's module: tokens first
+        if not any(torch.equal(given.reshape(-1, given.shape[-1]), each) for each in rows):
             raise Unsupported("its heads do not go into its output projection side by side")
         self.weight = weight
         raise Done

@@ -77,7 +77,7 @@ class _Replay(Replay):
             return output
         if any(self._moves(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
-        if len(input_) != len(self.expansion.out) or input_.numel() != len(input_) * weight.shape[1]:
+        if input_.numel() != len(self.expansion.out) * weight.shape[1]:
             raise Unsupported("a linear map does not take its tokens one by one")
         leaf = output.detach().requires_grad_()
         # the products of many tokens want rows that lie together
