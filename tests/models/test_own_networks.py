@@ -172,6 +172,7 @@ NETWORKS = {
     "sequence first": (SequenceFirst, True, 3),
     "masked": (Masked, False, 3),
     "pictures": (Pictures, False, 2),
+    "pictures by patch_embed": (lambda: Embedded(), False, 2),
 }
 
 
@@ -181,7 +182,7 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
     torch.manual_seed(0)
     network = make().eval()
     view = LayeredModel(network)
-    batch = {"pixel_values": torch.randn(3, 3, 16, 16)} if name == "pictures" else {"input_ids": IDS}
+    batch = {"pixel_values": torch.randn(3, 3, 16, 16)} if name.startswith("pictures") else {"input_ids": IDS}
     seen, states = view.trajectory(batch), []
     handles = [
         block.register_forward_hook(lambda module, args, output: states.extend([args[0], output]))
@@ -202,11 +203,20 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
     torch.testing.assert_close(seen.logits, logits, rtol=1e-4, atol=1e-5)
     assert (view.num_layers, view.origin, logits.ndim) == (3, "structure", ndim)
     assert view.predicts_next_token is predicts
-    assert (view.num_classes if name == "pictures" else view.vocab_size) == {"pictures": 7, "classes": None}.get(
-        name, WORDS
-    )
-    if view.has_class_token:
-        assert (name, view.num_patches()) == ("pictures", 16)
+    if name.startswith("pictures"):
+        assert (view.num_classes, view.num_patches(), view.has_class_token) == (7, 16, True)
+    else:
+        assert view.vocab_size == (None if name == "classes" else WORDS)
+
+
+class Embedded(Pictures):
+    """Its sizes are said by the module that makes patches, as in DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = self.patches
+        self.patch_embed.img_size, self.patch_embed.patch_size = self.image_size, self.patch_size
+        del self.image_size, self.patch_size
 
 
 class Skips(nn.Module):

@@ -194,8 +194,8 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
 
 
 def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
-    """What the network or its config says of itself under one of these names."""
-    for owner in (network, getattr(network, "config", None)):
+    """What the network, its config or its patch embedding says of itself under one of these names."""
+    for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
         for name in names:
             if isinstance(value := values.get(name), int | tuple | list):
