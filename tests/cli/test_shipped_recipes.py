@@ -26,15 +26,18 @@ def test_every_recipe_of_the_repository_has_its_name():
     assert str(shipped_recipes()["quickstart/gpt2"]) == QUICKSTART
 
 
-@pytest.mark.parametrize("name", ["quickstart/gpt2", "recipes/quickstart/gpt2.yaml", "quickstart/gpt2.yaml"])
-def test_a_name_is_found_from_any_folder(name, tmp_path, monkeypatch):
+def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = name.replace("quickstart/gpt2", "analyses/text")
-    for verb, short, words, file in ((fit, name, [], QUICKSTART), (analyze, text, ["model"], TEXT)):
+    names = ("quickstart/gpt2", "recipes/quickstart/gpt2.yaml", "quickstart/gpt2.yaml")
+    for verb, words, file in ((fit, [], QUICKSTART), (analyze, ["model"], TEXT)):
         whole = Recipe(verb, [*words, "--config", file]).options
-        for named in (["--config", short], [f"--config={short}"], ["-c", short]):
+        for name in names if verb is fit else [each.replace("quickstart/gpt2", "analyses/text") for each in names]:
+            assert Recipe(verb, [*words, "--config", name]).options == whole
+        for named in ([f"--config={name}"], ["-c", name]):
             assert Recipe(verb, [*words, *named]).options == whole
-    assert Recipe(fit, [name, "--root", "x"]).options == Recipe(fit, ["-c", QUICKSTART, "--root", "x"]).options
+    whole = Recipe(fit, ["-c", QUICKSTART, "--root", "x"]).options
+    for name in names:
+        assert Recipe(fit, [name, "--root", "x"]).options == whole
 
 
 def test_a_file_that_is_here_comes_before_a_recipe_of_the_package(tmp_path, monkeypatch):

@@ -51,22 +51,27 @@ def planted(downloaded: Path, payload: str) -> Path:
 
 
 @pytest.mark.slow
-def test_commands_in_a_downloaded_folder_import_nothing_of_it(planted, canary, tmp_path):
-    """Neither the installed script nor the module, nor a Python that they start; an empty part of PYTHONPATH, as in
+@pytest.mark.parametrize("start", ["script", pytest.param("module", marks=pytest.mark.soak)])
+def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, canary, tmp_path):
+    """Neither the installed script nor the module; an empty part of PYTHONPATH, as in
     `export PYTHONPATH=$PYTHONPATH:~/code` where it was not set, is the working directory to Python, and not to us.
     """
     make_run(planted / "run", steps=(0, 8), layers=3, analyses=("trajectory",))
-    script = Path(sys.executable).with_name("lit-layers")
+    script, module = [str(Path(sys.executable).with_name("lit-layers"))], [sys.executable, "-m", "lit_layers.cli.main"]
     # without what was kept of an earlier page, its script is made anew, by a Python of its own
     environment = {**os.environ, "PYTHONPATH": f":{Path(__file__).parents[2]}", "XDG_CACHE_HOME": str(tmp_path)}
-    for start in ([str(script)], [sys.executable, "-m", "lit_layers.cli.main"]):
-        done = subprocess.run([*start, "report", "run"], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert not canary.exists(), start
+    line = [*(script if start == "script" else module), "report", "run"]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert not canary.exists()
     assert (planted / "run" / "report.html").is_file()
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # that Python is no command of ours
+
+
+@pytest.mark.soak  # three Pythons begin from nothing
+def test_a_python_that_a_command_starts_imports_nothing_of_the_folder(planted, canary):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that Python is no command of ours
     subprocess.run([sys.executable, "-P", "-c", CHILD], env=environment, capture_output=True, check=True)
-    assert not canary.exists(), "a Python that a command starts"
+    assert not canary.exists()
 
 
 def test_foreign_tables_are_read_and_figures_drawn_by_a_python_that_heeds_no_variable(planted, canary, monkeypatch):

@@ -81,7 +81,7 @@ class Checkpointing(L.Callback):
     [
         pytest.param(1, False, [], marks=pytest.mark.soak),
         (4, False, []),
-        (1, True, []),
+        pytest.param(1, True, [], marks=pytest.mark.soak),  # two graphs are captured
         pytest.param(1, False, [Checkpointing()], marks=pytest.mark.soak),
     ],
 )
