@@ -80,7 +80,7 @@ def test_prompts_that_have_a_value_nowhere_do_not_take_those_of_the_rest():
     rows = {step: np.full(10, np.nan, dtype=np.float32) for step in (0, 1, 2)}
     for step, of_prompts in rows.items():
         of_prompts[:4] = step + np.arange(4)
-    at, values = np.arange(3), np.arange(3) + 1.5
+    at, values = np.arange(3.0), np.arange(3) + 1.5
     prompts = prompts_of_curve(at, values, rows)
     assert prompts is not None
     assert np.isfinite(prompts).all(1).tolist() == [True] * 4 + [False] * 6

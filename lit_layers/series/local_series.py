@@ -122,6 +122,7 @@ def training_of(root: Path) -> dict[str, Any]:
 State = Mapping[str, "Tensor"]
 # What torch.compile, DDP and FSDP put into the names of the tensors of what they wrap.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those of what it wraps
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ def empty(folder: Path) -> "nn.Module":
 
 
 def unwrapped(state: State) -> dict[str, "Tensor"]:
-    """The tensors by their names without what wrappers put there."""
-    return {_plain(name): tensor for name, tensor in state.items()}
+    """The tensors of networks by their names without what wrappers put there."""
+    return {_plain(name): tensor for name, tensor in state.items() if name.rpartition(".")[2] != _COUNTED}
 
 
 def _plain(name: str) -> str:

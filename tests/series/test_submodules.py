@@ -76,6 +76,26 @@ def test_an_average_beside_the_network_has_to_be_told_from_it_by_name(tmp_path, 
     assert "no tensor of a GPT2LMHeadModel below the submodule 'nett'; such tensors are below: 'net', 'ema'" in said
 
 
+def test_an_average_that_torch_keeps_is_read_by_the_name_that_the_project_gave_it(tmp_path):
+    """Whose state counts the averaged steps in a tensor of its own."""
+    model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
+    average = torch.optim.swa_utils.AveragedModel(model)
+    files, hashes = tmp_path / "files", []
+    files.mkdir()
+    for step in STEPS:
+        state = moved(model, 0.01)
+        average.update_parameters(model)
+        hashes.append(weights_hash(average.module))
+        content = {f"net.{name}": tensor for name, tensor in state.items()}
+        content |= {f"average.{name}": tensor.clone() for name, tensor in average.state_dict().items()}
+        torch.save({"state_dict": content, "global_step": step}, files / f"{step}.ckpt")
+    with pytest.raises(InputError, match="the submodules 'net' and 'average' each hold a GPT2LMHeadModel"):
+        list(LightningCheckpoints(files))
+    series = LightningCheckpoints(files, model="average")
+    assert [weights_hash(checkpoint.load()) for checkpoint in series] == hashes
+    assert hashes[-1] != weights_hash(model)
+
+
 def test_an_average_that_begins_as_a_copy_has_to_be_named_too(tmp_path):
     """As an exponential mean of the weights does."""
     model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
