@@ -11,7 +11,7 @@ from lit_layers.clock.step_curves import StepCurve, loss_curves
 from lit_layers.clock.times_and_order import Clock, emerged_in_order
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import count, p_text
+from lit_layers.figures.labels import MINUS, count, p_text
 from lit_layers.figures.labels import value as number_text
 from lit_layers.figures.maps import named_matrix
 from lit_layers.figures.theme import rounded
@@ -218,7 +218,7 @@ def _interval(row: Mapping[str, Any], prefix: str = "") -> str:
     """From the side of the one that leads."""
     ends = row[f"{prefix}lag_low"], row[f"{prefix}lag_high"]
     low, high = ends if row["lag"] >= 0 else (-ends[1], -ends[0])
-    return "" if np.isnan(low) else f" ({low + 0:g} to {high + 0:g})"
+    return "" if np.isnan(low) else f" ({low + 0:g} to {high + 0:g})".replace("-", MINUS)
 
 
 def lead_lag_rows(table: pd.DataFrame, run: str) -> list[tuple[str, ...]]:
@@ -232,7 +232,7 @@ def lead_lag_rows(table: pd.DataFrame, run: str) -> list[tuple[str, ...]]:
         cells += [number_text(row["correlation"])]
         cells += [p_text(row["p_value"], LEAST), p_text(row["q_value"], LEAST)]
         there = np.isfinite(given)
-        cells += [f"{given + 0:g}{_interval(row, GIVEN)}" if there else ""]
+        cells += [f"{given + 0:g}".replace("-", MINUS) + _interval(row, GIVEN) if there else ""]
         cells += [number_text(row[f"{GIVEN}correlation"]) if there else ""]
         lines.append((*cells, *(p_text(row[f"{GIVEN}{name}"], LEAST) for name in ("p_value", "q_value"))))
     return lines
