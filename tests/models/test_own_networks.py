@@ -219,6 +219,115 @@ class Embedded(Pictures):
         del self.image_size, self.patch_size
 
 
+class Returning(Encoder):
+    """Next to its scores it returns what else scripts return, before them or behind."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__(causal=True)
+        self.returned, self.segments = returned, nn.Embedding(3, WIDTH)
+
+    def forward(self, tokens, targets=None):
+        x = self.embed(tokens) + self.places[:, : tokens.shape[1]] + self.segments(torch.zeros_like(tokens))
+        x = self.encoder(x, mask=_causal(tokens.shape[1]))
+        scores = self.out(x)
+        losses = nn.functional.cross_entropy(scores.mT, tokens, reduction="none")
+        if targets is not None:
+            targets[:] = -100
+        tokens[:, 0] = 0  # what it was given is not ours any more
+        last = scores[:, -1] if targets is None else scores
+        return {
+            "states first": (x, scores),
+            "losses first": (losses, scores),
+            "named": {"states": x, "words": scores},
+            "last of two axes": (last, None),
+            "states and last": (x, last),
+        }[self.returned]
+
+
+@pytest.mark.parametrize("returned", ["states first", "losses first", "named", "last of two axes", "states and last"])
+def test_scores_are_found_beside_other_things_and_what_it_is_given_stays(returned):
+    torch.manual_seed(0)
+    network, kept = Returning(returned).eval(), IDS.clone()
+    view = LayeredModel(network)
+    logits = view.trajectory({"input_ids": IDS}).logits
+    with torch.no_grad():
+        output = network(IDS.clone(), IDS.clone())
+    expected = output["words"] if isinstance(output, dict) else output[1 if returned != "last of two axes" else 0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert (view.vocab_size, view.predicts_next_token) == (WORDS, True)
+    assert torch.equal(IDS, kept)
+
+
+class CausalUnlessMasked(Encoder):
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        for block in self.encoder.layers:
+            if attention_mask is None:
+                x = block(x, src_mask=_causal(input_ids.shape[1]))
+            else:
+                x = block(x, src_key_padding_mask=attention_mask == 0)
+        return self.out(x)
+
+
+def test_a_mask_that_it_can_do_without_is_given_with_padding_alone():
+    torch.manual_seed(0)
+    view = LayeredModel(network := CausalUnlessMasked().eval())
+    with torch.no_grad():
+        torch.testing.assert_close(view.trajectory({"input_ids": IDS}).logits, network(IDS))
+    assert view.predicts_next_token
+    mask = torch.ones_like(IDS)
+    mask[0, -2:] = 0
+    with pytest.raises(InputError, match="its states or scores are others with padding behind the texts"):
+        view.trajectory({"input_ids": IDS, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("pooled", [lambda x: x.mean(1), lambda x: x[:, -1]], ids=["mean", "last"])
+def test_padding_is_refused_where_the_head_would_count_it(pooled):
+    torch.manual_seed(0)
+    view = LayeredModel(network := OfNumbers(pooled, causal=True).eval())
+    mask = torch.ones_like(IDS)
+    mask[0, -2:] = 0
+    with pytest.raises(InputError, match="give texts of one length"):
+        view.trajectory({"input_ids": IDS, "attention_mask": mask})
+    with torch.no_grad():
+        torch.testing.assert_close(view.trajectory({"input_ids": IDS}).logits, network(IDS))
+    assert view.vocab_size is None  # as many classes as words, of a whole text
+
+
+def test_a_norm_and_dropout_in_one_sequential_with_blocks_are_none():
+    torch.manual_seed(0)
+    network = Encoder(causal=False)
+    network.encoder = nn.Sequential(nn.Dropout(0.1), *_blocks(), nn.LayerNorm(WIDTH))
+    network.encoder.forward = lambda x, mask: nn.Sequential.forward(network.encoder, x)
+    view, states = LayeredModel(network.eval()), []
+    handles = [block.register_forward_hook(lambda *call: states.append(call[2])) for block in network.encoder[1:4]]
+    with torch.no_grad():
+        logits = network(IDS)
+    for handle in handles:
+        handle.remove()
+    seen = view.trajectory({"input_ids": IDS})
+    assert view.num_layers == 3
+    torch.testing.assert_close(seen.hidden[1:], torch.stack(states))
+    torch.testing.assert_close(seen.logits, logits)
+
+
+def test_a_text_that_is_too_long_is_refused_in_a_sentence_where_nothing_said_so():
+    torch.manual_seed(0)
+    view = LayeredModel(Encoder().eval())
+    with pytest.raises(InputError, match=r"Encoder cannot be called with input_ids of shape \(3, 20\) \(RuntimeError"):
+        view.trajectory({"input_ids": IDS.repeat(1, 2)})
+
+
+def test_a_class_derived_from_one_with_a_row_has_that_row():
+    from timm.models.vision_transformer import VisionTransformer
+
+    class Mine(VisionTransformer):
+        pass
+
+    network = Mine(img_size=16, patch_size=4, embed_dim=WIDTH, depth=2, num_heads=2, num_classes=5)
+    assert (LayeredModel(network).origin, LayeredModel(network).model) == ("row", network)
+
+
 class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -259,6 +368,59 @@ class OneHot(nn.Module):
         return self.out(nn.functional.one_hot(tokens, WORDS).float())
 
 
+class OfNumbers(Encoder):
+    """What it returns, `made` of its own scores."""
+
+    def __init__(self, made, **options) -> None:
+        super().__init__(**options)
+        self.made = made
+
+    def forward(self, tokens):
+        return self.made(super().forward(tokens))
+
+
+class TokensFirst(nn.Module):
+    """Takes (tokens, batch), as torch's tutorial does: what it is given as texts are its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places, self.out = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Embedding(PLACES, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
+        self.encoder = nn.TransformerEncoder(_blocks(1, batch_first=False)[0], 3, enable_nested_tensor=False)
+
+    def forward(self, x):
+        places = self.places(torch.arange(len(x)))[:, None]
+        return self.out(self.encoder(self.embed(x) + places, mask=_causal(len(x))))
+
+
+class Drawing(Encoder):
+    def forward(self, tokens):
+        x = nn.functional.dropout(self.embed(tokens), 0.2)  # also in evaluation: it is not told the mode
+        return self.out(self.encoder(x, mask=_causal(tokens.shape[1])))
+
+
+class GivenTheFirst(nn.Module):
+    """Each block is given layer 0, too."""
+
+    class Block(nn.TransformerEncoderLayer):
+        def forward(self, x, first):
+            return super().forward(0.8 * x + 0.5 * first)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(self.Block(WIDTH, 2, 48, batch_first=True) for _ in range(3))
+
+    def forward(self, tokens):
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.out(x)
+
+
 class TwoInputs(Encoder):
     def forward(self, tokens, segments):
         return super().forward(tokens + segments)
@@ -267,7 +429,13 @@ class TwoInputs(Encoder):
 REFUSED = {
     "skips": (Skips, "module 3 of network.blocks takes something else than module 2 gives"),
     "recurrent": (Recurrent, "no list of its modules runs in its own call"),
-    "last alone": (LastAlone, r"for ids of shape \(2, 6\) it returns \(2, 2, 40\), expected \(2, 6, 'scores'\)"),
+    "last alone": (LastAlone, r"for ids of shape \(2, 6\) it returns \(2, 2, 40\), expected \(2, 6, scores\) or"),
+    "number each": (lambda: OfNumbers(lambda x: x.mean(-1)), "what it returns is one number for each token"),
+    "several heads": (lambda: OfNumbers(lambda x: x[:, :, None]), r"it returns \(2, 6, 1, 40\), expected"),
+    "two scores": (lambda: OfNumbers(lambda x: (x, -x)), r"which of what it returns are its scores \(\(2, 6, 40\), "),
+    "tokens first": (TokensFirst, "passed alone, one of its batch has another state behind block 0"),
+    "drawing": (Drawing, "states depend on what else is in a batch, or on chance"),
+    "given the first": (GivenTheFirst, "block 1 is called with layer 0 besides its state"),
     "one hot": (OneHot, "it looks up the token ids in no table of embeddings"),
     "floats": (lambda: nn.Sequential(nn.Linear(3, 4)), "it has no table of embeddings of tokens"),
     "two inputs": (TwoInputs, r"it cannot be called with token ids alone \(TypeError: .*missing 1 required"),

@@ -351,7 +351,7 @@ def test_states_that_padding_changes_are_measured_without_padding_only():
     view = LayeredModel(Padded(ToyConfig()).eval())
     view.trajectory({"input_ids": texts()["input_ids"] % 40})
     with pytest.raises(
-        InputError, match="its states are others with padding behind the texts: give texts of one length"
+        InputError, match="its states or scores are others with padding behind the texts: give texts of one length"
     ):
         view.trajectory({**texts(padding="left"), "input_ids": texts()["input_ids"] % 40})
 
@@ -547,5 +547,7 @@ def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
     torch.testing.assert_close(seen.hidden[:, 1, 3:], alone.hidden[:, 0])
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     mixing = LayeredModel(FNetForMaskedLM(FNetConfig(**sizes)).eval())  # every place is mixed with every other one
-    with pytest.raises(InputError, match="its states are others with padding behind the texts: give texts of one"):
+    with pytest.raises(
+        InputError, match="its states or scores are others with padding behind the texts: give texts of one"
+    ):
         mixing.trajectory(batch)

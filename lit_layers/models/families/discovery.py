@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.models.block_calls import Layout, first, replaced
+from lit_layers.models.families.own_networks import OwnNetwork
 from lit_layers.models.families.probe import Probe, Watched, is_timm, watch
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
@@ -95,6 +96,8 @@ def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn
     reasons: dict[str, str] = {}
     depth = None if is_timm(model) else _depth(model, probe)
     for path, members in lists.items():
+        if isinstance(model, OwnNetwork):
+            members = _without_ends(members)
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
@@ -110,6 +113,16 @@ def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn
     path, beside = _chosen(model, chains, depth, calls, probe)
     order = tuple(lists[path].index(call.module) for call in chains[path])
     return Row(path, chains[path], order, _layout(model, path, chains[path], probe), beside)
+
+
+def _without_ends(members: list[nn.Module]) -> list[nn.Module]:
+    """Without the dropout before blocks and the norm behind them, which scripts put into one Sequential with them."""
+    numbers = [number for number, module in enumerate(members) if not _is_no_block(module)]
+    return members[numbers[0] : numbers[-1] + 1] if numbers else []
+
+
+def _is_no_block(module: nn.Module) -> bool:
+    return not [*module.children()] and all(parameter.ndim < 2 for parameter in module.parameters())
 
 
 def _depth(model: Network, probe: Probe) -> int | None:

@@ -4,10 +4,11 @@ All that its code is asked for is one call with token ids, or with images of the
 layered view has to know is seen in that call, and its blocks are then proven as those of any other model (`structure`).
 """
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.families.probe import CANNOT_CALL, is_timm
-from lit_layers.models.families.rows import Network, one_side
+from lit_layers.models.families.probe import CANNOT_CALL, PositionTables, is_timm
+from lit_layers.models.families.rows import Network, one_side, row_of
 
 NUM_TOKENS = 6
 # What scripts call the length of their longest text, and the next tokens that they are given for the loss.
-_LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "context_length", "context_size", "seq_len", "n_ctx")
+_LENGTHS = (
+    *("block_size", "max_seq_length", "max_seq_len", "context_length", "context_size", "seq_len", "n_ctx"),
+    *("max_position_embeddings", "n_positions", "max_len"),
+)
 _TARGETS = ("targets", "target", "labels")
 _SIDES = ("image_size", "img_size")
 
@@ -34,7 +38,10 @@ class _Facts:
     column: str | None  # the name of the argument that takes token ids or images; None: the first one
     config: Any
     takes_mask: bool = False
+    needs_mask: bool = False  # also of texts without padding: it cannot be called without one
     targets: str | None = None  # the argument without which the last token alone is scored (nanoGPT)
+    place: Any = None  # of the scores in what a call returns: a name or a number; None: it returns them alone
+    scores_words: bool = False  # each token has a score of each word
 
     @property
     def of_images(self) -> bool:
@@ -62,13 +69,24 @@ class OwnNetwork(nn.Module):
 
     def forward(self, input_ids: Tensor, return_dict: bool = True) -> Tensor:
         """(batch, tokens, scores), or (batch, classes)."""
-        return _called(self.network, self._facts, input_ids)
+        return self._scores(input_ids)
+
+    def _scores(self, given: Tensor, mask: Tensor | None = None) -> Tensor:
+        try:
+            return _values(_called(self.network, self._facts, given, mask))[self._facts.place]
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except CANNOT_CALL as error:
+            raise InputError(
+                f"{type(self).__name__} cannot be called with {self.main_input_name} of shape {tuple(given.shape)} "
+                f"({_words(error)})"
+            ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The module with a row for each token that is scored; None where no vocabulary is."""
-        size = getattr(self.config, "num_scores", 0)
-        if size != getattr(self.config, "vocab_size", None):
+        if not self._facts.scores_words:
             return None
+        size = self.config.num_scores
         rows = [module for module in self.network.modules() if isinstance(module, nn.Linear | nn.Embedding)]
         return next((module for module in reversed(rows) if len(module.weight) == size), None)
 
@@ -87,8 +105,7 @@ class OwnMaskedNetwork(OwnNetwork):
     """The same of a network that takes a mask, too."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Tensor:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return _called(self.network, self._facts, input_ids, mask)
+        return self._scores(input_ids, attention_mask)
 
 
 class OwnImageNetwork(OwnNetwork):
@@ -98,12 +115,13 @@ class OwnImageNetwork(OwnNetwork):
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> Tensor:
         """(batch, classes), or what else it returns."""
-        return _called(self.network, self._facts, pixel_values)
+        return self._scores(pixel_values)
 
 
 def is_known(model: nn.Module) -> bool:
     """Whether transformers or timm made a model, so that its config or class says how to call it."""
-    return is_timm(model) or hasattr(model, "base_model") or isinstance(model, OwnNetwork)
+    of_transformers = hasattr(model, "base_model") and hasattr(getattr(model, "config", None), "to_json_string")
+    return is_timm(model) or of_transformers or isinstance(model, OwnNetwork) or row_of(model) is not None
 
 
 # Of each network what was seen of it, by the shapes of its weights; of each class of networks those made for it.
@@ -146,16 +164,23 @@ def _seen(network: nn.Module) -> _Facts:
         evaluating(network),
     ):
         side = _said(network, _SIDES)
-        return _of_texts(network, like.device) if side is None else _of_images(network, one_side(side))
+        return _of_texts(network, like.device) if side is None else _of_images(network, side, like)
 
 
-def _of_images(network: nn.Module, side: int) -> _Facts:
+def _of_images(network: nn.Module, size: Any, like: Tensor) -> _Facts:
     from transformers import PretrainedConfig
 
-    takes = inspect.signature(network.forward).parameters
+    takes, patches = inspect.signature(network.forward).parameters, _said(network, ("patch_size",))
+    for sides, what in ((size, "images"), (patches, "patches")):
+        if isinstance(sides, tuple | list) and len({*sides}) != 1:
+            raise _refusal(network, f"its {what} are not squares: {tuple(sides)}")
+    side = one_side(size)
     channels = next((part.in_channels for part in network.modules() if isinstance(part, nn.Conv2d)), 3)
-    sizes = {"image_size": side, "patch_size": _said(network, ("patch_size",)), "num_channels": channels}
-    return _Facts("pixel_values" if "pixel_values" in takes else None, PretrainedConfig(**sizes))
+    facts = _Facts("pixel_values" if "pixel_values" in takes else None, PretrainedConfig())
+    noise = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0)).to(like)
+    values = _tried(network, noise, facts, f"images of shape {tuple(noise.shape[1:])}")
+    sizes = {"image_size": side, "patch_size": patches, "num_channels": channels}
+    return replace(facts, config=PretrainedConfig(**sizes), place=_place(network, values, [*values]))
 
 
 def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
@@ -163,28 +188,66 @@ def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
 
     takes = inspect.signature(network.forward).parameters
     tables = [module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)]
-    if not tables:
+    if not [size for size in tables if size > 1]:
         raise _refusal(network, "it has no table of embeddings of tokens (nn.Embedding), and says no image_size")
-    ids = _few_tokens(min(tables)).to(device)
-    facts = _Facts("input_ids" if "input_ids" in takes else None, PretrainedConfig(), "attention_mask" in takes)
-    with _Lookups(ids) as lookups:
-        scores = _scores(network, ids, facts)
+    limit = _said(network, _LENGTHS)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    ids = _few_tokens(min(size for size in tables if size > 1), min(NUM_TOKENS, limit or NUM_TOKENS)).to(device)
+    mask = takes.get("attention_mask")
+    needs_mask = mask is not None and mask.default is inspect.Parameter.empty
+    facts = _Facts("input_ids" if "input_ids" in takes else None, PretrainedConfig(), mask is not None, needs_mask)
+    with _Lookups(ids) as lookups, PositionTables(ids.shape[1]) as places:
+        values = _tried(network, ids, facts, "token ids")
     if lookups.size is None:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
-    targets = next((name for name in _TARGETS if name in takes), None)
-    if scores.ndim == 3 and scores.shape[:2] != ids.shape and targets is not None:
-        facts = replace(facts, targets=targets)
-        scores = _scores(network, ids, facts)
-    if scores.shape[:2] != ids.shape and (scores.ndim != 2 or len(scores) != len(ids)):
-        shape, expected = tuple(scores.shape), (*ids.shape, "scores")
-        raise _refusal(network, f"for ids of shape {tuple(ids.shape)} it returns {shape}, expected {expected}")
-    limit = _said(network, _LENGTHS)
+    rank, fitting = _fitting(values, ids, lookups.size)
+    if (targets := next((name for name in _TARGETS if name in takes), None)) is not None and rank:
+        with contextlib.suppress(*CANNOT_CALL):  # classes of texts are other targets
+            again = _values(_called(network, replace(facts, targets=targets), ids))
+            if (better := _fitting(again, ids, lookups.size))[0] < rank:
+                facts, values, (rank, fitting) = replace(facts, targets=targets), again, better
+    if not fitting:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values.values()) or "no scores"
+        expected = f"({len(ids)}, {ids.shape[1]}, scores) or ({len(ids)}, classes)"
+        raise _refusal(network, f"for ids of shape {tuple(ids.shape)} it returns {shapes}, expected {expected}")
+    place = _place(network, values, fitting)
+    if rank == _CLASSES and ids.shape[1] > 1:
+        fewer = _tried(network, ids[:, 1:], facts, "token ids")
+        if place not in fewer or fewer[place].shape != values[place].shape:
+            raise _refusal(network, "what it returns is one number for each token, and no scores of words or classes")
     sizes = {
         "vocab_size": lookups.size,
-        "num_scores": scores.shape[-1],
-        "max_position_embeddings": limit if isinstance(limit, int) else None,
+        "num_scores": values[place].shape[-1],
+        "max_position_embeddings": min((each for each in (limit, places.limit) if each), default=None),
     }
-    return replace(facts, config=PretrainedConfig(**sizes))
+    return replace(facts, config=PretrainedConfig(**sizes), place=place, scores_words=rank == _WORDS)
+
+
+_WORDS, _TOKENS, _CLASSES, _NOTHING = range(4)
+
+
+def _fitting(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
+    """What of a call's values can be scores, the best kind first: of words for each token, of something else for each
+    token, of classes for each text; and their places. Where words are scored, nothing else is meant."""
+    kinds = [
+        [place for place, value in values.items() if value.shape == (*ids.shape, num_words)],
+        [place for place, value in values.items() if value.ndim == 3 and value.shape[:2] == ids.shape],
+        [place for place, value in values.items() if value.ndim == 2 and len(value) == len(ids)],
+    ]
+    if "logits" in values:
+        kinds = [[place for place in places if place == "logits"] for places in kinds]
+    rank = next((number for number, places in enumerate(kinds) if places), _NOTHING)
+    return rank, kinds[_WORDS] if rank == _WORDS else kinds[_TOKENS] + kinds[_CLASSES]
+
+
+def _place(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
+    """Where the scores are."""
+    if "logits" in fitting or len(fitting) == 1:
+        return "logits" if "logits" in fitting else fitting[0]
+    shapes = ", ".join(str(tuple(values[place].shape)) for place in fitting) or "nothing"
+    raise _refusal(
+        network, f"nothing says which of what it returns are its scores ({shapes}): name them logits, as in a dict"
+    )
 
 
 def _refusal(network: nn.Module, reason: str) -> InputError:
@@ -203,9 +266,10 @@ def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
     return None
 
 
-def _few_tokens(num_rows: int) -> Tensor:
-    """(2, tokens), of ids that any table of so many rows has, and which do not count up."""
-    ids = 3 * torch.arange(1, NUM_TOKENS + 1) % num_rows
+def _few_tokens(num_rows: int, num_tokens: int) -> Tensor:
+    """(2, tokens), of ids that any table of so many rows has, which neither count up nor are all alike, as numbers of
+    segments are."""
+    ids = torch.arange(1, num_tokens + 1) ** 2 % num_rows
     return torch.stack([ids, ids.flip(0)])
 
 
@@ -222,36 +286,40 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _scores(network: nn.Module, ids: Tensor, facts: _Facts) -> Tensor:
+def _tried(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> dict[Any, Tensor]:
     try:
-        return _called(network, facts, ids, torch.ones_like(ids) if facts.takes_mask else None)
+        return _values(_called(network, facts, given))
     except torch.OutOfMemoryError:
         raise
     except CANNOT_CALL as error:
-        words = " ".join(str(error).split())[:200]
-        raise _refusal(
-            network, f"it cannot be called with token ids alone ({type(error).__name__}: {words})"
-        ) from error
+        raise _refusal(network, f"it cannot be called with {what} alone ({_words(error)})") from error
 
 
-def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The scores that a call returns: a tensor, the `logits` in what it returns, or of several tensors the first."""
-    given = given.contiguous()  # scripts take views of what they are given
-    named = {} if facts.targets is None else {facts.targets: given}
-    named |= {} if mask is None else {"attention_mask": mask}
-    output = network(given, **named) if facts.column is None else network(**{facts.column: given}, **named)
-    for value in _values(output):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-            return value
-    raise TypeError(f"it returns a {type(output).__name__} without scores of tokens or classes")
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _values(output: Any) -> list[Any]:
+def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
+    given = given.clone(memory_format=torch.contiguous_format)  # scripts take views of it, and some write to it
+    named = {} if facts.targets is None else {facts.targets: given.clone()}
+    if mask is not None or facts.needs_mask:
+        named["attention_mask"] = torch.ones_like(given) if mask is None else mask.clone()
+    return network(given, **named) if facts.column is None else network(**{facts.column: given}, **named)
+
+
+def _values(output: Any) -> dict[Any, Tensor]:
+    """The tensors of numbers for each text or more in what a call returns, by name or number."""
     if isinstance(output, Tensor):
-        return [output]
-    named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    first = [named["logits"]] if "logits" in named else []
-    return [
-        *first,
-        *(output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()),
-    ]
+        values: dict[Any, Any] = {None: output}
+    elif isinstance(output, Mapping):
+        values = dict(output)
+    elif hasattr(output, "_asdict"):
+        values = output._asdict()
+    elif isinstance(output, tuple | list):
+        values = dict(enumerate(output))
+    elif is_dataclass(output):
+        values = {field.name: getattr(output, field.name) for field in fields(output)}
+    else:
+        values = dict(getattr(output, "__dict__", {}))
+    floats = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {name: value for name, value in floats.items() if value.ndim > 1}

@@ -196,6 +196,22 @@ class Evidence:
             return False
         return apart(state, self.states[number]) <= 4 * torch.finfo(state.dtype).eps
 
+    def alone(self) -> None:
+        """A text, or an image, has the states that it has beside others, and has them again."""
+        calls = self._passed(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
+        for number, state in enumerate([calls[0].state, *(call.after for call in calls)]):
+            self._same(
+                apart(state, self.states[number][-1:]),
+                f"passed alone, one of its batch has another state behind block {number}: "
+                "states depend on what else is in a batch, or on chance",
+            )
+
+    def begins_once(self) -> None:
+        """No block is called with layer 0 besides its state."""
+        for number, call in enumerate(self.calls, start=1):
+            if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):
+                raise NotShown(f"block {number} is called with layer 0 besides its state")
+
     def is_causal(self) -> bool:
         """Whether the last token of a text changes nothing before it."""
         return self.probe.of_texts and all(
@@ -208,21 +224,30 @@ class Evidence:
             return False
         ids = self.probe.needed[:1]
         length = max(1, ids.shape[1] - 4)
-        padded = {
-            "input_ids": ids,
-            "attention_mask": (torch.arange(ids.shape[1], device=ids.device) < length)[None].long(),
-        }
         try:
             alone, behind = (
                 [call.after[:, :length] for call in self._passed(self.family.features, inputs)]
-                for inputs in (
-                    {"input_ids": ids[:, :length]},
-                    {n: v for n, v in padded.items() if n in self.probe.columns},
-                )
+                for inputs in ({"input_ids": ids[:, :length]}, self._padded(length))
             )
         except CANNOT_CALL:
             return False
         return all(apart(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
+
+    def scores_take_padding(self) -> bool:
+        """Whether a text has the same scores alone and with padding behind it: a head may average or pick tokens."""
+        length = max(1, self.probe.needed.shape[1] - 4)
+        alone, behind = (
+            self.family.logits(self.model, inputs)
+            for inputs in ({"input_ids": self.probe.needed[:1, :length]}, self._padded(length))
+        )
+        behind = behind[:, :length] if behind.ndim == 3 else behind
+        return alone.shape == behind.shape and apart(behind, alone) <= self.tolerance
+
+    def _padded(self, length: int) -> dict[str, Tensor]:
+        """The first text, of which so many tokens are real."""
+        ids = self.probe.needed[:1]
+        mask = (torch.arange(ids.shape[1], device=ids.device) < length)[None].long()
+        return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
     def trunk_alone(self) -> bool:
         """Whether the model without its head passes the same states."""

@@ -210,11 +210,10 @@ def taken_apart(
                 family = _shown(Evidence(model, family, probe, first))
         except torch.OutOfMemoryError:
             raise
-        except InputError:
-            raise
         except CANNOT_CALL as error:
-            words = " ".join(str(error).split())[:200]
-            raise NotShown(f"its blocks cannot be called again ({type(error).__name__}: {words})") from error
+            if isinstance(error, InputError) and not isinstance(model, OwnNetwork):
+                raise
+            raise NotShown(f"its blocks cannot be called again ({_words(error)})") from error
     return family
 
 
@@ -225,6 +224,9 @@ def _tensors(model: Network) -> list[Tensor]:
 def _shown(evidence: Evidence) -> Structured:
     """The family with all that its proof has shown."""
     family, probe = evidence.family, evidence.probe
+    if is_own := isinstance(evidence.model, OwnNetwork):
+        evidence.alone()
+        evidence.begins_once()
     replayed = evidence.replayed()
     chained = evidence.chained() if replayed else 0.0  # blocks that give exactly what they gave are a chain
     evidence.arguments_alone()
@@ -233,6 +235,8 @@ def _shown(evidence: Evidence) -> Structured:
     if family.features is not family.call and not evidence.trunk_alone():
         family = evidence.family = replace(family, features=family.call)
     padding = evidence.takes_padding()
+    if is_own and padding:
+        padding = evidence.scores_take_padding()
     causal = evidence.is_causal()
     limits = [evidence.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
     positive = [limit for limit in limits if limit and limit > 0]
@@ -258,6 +262,11 @@ def _shown(evidence: Evidence) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
+
+
+def _words(error: BaseException) -> str:
+    words = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    return " ".join(words.split())[:240]
 
 
 def _path(model: Network, path: str) -> str:
@@ -309,11 +318,8 @@ def _discovered(
         except torch.OutOfMemoryError:
             raise
         except CANNOT_CALL as error:
-            words = " ".join(str(error).split())[:200]
             two_rows = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else ""
-            raise NotShown(
-                f"{two_rows}it cannot be called with {probe.columns[0]} alone ({type(error).__name__}: {words})"
-            ) from error
+            raise NotShown(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({_words(error)})") from error
     blocks = row_of_blocks(model, calls, lists, probe)
     row = blocks.calls
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
@@ -370,7 +376,12 @@ def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vi
     prefix = state.shape[1] - (pixels.shape[-1] // side) ** 2
     if prefix < 0:
         raise NotShown(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
+    is_own = isinstance(model, OwnNetwork)
+    if is_own and not (torch.equal(*state[:, :prefix]) and bool((state[0] != state[1])[prefix:].any(-1).all())):
+        raise NotShown(f"its blocks take {state.shape[1]} tokens, and not the patches behind {prefix} others")
     logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
+    logits = None if is_own and logits is not None and logits.ndim != 2 else logits
+    num_classes = 0 if logits is None else logits.shape[-1]
     has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])
     if is_timm(model):
         return replace(TIMM, prefix=lambda model: prefix, class_token=lambda model: has_class_token)
@@ -383,7 +394,8 @@ def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vi
         channels=lambda model: pixels.shape[1],
         class_token=lambda model: has_class_token,
         prefix=lambda model: prefix,
-        classes=lambda model: 0 if logits is None else logits.shape[-1],
+        classes=lambda model: num_classes,
+        **({"has_head": lambda model: num_classes > 0} if is_own else {}),
     )
 
 
