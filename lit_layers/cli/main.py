@@ -147,6 +147,10 @@ def run_verb(command: str, rest: list[str]) -> int:
         then = ": run the same command again to go on" if command in GO_ON else ""
         print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust, no Exception of Python's
+            raise
+        return _refuse(f"a library stopped, as over a damaged tokenizer.json: {error}", command)
     return code
 
 

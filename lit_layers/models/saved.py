@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ def _load_transformers(name: str, settings: dict[str, Any], revision: str | None
         if report.get(problem):
             keys = sorted(report[problem])[:3]
             raise InputError(f"the weights of {name} do not fill {kind.__name__}: {problem} {keys}")
-    if kind.main_input_name == "pixel_values":
+    if model.main_input_name == "pixel_values":
         file = cached_file(name, pixels.PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             pixels.keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
@@ -113,7 +114,7 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
     """The class of transformers that the config.json of a model names.
 
     Raises:
-        InputError: none is named, or this version has none of that name.
+        InputError: none is named, or this version has none of that name; or a field that it reads is of another kind.
     """
     import transformers
 
@@ -121,10 +122,41 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
         raise InputError(
             f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)"
         )
+    for field, (expected, fits) in _FIELDS.items():
+        if (value := settings.get(field)) is not None and not fits(value):
+            raise InputError(f"the config.json of {name}: expected {field} {expected}, got {str(value)[:200]}")
     architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
     if (kind := class_named(architecture)) is None:
         raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
     return kind
+
+
+def _is_type(value: Any) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(value, str) and value in CONFIG_MAPPING
+
+
+def _is_dtype(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else [value]
+    names = [part.removeprefix("torch.") if isinstance(part, str) else "" for part in parts]
+    return all(name == "auto" or isinstance(getattr(torch, name, None), torch.dtype) for name in names)
+
+
+# By field of a config.json what it is to be: transformers would take another value for none, or stumble over it.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model_type": ("that this transformers knows", _is_type),
+    "architectures": (
+        "a list of names of classes",
+        lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
+    ),
+    "quantization_config": ("keys and values", lambda value: isinstance(value, dict)),
+    "id2label": (
+        "numbers of classes with their names",
+        lambda value: isinstance(value, dict) and all(str(key).isdecimal() for key in value),
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), ("a dtype of torch such as float32", _is_dtype)),
+}
 
 
 def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:

@@ -204,7 +204,7 @@ class ShardFiles:
         try:
             with safe_open(path, framework="pt") as file:
                 yield file
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise InputError(f"{path} is damaged or cut short ({error}): download or save it again") from error
 
 

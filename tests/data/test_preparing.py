@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,16 @@ def test_other_settings_for_a_folder_are_refused_by_name(made, jsonl, tmp_path, 
         InputError, match=r"unfinished preparation with tokenizer.spec 'bpe:300', and 'bpe:299' was asked"
     ):
         prepare(str(jsonl), "bpe:299", tmp_path / "out")
+
+
+def test_an_interrupted_preparation_goes_on_with_a_copy_of_its_tokenizer(made, jsonl, tmp_path, monkeypatch):
+    copies = [shutil.copytree(made.tokenizer_path, tmp_path / place / "model") for place in ("a", "b")]
+    with monkeypatch.context() as cut:
+        crash_on_call(cut, ShardWriter, "append", 1)
+        with pytest.raises(Crash):
+            prepare(str(jsonl), str(copies[0]), tmp_path / "out", validation=0.2)
+    again = prepare(str(jsonl), str(copies[1]), tmp_path / "out", validation=0.2)
+    assert again.tokens("train").tolist() == made.tokens("train").tolist()
 
 
 def test_a_corpus_that_changed_since_the_interruption_is_refused(texts, tmp_path, monkeypatch):
