@@ -267,7 +267,7 @@ class _Measuring:
                     self._remember(checkpoint, read_weights(checkpoint))
             finally:
                 self.measurer.release()
-                if not self.options.keep_downloads:
+                if checkpoint.source.is_copied or not self.options.keep_downloads:
                     checkpoint.source.drop()
         tell(total, total, "")
 

@@ -291,7 +291,7 @@ class CheckpointWorker:
         except InputError as error:
             return Outcome(failure=error)
         finally:
-            if not self.options.keep_downloads:
+            if checkpoint.source.is_copied or not self.options.keep_downloads:
                 checkpoint.source.drop()
 
 

@@ -1,7 +1,6 @@
 """A layer that was chosen, written down: numbers, a picture, the model cut there with its page; and models compared."""
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
+from lit_layers.files.scratch import Scratch
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
@@ -166,9 +166,12 @@ class Selection:
         if self.files.local:
             yield Path(self.files.model)
             return
-        with tempfile.TemporaryDirectory(prefix="lit_layers-") as folder:
-            save(self.view.model, folder)
-            yield Path(folder)
+        scratch = Scratch()
+        try:
+            save(self.view.model, scratch.folder)
+            yield scratch.folder
+        finally:
+            scratch.remove()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -42,6 +42,8 @@ _dropping = threading.Lock()
 class Source(ABC):
     """The files of one checkpoint."""
 
+    is_copied = False  # `fetch` makes a copy of what lies on this machine, which nobody needs once it is measured
+
     @property
     @abstractmethod
     def files(self) -> Mapping[str, ListedFile]:

@@ -5,7 +5,6 @@ import hashlib
 import os
 import pickle
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.hub import ListedFile, would_run_code
+from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize, understood
@@ -328,10 +328,15 @@ class LightningCheckpoints(_LocalSeries):
 class LightningSource(Source):
     """The network in one `.ckpt` file; `fetch` writes it as a model folder that `drop` removes."""
 
+    is_copied = True
+
     def __init__(self, path: Path, expected: NetworkTensors, prefix: str, memory: Memory) -> None:
         self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
         self._memory = memory
-        self._folder: Path | None = None
+        self._scratch: Scratch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_scratch": None}  # another process makes a copy of its own
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
@@ -369,20 +374,20 @@ class LightningSource(Source):
     def fetch(self) -> Path:
         from lit_layers.models.build import save  # torch, which names and steps do not need
 
-        if self._folder is None:
+        if self._scratch is None:
             network = empty(self.config)
             network.load_state_dict(self._state(), assign=True)
-            folder = Path(tempfile.mkdtemp(prefix="lit-layers-"))
+            scratch = Scratch()
             for path in companions(self.config):
-                shutil.copyfile(self.config / path, folder / path)
-            save(network, folder)
-            self._folder = folder
-        return self._folder
+                shutil.copyfile(self.config / path, scratch.folder / path)
+            save(network, scratch.folder)
+            self._scratch = scratch
+        return self._scratch.folder
 
     def drop(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
-            self._folder = None
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
 
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": os.fspath(self.path), SUBMODULE: self._prefix.removesuffix(".")}

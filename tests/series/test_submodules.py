@@ -1,5 +1,6 @@
 """Which submodule of a Lightning checkpoint is the network, and that only its tensors count."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,10 @@ def test_tensors_that_match_nothing_are_refused_and_never_hashed(tmp_path, capsy
     assert "submodule: " in capsys.readouterr().err
 
 
-def test_two_networks_of_one_project_are_never_one_curve(tmp_path, capsys):
+def test_two_networks_of_one_project_are_never_one_curve(tmp_path, capsys, monkeypatch):
+    """And of the copies that they are loaded from nothing is left."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
     files, _ = project(tmp_path, model, "student.{}", "teacher.{}", other=0.5)
     (files / "config.json").write_bytes((tmp_path / "step-000000000" / "config.json").read_bytes())
@@ -160,6 +164,7 @@ def test_two_networks_of_one_project_are_never_one_curve(tmp_path, capsys):
     assert "2: " in (refused := said())
     assert "name one with model= (--submodule)" in refused
     assert "0: " in said("--submodule", "student")
+    assert not [*(tmp_path / "copies").glob("lit[_-]layers*")]
     lines = (tmp_path / "numbers" / "measurements.jsonl").read_bytes()
     refused = said("--submodule", "teacher")
     assert f"holds measurements of {files}: student, and {files}: teacher would be drawn" in refused

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
+from lit_layers.files.scratch import Scratch
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
@@ -169,15 +169,13 @@ class LayerFeatures:
     A folder of its own disappears with the object; a cached one stays.
     """
 
-    def __init__(self, folder: Path, *, temporary: bool) -> None:
+    def __init__(self, folder: Path, *, scratch: Scratch | None = None) -> None:
         facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
         self.num_layers = facts["num_layers"]  # L: there are L + 1 layers
         self.num_rows, self.dim = facts["num_rows"], facts["dim"]
         self.broken = facts["broken"]  # layer and text of the first state that is not finite
         self._dtype: torch.dtype = getattr(torch, facts["dtype"])
-        self._folder = folder
-        if temporary:
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._folder, self._scratch = folder, scratch
 
     def layer(self, layer: int) -> Tensor:
         """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
@@ -234,8 +232,9 @@ def text_features(
 
     is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
     if cache is None or is_hooked:  # what a hook does, no key can tell
-        write(folder := Path(tempfile.mkdtemp(prefix="lit_layers-")))
-        return LayerFeatures(folder, temporary=True)
+        scratch = Scratch()
+        write(scratch.folder)
+        return LayerFeatures(scratch.folder, scratch=scratch)
     folder = Path(cache) / _key(model, texts, pooling, last or pooling, states, store_dtype)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
@@ -250,7 +249,7 @@ def text_features(
             shutil.rmtree(draft)
             if not _is_whole(folder):
                 raise
-    features = LayerFeatures(folder, temporary=False)
+    features = LayerFeatures(folder)
     if undefined == "raise" and features.broken is not None:
         raise _not_finite(*features.broken)
     return features

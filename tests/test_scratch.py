@@ -1,0 +1,62 @@
+"""Temporary folders are gone with what made them, however it ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_layers.files.scratch import Scratch
+
+MAKES = """
+import os, sys, time
+from lit_layers.files.scratch import Scratch
+kept = Scratch()
+(kept.folder / "a").write_text("x")
+print(kept.folder, flush=True)
+{end}
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def started(end: str) -> "tuple[subprocess.Popen[str], Path]":
+    process = subprocess.Popen([sys.executable, "-c", MAKES.format(end=end)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_folder_goes_when_nothing_holds_it_and_when_its_process_ends(place):
+    kept, other = Scratch(), Scratch()
+    kept.remove()
+    folder = other.folder
+    assert [*place.iterdir()] == [folder]
+    del other
+    assert not folder.exists()
+    for end in ("", "sys.exit(3)", "if os.fork(): os.wait()"):
+        process, folder = started(end)
+        process.communicate()
+        assert not folder.exists(), end
+
+
+def test_a_killed_process_leaves_what_the_next_removes_and_one_under_way_keeps_its_own(place):
+    killed, left = started("time.sleep(60)")
+    alive, kept = started("time.sleep(60)")
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    (place / "lit_layers-of-others").mkdir()
+    for folder in (left, kept):
+        os.utime(folder, (time.time() - 3600,) * 2)
+    mine = Scratch()
+    assert {*place.iterdir()} == {kept, mine.folder, place / "lit_layers-of-others"}
+    alive.kill()
+    alive.communicate()
