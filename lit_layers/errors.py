@@ -7,6 +7,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -57,6 +58,18 @@ def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
     name = os.fspath(name)
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and not _is_of_shell(name):
         raise InputError(f"{option}{_no_file(name)}")
+
+
+def whole_path(path: str | Path) -> Path:
+    """A path with the ~ at its beginning written out.
+
+    Raises:
+        InputError: it is the home of a user who is none.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"expected a whole path, got {str(path)!r}, and there is no such user") from error
 
 
 @contextmanager

@@ -856,6 +856,9 @@ def test_without_vega_the_report_says_what_to_install(full: Path, monkeypatch: p
     expected = "a report needs jinja2.*: pip install vl-convert-python jinja2, then run `lit-layers"
     with pytest.raises(InputError, match=expected):
         write_report(full)
+    monkeypatch.setitem(sys.modules, "lit_layers.report.rendering", None)
+    with pytest.raises(InputError, match=r"^no report can be drawn \(.*rendering.*\): install lit_layers again$"):
+        write_report(full)
 
 
 @pytest.mark.slow

@@ -132,9 +132,12 @@ class Recipe:
         options = _parsed(self.parser, self.argv)
         for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
             kind = getattr(action, "_typehint", None)
-            words = self.typed(action.dest) if kind in (str | None, Path | None, Path) else []
-            if words and kind != str | None and words[-1].startswith("~/"):  # a shell leaves it so behind `--out=`
-                raise InputError(f"{action.dest}: expected a whole path, got {words[-1]!r}, with ~ not written out")
+            is_written = action.dest in ("root", *WRITTEN)
+            words = self.typed(action.dest) if is_written or kind in (str | None, Path | None, Path) else []
+            named = words[-1] if words else str(options.get(action.dest) or "") if is_written else ""
+            if named.startswith("~" if is_written else "~/") and (is_written or kind != str | None):
+                # a shell leaves it so behind `--out=`, and nobody looks for a folder that is called so
+                raise InputError(f"{action.dest}: expected a whole path, got {named!r}, with ~ not written out")
             if words and options[action.dest] is None and words[-1] != "null":
                 if kind == Path | None:
                     raise InputError(f"{action.dest}: expected a file or folder, got {words[-1]!r}")

@@ -4,6 +4,7 @@ And what these may reach: they write to the recipe's root and to folders that th
 """
 
 import argparse
+import contextlib
 import difflib
 import math
 import pkgutil
@@ -290,7 +291,10 @@ def _is_harmless(where: str, value: str, module: str) -> bool:
 def _lies_in(value: str, allowed: list[Path]) -> bool:
     if "://" in value or "\0" in value:
         return False
-    return any(Path(value).expanduser().resolve().is_relative_to(place) for place in allowed)
+    places = [Path(value).resolve()]
+    with contextlib.suppress(RuntimeError):  # ~name of nobody is a file of this folder; of somebody it may be either
+        places.append(Path(value).expanduser().resolve())
+    return all(any(each.is_relative_to(place) for place in allowed) for each in places)
 
 
 def _variable(name: str, *default: Any) -> Any:

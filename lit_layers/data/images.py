@@ -30,7 +30,7 @@ from lit_layers.data.image_files import (
     python_splits,
 )
 from lit_layers.data.preparing import at_least_one
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, whole_path
 from lit_layers.files.hub import asking_the_hub
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
@@ -111,7 +111,7 @@ def image_source(name: str) -> ImageSource:
     """
     if name == "digits":
         return ImageSource(name, _digits)
-    path = Path(name).expanduser()
+    path = whole_path(name)
     if path.exists():
         return ImageSource(name, _local(path))
     hub = HUB_NAMES.get(name, name)

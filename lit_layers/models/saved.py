@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, whole_path
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
@@ -362,7 +362,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or os.path.isdir(name):
-        name = os.fspath(Path(name).expanduser())
+        name = os.fspath(whole_path(name))
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise InputError(f"model: expected a folder with an encoder, found no config.json in {name}")
     try:

@@ -31,6 +31,8 @@ def write_report(
 
         return page_of_folder(root, out, allow_suspect=allow_suspect, settings=settings)
     except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("vl_convert", "jinja2"):
+            raise InputError(f"no report can be drawn ({error}): install lit_layers again") from error
         raise InputError(
             f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"
         ) from error

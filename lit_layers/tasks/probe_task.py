@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, whole_path
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, TaskFiles, is_local, is_one_file
 from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
@@ -148,7 +148,7 @@ class ProbeTask(Task):
     def in_folder(self, folder: str | Path | None) -> "ProbeTask":
         if folder is None or self.local is None:
             return super().in_folder(folder)
-        place = Path(folder).expanduser()
+        place = whole_path(folder)
         if not place.is_dir():
             raise self.refusal("folder", f"expected a folder of data, {place} is none")
         return self.as_copied(TaskFiles(folder=place, files=self.local, options=self.local_options))

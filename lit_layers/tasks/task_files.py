@@ -20,7 +20,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, whole_path
 from lit_layers.files.foreign_parquet import refuse_vast
 from lit_layers.files.hub import HUB_ERRORS, reason
 
@@ -80,7 +80,7 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
 
 
 def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
-    return _of_path(Path(source.replace(PATTERN, split)).expanduser(), split, columns)
+    return _of_path(whole_path(source.replace(PATTERN, split)), split, columns)
 
 
 def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
@@ -322,7 +322,7 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
     Raises:
         InputError: no such folder, no `tasks.yaml` in it, or one that says something else.
     """
-    folder = Path(folder).expanduser()
+    folder = whole_path(folder)
     if not folder.is_dir():
         raise InputError(f"folder: expected a folder of data, {folder} is none")
     path = folder / MAPPING

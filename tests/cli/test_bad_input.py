@@ -106,7 +106,9 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
         ("correlate RUN --metrics coupling --scores CURVES --out FOLDER", "out: CURVES, which is read, would"),
         ("emerge CURVES FOLDER/times.parquet --out=FOLDER", "times.parquet, which is read, would be replaced"),
         ("select nothing --task MODELS --out FOLDER", "out: MODELS, which is read, would be replaced in FOLDER"),
-        ("correlate MODELS --metric coupling --score score --out=~", "out: expected a file or folder, got '~'"),
+        ("correlate MODELS --metric coupling --score score --out=~", "out: expected a whole path, got '~'"),
+        ("sweep MODELS --root=~", "root: expected a whole path, got '~', with ~ not written out"),
+        ("sweep MODELS --root ~nobody", "root: expected a whole path, got '~nobody', with ~ not written out"),
         ("publish RUN --out=~/x", "out: expected a whole path, got '~/x', with ~ not written out"),
         ("publish RUN --out=\t", r"out: expected a file or folder, got '\t'"),
         (

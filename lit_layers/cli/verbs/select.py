@@ -10,7 +10,7 @@ from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given
 from lit_layers.cli.refusals import refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, whole_path
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class SelectOptions:
         refuse_beside(given(self), cases)
         if of_catalogue:
             return TASKS[name]
-        path = Path(name).expanduser()
+        path = whole_path(name)
         if not path.exists():
             raise InputError(f"task: expected labelled texts in {path}, which does not exist")
         splits = {file.stem for file in path.iterdir()} if path.is_dir() else set()
