@@ -156,13 +156,15 @@ def wall_seconds(run: RunData) -> float | None:
 
 def cost(run: RunData) -> list[dict[str, Any]]:
     """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
-    wall = wall_seconds(run)
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
+    total, wall = sum(map(sum, seconds.values())), wall_seconds(run)
+    if wall is not None and total > wall:  # other processes measured, too: of a time that is not known
+        wall = None
     rows: list[tuple[str, int | None, float]] = [
         (sentence(name), len(each), sum(each)) for name, each in seconds.items()
     ]
-    rows.append(("All analyses", None, sum(map(sum, seconds.values()))))
+    rows.append(("All analyses", None, total))
     if saving := run.about.get("checkpoint_seconds"):
         rows.append(("Saving checkpoints", None, saving))
     return [{"name": n, "times": t, "seconds": s, "share": s / wall if wall else None} for n, t, s in rows]

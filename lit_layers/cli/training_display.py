@@ -125,12 +125,14 @@ def show_results(root: Path) -> None:
     spent: dict[str, float] = {}
     for measurement in measurements:
         spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
-    facts = run_facts(root)
+    facts, measuring = run_facts(root), sum(spent.values())
     waits = {"all analyses, as training waited": "analysis_seconds", "saving checkpoints": "checkpoint_seconds"}
     spent |= {name: facts[field] for name, field in waits.items() if field in facts}
     seconds = facts.get("seconds")  # unknown where others removed or changed what the run says of itself
     title = f"\nWall time {seconds:.0f} s, of which" if seconds else "\nWall time unknown, of which"
     rows = [{"": name, "seconds": f"{each:.1f}"} for name, each in spent.items()]
+    if seconds and measuring > seconds:  # another process measured, or was killed before it wrote down its own time
+        title, seconds = f"\nWall time {seconds:.0f} s, besides that of other processes", None
     show_table([row | {"share": f"{spent[row['']] / seconds:.1%}"} for row in rows] if seconds else rows, title)
     for measurement in measurements:
         if measurement.error is not None:

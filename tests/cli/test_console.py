@@ -16,6 +16,7 @@ from rich.console import Console
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.training_display import StepProgress, show_results
 from lit_layers.records import Measurement
+from lit_layers.run_data import cost, read_run
 from lit_layers.training import time_left
 from tests.support.runs import make_run
 
@@ -201,6 +202,9 @@ def test_shares_of_a_wall_time_that_is_not_known_are_not_shown(tmp_path: Path, c
 
     assert [line[-1] for line in wall_time()[-2:]] == ["21.9%", "1.7%"]  # 41 and 3.1 s of 187.5 s
     facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"seconds": 0.6}))  # that of a killed process is lost
+    assert wall_time()[:2] == [["1", "s,", "besides", "that", "of", "other", "processes"], ["seconds"]]
+    assert {row["share"] for row in cost(read_run(run))} == {None}
     (run / "run.json").write_text(json.dumps({name: facts[name] for name in facts if name != "seconds"}))
     assert wall_time()[:2] == [["unknown,", "of", "which"], ["seconds"]]
     (run / "run.json").unlink()
