@@ -1,6 +1,5 @@
 """`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -92,7 +91,7 @@ def emerge(
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves
         layers = clock.over_the_seeds(layers, together) + layers
-    with bar("", hidden=not sys.stderr.isatty()) as show:
+    with bar("finding times") as show:
         times = clock.measure_times(curves, confidence=confidence, seed=seed, show=show)
     if seeds and lacking:
         times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
