@@ -312,4 +312,6 @@ def test_wide_blocks_have_the_values_of_whole_decompositions(monkeypatch):
     assert sum(name[0] == "coupling_pair" for name in whole) == 4
     for name, value in whole.items():
         if name[0] in ("coupling", "coupling_pair"):
-            assert abs(leading[name] - value) <= leading["error_estimate", None, None] < 1e-10
+            # Either sums the cosines of twenty vectors that are rounded to float64.
+            assert abs(leading[name] - value) <= leading["error_estimate", None, None] + 1e-13
+            assert leading["error_estimate", None, None] < 1e-10

@@ -354,7 +354,8 @@ def test_a_broken_prompt_is_left_out_of_a_number_and_counted_or_is_in_it(home, n
             counted = "num_undefined" in numbers_left_out(record)
             left_out += counted
             if key in expected and record.metric not in NOT_OF_LAYERS and (counted or kind == "NaN"):
-                assert record.value == pytest.approx(expected[key].value, rel=1e-6, abs=1e-9), (kind, key)
+                # Batches of other sizes take other products: a small divergence of float32 logits moves by 2e-6.
+                assert record.value == pytest.approx(expected[key].value, rel=1e-5, abs=1e-8), (kind, key)
         assert left_out or kind != "NaN" or name in NO_PROMPTS
         assert expected.keys() <= records.keys(), kind
 

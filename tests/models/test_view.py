@@ -7,6 +7,7 @@ from torch.func import vjp
 from lit_layers.errors import InputError
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.view import LayeredModel
+from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
 
@@ -122,8 +123,8 @@ def test_padding_rows_of_the_vocabulary_are_no_logits():
     model = LayeredModel(network)
     trajectory = model.trajectory(batch)
     assert model.vocab_size == trajectory.logits.shape[-1] == VOCAB
-    assert torch.equal(trajectory.logits, expected)
-    assert torch.equal(model.readout(trajectory.hidden[-1]), expected)
+    assert_rounded(trajectory.logits, expected)  # products with a wider matrix, whose rows lie elsewhere
+    assert_rounded(model.readout(trajectory.hidden[-1]), expected)
 
 
 def test_soft_capping_belongs_to_the_readout():
