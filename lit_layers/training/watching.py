@@ -19,7 +19,7 @@ from lit_layers.files import run_lock
 from lit_layers.files.remote_store import is_remote
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.measuring import canary, one_model, undisturbed
-from lit_layers.models.build import plain_model, weights_hash
+from lit_layers.models.build import one_line, plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
@@ -148,8 +148,10 @@ class StepMeasurer:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
-        # of the same weights on every rank
-        fingerprint, seen = self.ranks.from_first(functools.partial(self._seen, model))
+        if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal_of, model))) is not None:
+            self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
+            return
+        fingerprint, seen = self.ranks.from_first(functools.partial(self._seen, model))  # of weights that are the same
         for measurement in one_model.measure_missing(
             model,
             self.analyses,
@@ -236,6 +238,14 @@ class StepMeasurer:
             configs = {analysis.name: analysis.config() for analysis in self.analyses}
             self._tracked[id(destination)] = None if tracker is None else TrackedRun(tracker, self.root, configs)
         return self._tracked[id(destination)]
+
+
+def _refusal_of(model: nn.Module) -> str | None:
+    """Why a model is no row of blocks any more: one that learns a skip connection was one at its first step."""
+    try:
+        LayeredModel(model)
+    except InputError as refusal:
+        return one_line(refusal)
 
 
 def _refuse(refusals: Sequence[str]) -> None:

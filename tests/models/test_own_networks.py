@@ -505,6 +505,32 @@ def test_a_loop_with_a_watched_network_ends_in_the_same_bits(tmp_path):
     assert [(m.step, m.error) for m in measured] == [(step, None) for step in range(4)]
 
 
+class LearnsASkip(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens):
+        x = first = self.embed(tokens)
+        for block in self.encoder.layers:
+            x = block(x + self.skip * first)
+        return self.out(x)
+
+
+def test_no_training_ends_where_a_network_stops_being_a_row_of_blocks(tmp_path):
+    torch.manual_seed(0)
+    network = LearnsASkip()
+    with lit_layers.watch(network, [Trajectory(batches=[IDS])], steps={"every": 1}, root=tmp_path / "run") as watched:
+        watched.step()
+        nn.init.ones_(network.skip)
+        watched.step()
+        nn.init.zeros_(network.skip)
+        watched.step()
+    errors = [m.error for m in lit_layers.records.read(tmp_path / "run" / "measurements.jsonl")]
+    assert errors[:2] + errors[3:] == [None] * 3
+    assert "no layered view of LearnsASkip: module 2 of" in errors[2]
+
+
 def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
     with pytest.raises(InputError, match="cannot save this GPT as a Hugging Face folder"):
         lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
