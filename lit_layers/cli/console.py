@@ -94,8 +94,7 @@ def bar(
     )
     times, console = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn()), console or Console(stderr=True)
     says_lines = not hidden and (verbosity() > 0 or (verbosity() == 0 and not console.is_terminal))
-    # A bar would be written over by lines, and of a log file it would be the last line.
-    hidden, last = hidden or verbosity() != 0 or not console.is_terminal, console.get_time()
+    hidden, last = hidden or verbosity() != 0, console.get_time()  # a bar would be written over by lines
     # Drawn after each block and not by a thread of its own.
     options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
     options["speed_estimate_period"] = (

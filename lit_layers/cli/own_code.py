@@ -87,9 +87,11 @@ def blaming_classes(*, made: bool) -> Iterator[None]:
                 if frame is not None and is_under(_module(frame), own_code):
                     said = f"{frame.f_code.co_filename}, line {line}: {_said(raised)}"
                     raise InputError(f"{said}: mend it, or leave its class out of the recipe") from error
+        if not made:  # the parser names the field
+            raise
         if len(wrong) < len(chain):
             raise next(each for each in chain if isinstance(each, InputError)) from None
-        if not made or isinstance(error, SystemExit | OSError):
+        if isinstance(error, SystemExit | OSError):
             raise
         first = next((each for each in wrong if not is_under(_module(*_frames(each)[0]), {"jsonargparse"})), error)
         frames = [frame for frame, _ in _frames(first) if frame is not None]

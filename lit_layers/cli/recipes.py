@@ -199,8 +199,8 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
             raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
         options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
     for where, value, holder, is_class in _values(options):
-        is_ofown_code = is_under(holder, own_code)
-        if is_class and not is_ofown_code and not is_under(value, own_code):
+        is_own = is_under(holder, own_code)
+        if is_class and not is_own and not is_under(value, own_code):
             named = pkgutil.resolve_name(value) if is_under(value, PACKAGES) else None  # others are not imported
             if not is_under(getattr(named, "__module__", ""), _HARMLESS):
                 raise InputError(
@@ -208,7 +208,7 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
                     "only classes of lit_layers, lightning's callbacks, loggers, plugins, profilers and strategies, "
                     "and your own code, with --code PACKAGE"
                 )
-        elif not is_class and holder and not is_ofown_code and isinstance(value, str | Path):
+        elif not is_class and holder and not is_own and isinstance(value, str | Path):
             module = pkgutil.resolve_name(holder).__module__
             if not _is_harmless(where, str(value), module) and not _lies_in(str(value), allowed):
                 raise _out_of_reach(where, str(value))
