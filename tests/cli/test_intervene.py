@@ -23,6 +23,7 @@ from lit_layers.models.build import save, untrained, vit
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.training.tuning.sequence_tasks import LitSequenceClassifier
 from tests.support.benchmark_rows import pairs_of, tiny_speaker, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2
@@ -380,7 +381,17 @@ def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(ho
     assert "Intervene: finetune arc challenge, Task score (share), after fine-tuning" in capsys.readouterr().out
 
 
-def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys):
+def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys, monkeypatch):
+    """Also where the weights lie elsewhere once training begins, as they do on a GPU."""
+
+    begin = LitSequenceClassifier.on_fit_start
+
+    def on_fit_start(module: LitSequenceClassifier) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        begin(module)
+
+    monkeypatch.setattr(LitSequenceClassifier, "on_fit_start", on_fit_start)
     before = files_of(home / "bert")
     command = [home / "bert", "--glue", home / "glue.yaml", "--folder", home / "data", "--variants", "skip"]
     assert run(*command, "--root", tmp_path) == 0

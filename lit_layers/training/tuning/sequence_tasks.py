@@ -1,6 +1,7 @@
 """Tasks of GLUE: the module that is fine-tuned on them, and its scores while blocks run in another order."""
 
 import copy
+import inspect
 import math
 import os
 import statistics
@@ -147,9 +148,11 @@ class LitSequenceClassifier(LitModule):
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Scores of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        columns = LayeredModel(trunk_of(self.model)).family.inputs
+        # No view, whose proof is of the weights as they are: it would be made at every step, and in another order fail.
+        takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
-            columns = [name for name in columns if name != "token_type_ids"]
+            takes.discard("token_type_ids")
+        columns = takes & {"input_ids", "attention_mask", "token_type_ids"}
         logits = self.model(**{name: batch[name] for name in columns if name in batch}).logits
         return logits if self.task.num_classes else logits.squeeze(-1)
 
