@@ -94,7 +94,8 @@ def bar(
     )
     times, console = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn()), console or Console(stderr=True)
     says_lines = not hidden and (verbosity() > 0 or (verbosity() == 0 and not console.is_terminal))
-    hidden, last = hidden or verbosity() != 0, console.get_time()  # a bar would be written over by lines
+    # A bar would be written over by lines; of one that is to leave nothing, rich leaves an empty line in a log.
+    hidden, last = hidden or verbosity() != 0 or (transient and not console.is_terminal), console.get_time()
     # Drawn after each block and not by a thread of its own.
     options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
     options["speed_estimate_period"] = (

@@ -91,7 +91,7 @@ def emerge(
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves
         layers = clock.over_the_seeds(layers, together) + layers
-    with bar("finding times") as show:
+    with bar("finding times", transient=True) as show:
         times = clock.measure_times(curves, confidence=confidence, seed=seed, show=show)
     if seeds and lacking:
         times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
