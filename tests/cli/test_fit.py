@@ -56,7 +56,7 @@ def recipe(tmp_path, corpus) -> Path:
 
 @pytest.mark.slow
 def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(recipe, tmp_path, capsys):
-    assert main(["fit", "--config", str(recipe)]) == 0
+    assert main(["fit", "--config", str(recipe), "--seed_everything", "7"]) == 0
     root = tmp_path / "run"
     assert saved_steps(root) == [0, 2, 3]
     found = [(m.step, m.analysis, m.error) for m in records.read(root / "measurements.jsonl")]
@@ -68,6 +68,7 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
     assert facts["tokens_per_step"] == 64
     assert 0 < facts["data"]["unigram_entropy"] < 6
     shown = capsys.readouterr().out
+    assert "weights and the order of the data are as before, by model.init_seed 0 and data.seed 0\n" in shown
     assert "coupling/excess_coupling" in shown
     assert str(root / "report.html") in shown.replace("\n", "")
     assert "share" in shown
@@ -78,9 +79,9 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
 @pytest.mark.usefixtures("no_page")
 def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
+    assert "as before" not in capsys.readouterr().out, "no seed was typed"
     start, later = tmp_path / "run" / "step-000000002", tmp_path / "later"
     begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
-    capsys.readouterr()
     assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
     said = f"begins with the weights of {start}: step 2, tokens seen 128; the optimizer starts afresh"
     assert said in capsys.readouterr().out.replace("\n", "")

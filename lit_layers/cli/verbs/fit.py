@@ -232,7 +232,20 @@ def fit(
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
             run_folder.refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
+        if run.trainer.is_global_zero and recipe.typed("seed_everything"):
+            run.console.print(_other_seeds(run, seed_everything), end="", highlight=False, soft_wrap=True)
         return _train(run)
+
+
+def _other_seeds(run: Run, seed_everything: int) -> str:
+    """A line where a seed that was typed leaves weights and data as they are: such a run is no other seed's."""
+    weights, order = getattr(run.module, "init_seed", None), getattr(run.datamodule, "seed", None)
+    if None in (weights, order) or seed_everything in (weights, order):
+        return ""
+    return (
+        f"seed_everything {seed_everything} is of dropout and the like: weights and the order of the data are as before, "
+        f"by model.init_seed {weights} and data.seed {order}\n"
+    )
 
 
 def _plan(options: Any) -> int:
