@@ -243,7 +243,7 @@ def _other_seeds(run: Run, seed_everything: int) -> str:
     if None in (weights, order) or seed_everything in (weights, order):
         return ""
     return (
-        f"seed_everything {seed_everything} is of dropout and the like: weights and the order of the data are as before, "
+        f"seed_everything {seed_everything} is of dropout and such: weights and the order of the data are as before, "
         f"by model.init_seed {weights} and data.seed {order}\n"
     )
 
