@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluating
 
@@ -244,7 +245,13 @@ def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
         hidden, args, kwargs = split_arguments(args, kwargs)
         return (hidden, *softened(args, masks)), softened(kwargs, masks)
 
-    handles = [block.register_forward_pre_hook(soften, with_kwargs=True) for block in dict.fromkeys(blocks)]
+    with hooked([block.register_forward_pre_hook(soften, with_kwargs=True) for block in dict.fromkeys(blocks)]):
+        yield
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Inside, the hooks of these handles act; afterwards they are gone, whatever happened."""
     try:
         yield
     finally:

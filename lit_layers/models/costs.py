@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
+from lit_layers.models.block_calls import hooked
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import bytes_of_weights, import_code_of, open_plainly
@@ -255,14 +256,10 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
 
     handles = [model.blocks[0].register_forward_pre_hook(begin)]
     handles += [block.register_forward_hook(note) for block in dict.fromkeys(model.blocks)]
-    try:
-        with torch.inference_mode(), evaluating(model.model):
-            for _ in range(warm_up + rounds):
-                note()
-                call()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), torch.inference_mode(), evaluating(model.model):
+        for _ in range(warm_up + rounds):
+            note()
+            call()
     passes = torch.tensor(times, dtype=torch.float64).view(warm_up + rounds, model.num_layers + 2)[warm_up:]
     # Block by block: what interrupts a pass then counts in one block of one pass.
     return passes.diff(dim=1).median(0).values.cumsum(0)

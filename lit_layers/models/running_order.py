@@ -81,12 +81,11 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     _claim(network, steps)
     tuples = _IN_TUPLES.setdefault(network, {})
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples, family.layout)
-    watch = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+    refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
-        with replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
+        with refusing, replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
             yield model
     finally:
-        watch.remove()
         network.__dict__.pop(REORDERED, None)
         stacks.clear()  # their memory goes now, also where a traceback holds this frame
 

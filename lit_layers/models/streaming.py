@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-from lit_layers.models.block_calls import BlockCall, entered
+from lit_layers.models.block_calls import BlockCall, entered, hooked
 from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
@@ -278,10 +278,9 @@ class StreamedModel(LayeredModel):
         if blocks_too:
             handles += [block.register_forward_hook(empty, always_call=True) for block in blocks]
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for module in list(before) if blocks_too else ():
                 empty(module, (), None)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
-from lit_layers.models.block_calls import BlockCall, Layout, cut, first, replaced, softening, split_arguments
+from lit_layers.models.block_calls import BlockCall, Layout, cut, first, hooked, replaced, softening, split_arguments
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, trunk_of
 from lit_layers.models.families.own_networks import OwnNetwork, as_known
@@ -260,12 +260,8 @@ class LayeredModel:
 
         blocks = dict.fromkeys(self.blocks)  # some run several times
         handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
-        try:
-            with softening(blocks) if self.dtype == torch.float64 else nullcontext():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(handles), softening(blocks) if self.dtype == torch.float64 else nullcontext():
+            yield
         if order != list(self.blocks):
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
 

@@ -195,12 +195,8 @@ def _leads_to(model: Network, row: list[Watched], other: list[Watched], probe: P
         state = 1.5 * first(output) + 0.5
         return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
 
-    handle = row[-1].module.register_forward_hook(changed)
-    try:
-        with watch([other[0].module]) as calls:
-            probe.call(model, probe.inputs, dict(probe.options))
-    finally:
-        handle.remove()
+    with row[-1].module.register_forward_hook(changed), watch([other[0].module]) as calls:
+        probe.call(model, probe.inputs, dict(probe.options))
     return not torch.equal(calls[0].state, other[0].state)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import Layout, first, split_arguments
+from lit_layers.models.block_calls import Layout, first, hooked, split_arguments
 from lit_layers.models.families.rows import Network, by_name, by_pixels, one_side, text_config, without_mask
 
 NUM_TOKENS = 12
@@ -150,12 +150,9 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[Watched]]:
             state, others, named = None, args, kwargs
         calls.append(Watched(module, state if isinstance(state, Tensor) else None, others, dict(named), output))
 
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in {id(m): m for m in modules}.values()]
-    try:
+    each_once = {id(module): module for module in modules}.values()
+    with hooked([module.register_forward_hook(note, with_kwargs=True) for module in each_once]):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class PositionTables(TorchFunctionMode):

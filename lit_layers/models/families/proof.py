@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import BlockCall, replaced, softening
+from lit_layers.models.block_calls import BlockCall, hooked, replaced, softening
 from lit_layers.models.families.probe import CANNOT_CALL, Probe, Watched, watch
 from lit_layers.models.families.rows import Network, trunk_of
 
@@ -64,10 +64,9 @@ def in_float32(model: Network) -> Iterator[None]:
     handles = [module.register_forward_pre_hook(widen) for module in model.modules()]
     handles += [module.register_forward_hook(narrow, always_call=True) for module in model.modules()]
     try:
-        yield
+        with hooked(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for module in list(kept):  # whose call was interrupted
             narrow(module, (), None)
 
