@@ -18,7 +18,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import METRICS, rank
-from lit_layers.models.build import weights_hash
+from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -243,7 +243,7 @@ def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
 def _tokenizer(model: Any, named: str | Path | None) -> str:
     if named is not None:
         return str(named)
-    carried = getattr(model, "name_or_path", "") if isinstance(model, nn.Module) else str(model)
+    carried = getattr(plain_model(model), "name_or_path", "") if isinstance(model, nn.Module) else str(model)
     if not carried:
         raise InputError(
             f"tokenizer: a {type(model).__name__} in memory carries none; name a folder or a name on the Hub, or give "
@@ -254,6 +254,7 @@ def _tokenizer(model: Any, named: str | Path | None) -> str:
 
 def _called(model: Any) -> str:
     if isinstance(model, nn.Module):
-        return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+        network = plain_model(model)
+        return Path(getattr(network, "name_or_path", "") or type(network).__name__).name
     path = Path(model)
     return path.resolve().name if path.exists() else str(model)

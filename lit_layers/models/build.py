@@ -21,6 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
+from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.families.probe import is_timm
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 from lit_layers.models.shard_files import free_memory
@@ -224,10 +225,20 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The network itself, out of what torch.compile or DistributedDataParallel put around it."""
-    while (inner := getattr(model, "_orig_mod", None)) is not None or type(model).__name__ in _WRAPPERS:
-        model = inner if inner is not None else model.get_submodule("module")
-    return model
+    """The network itself, out of what torch.compile, DistributedDataParallel or sentence-transformers put around it."""
+    while True:
+        if (inner := getattr(model, "_orig_mod", None)) is not None:
+            model = inner
+        elif type(model).__name__ in _WRAPPERS:
+            model = model.get_submodule("module")
+        elif _is_sentence_encoder(model) and len(inside := known_inside(model)) == 1:
+            (model,) = inside.values()
+        else:
+            return model
+
+
+def _is_sentence_encoder(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(model).__mro__)
 
 
 def weights_hash(model: nn.Module) -> str:

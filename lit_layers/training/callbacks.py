@@ -22,6 +22,7 @@ from lit_layers.measuring import undisturbed
 from lit_layers.measuring.aside import MeasuringAside
 from lit_layers.measuring.plan import Plan, Row, duration, planned, share_of, stride_within, training
 from lit_layers.models.build import submodule
+from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.view import LayeredModel
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, KEPT_MB, VALUES_MB, refuse_outside
@@ -273,7 +274,8 @@ class EmergenceCallback(_AtSteps):
         try:
             view = self.measurer.check(network)
         except InputError as error:
-            if network is pl_module and (places := [name for name, _ in pl_module.named_children()]):
+            places = [name for name, _ in pl_module.named_children()]
+            if network is pl_module and places and not known_inside(pl_module):  # these are named
                 raise InputError(f"{error}; if the network is a part of it, name that: model={places[0]!r}") from error
             raise
         if self.measure == "async" and not any(

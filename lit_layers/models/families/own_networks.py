@@ -124,6 +124,15 @@ def is_known(model: nn.Module) -> bool:
     return is_timm(model) or of_transformers or isinstance(model, OwnNetwork) or row_of(model) is not None
 
 
+def known_inside(module: nn.Module) -> dict[str, nn.Module]:
+    """The models of transformers or timm in a module, by their names in it; not the parts that these have in turn."""
+    known: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        if name and is_known(part) and not any(name.startswith(f"{outer}.") for outer in known):
+            known[name] = part
+    return known
+
+
 # Of each network what was seen of it, by the shapes of its weights; of each class of networks those made for it.
 _FACTS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Facts]]" = weakref.WeakKeyDictionary()
 _KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref.WeakKeyDictionary()
@@ -251,8 +260,11 @@ def _place(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any])
 
 
 def _refusal(network: nn.Module, reason: str) -> InputError:
+    inside = known_inside(network)
+    parts = " and ".join(f"{type(part).__name__} as {name!r}" for name, part in inside.items())
+    hint = f"; it holds {parts}: give that part alone, or name it, model={next(iter(inside))!r}" if inside else ""
     return InputError(
-        f"no layered view of {type(network).__name__}: it is neither of transformers nor of timm, and {reason}"
+        f"no layered view of {type(network).__name__}: it is neither of transformers nor of timm, and {reason}{hint}"
     )
 
 
