@@ -262,7 +262,11 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
     assert main(command) == 0
     page = (tmp_path / "runs.html").read_text()
     assert "shuffle_tokens=False" in page
-    assert "real0, real1, real2" in page
+    each = [
+        f"{name}{seed} (data.shuffle_tokens {name == 'control'})" for name in ("real", "control") for seed in range(3)
+    ]
+    assert "; ".join(each[:3]) in page
+    assert "; ".join(each[3:]) in page
     assert "over the seeds of a group" in page
     assert len(pd.read_csv(tmp_path / "last.csv")) == 2
     names = {path.name for path in (tmp_path / "pictures").glob("*.png")}
@@ -277,7 +281,12 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
     for out, page in (("two", "two.html"), ("pictures", "pictures/report.html")):
         assert main(["report", str(roots[0]), str(roots[3]), "--out", out]) == 0
         assert capsys.readouterr().out.splitlines() == [page]
-    assert "over prompts (or test rows)" in (tmp_path / "two.html").read_text()
+    page = (tmp_path / "two.html").read_text()
+    assert "over prompts (or test rows)" in page
+    assert "<dt>real0</dt>" in page
+    assert "<dd>data.shuffle_tokens False</dd>" in page
+    assert main(["report", *map(str, roots[:2]), "--out", "two"]) == 0
+    assert "data.shuffle_tokens" not in (tmp_path / "two.html").read_text(), "they differ in nothing"
 
 
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):

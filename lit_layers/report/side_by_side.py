@@ -151,12 +151,16 @@ def _over_pairs(apart: Array, either: Array, values: Array, error: Array) -> tup
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Runs, the groups of seeds that they fall into, and the numbers of each group; `notes` say what is not shown."""
+    """Runs, the groups of seeds that they fall into, and the numbers of each group; `notes` say what is not shown.
+
+    `recipes` has of each run what its recipe says of the fields in which those of these runs differ.
+    """
 
     groups: Mapping[str, Sequence[str]]
     lines: Mapping[Key, Mapping[str, Line]]
     tokens: Mapping[float, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    recipes: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_side_by_side(
@@ -216,7 +220,24 @@ def read_side_by_side(
     if not lines:
         raise InputError("runs: expected runs that have a metric at common steps, these have none")
     notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
-    return SideBySide(groups=groups, lines=lines, notes=notes)
+    recipes = _differing(dict(zip(by_run, roots, strict=True)))
+    return SideBySide(groups=groups, lines=lines, notes=notes, recipes=recipes)
+
+
+def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
+    """What the recipe of each run says of model, data, trainer and seed, where they differ."""
+    fields: dict[str, dict[str, Any]] = {}
+    for run, root in runs.items():
+        config = run_facts(Path(root)).get("config") or {}
+        parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
+        flat = pd.json_normalize(parts).iloc[0].to_dict() if parts else {}
+        fields[run] = {name.replace(".init_args", ""): f"{content!s:.60}" for name, content in flat.items()}
+    names = dict.fromkeys(name for said in fields.values() for name in said)
+    apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
+    texts = {run: [f"{name} {said[name]}" for name in apart if name in said] for run, said in fields.items()}
+    return {
+        run: ", ".join(each[:6]) + (f" and {len(each) - 6} more" if each[6:] else "") for run, each in texts.items()
+    }
 
 
 def _value_of(root: str | Path, name: str) -> str:
@@ -322,6 +343,7 @@ def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
         title=f"{sum(map(len, content.groups.values()))} runs",
         facts=[("Groups", len(groups))] if len(groups) < sum(map(len, content.groups.values())) else [],
         groups=content.groups,
+        recipes=content.recipes,
         notes=[*content.notes, *_notes(content)],
         results=_results(content),
         sections=shown,
