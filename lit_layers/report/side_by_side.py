@@ -231,7 +231,7 @@ def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
         config = run_facts(Path(root)).get("config") or {}
         parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
         flat = pd.json_normalize(parts).iloc[0].to_dict() if parts else {}
-        fields[run] = {name.replace(".init_args", ""): f"{content!s:.60}" for name, content in flat.items()}
+        fields[run] = {str(name).replace(".init_args", ""): f"{content!s:.60}" for name, content in flat.items()}
     names = dict.fromkeys(name for said in fields.values() for name in said)
     apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
     texts = {run: [f"{name} {said[name]}" for name in apart if name in said] for run, said in fields.items()}
