@@ -173,6 +173,15 @@ def test_a_section_of_diagnostics_alone_folds_nothing(tmp_path: Path) -> None:
     assert '<details class="diagnostics">' not in text
 
 
+def test_results_of_one_checkpoint_have_one_column_of_numbers(tmp_path: Path, page: Path) -> None:
+    found = [Record(metric="line_shape_score", value=1.5)]
+    records.append(tmp_path / "measurements.jsonl", replace(measurement("run", 7, "trajectory"), records=found))
+    assert "Results Each metric, with its 95% interval where it has one. Metric Value Trajectory step 7" in shown(
+        write_report(tmp_path)
+    )
+    assert "Metric Over training First Last Change" in shown(page)
+
+
 def test_variants_are_options_with_the_plainest_first(page: Path) -> None:
     text = page.read_text()
     block = text[text.index("<h3>Prompt entropy") :]
