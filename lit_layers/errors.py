@@ -47,6 +47,22 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{attempt}: {reason}{remedy}") from error
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Inside, a library in Rust that panics over what it reads raises a ValueError: its own is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(str(error)) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust stopped, which no class that can be imported stands for."""
+    return type(error).__name__ == "PanicException"
+
+
 def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
     """Refuses a name that is there and neither a file nor a folder: to read a pipe, socket or device may never end.
 

@@ -2,13 +2,16 @@
 
 import logging
 import math
+import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from lit_layers.errors import InputError
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 LINE = 60.0  # seconds between two lines where no bar can be seen
+_LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
+# What a terminal obeys, but for the end of a line and the tab; what turns the order of letters round, or ends a line.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
@@ -50,6 +56,65 @@ def verbosity() -> int:
     return _verbosity
 
 
+def printable(sentence: str) -> str:
+    """One line, whatever it quotes: without control characters, which a terminal would obey, and with the two ends of
+    an endless word or sentence."""
+    words = re.sub(
+        rf"\S{{{_LONGEST_WORD},}}",
+        lambda word: f"{word[0][:100]}...({len(word[0]):,} characters)...{word[0][-20:]}",
+        sentence,
+    )
+    shown = _shown(words)
+    if len(shown) <= _LONGEST:
+        return shown
+    half = _LONGEST // 2
+    return f"{shown[:half]} ... ({len(sentence):,} characters) ... {shown[-half:]}"
+
+
+def _shown(text: str) -> str:
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _without_controls(text: str) -> str:
+    return _CONTROLS.sub(lambda each: repr(each[0])[1:-1], text)
+
+
+@contextmanager
+def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
+    """Inside, no name makes a terminal do anything: not those of the command line, whatever shows them, and with
+    `results` nothing that is printed to standard output, whoever named it; what draws itself anew does so elsewhere.
+    """
+    parts = {part for word in words for part in re.split(f"[={re.escape(os.sep)}]", word) if _shown(part) != part}
+    odd = {part: _shown(part) for part in sorted(parts, key=len, reverse=True) if part.strip()}
+    with ExitStack() as streams:
+        if results or odd:
+            streams.enter_context(redirect_stdout(cast("TextIO", _Plain(sys.stdout, odd, results))))
+        if odd:
+            streams.enter_context(redirect_stderr(cast("TextIO", _Plain(sys.stderr, odd, False))))
+        yield
+
+
+@dataclass
+class _Plain:
+    """A stream in which some words, and with `controls` all characters that a terminal obeys, are written out."""
+
+    stream: TextIO
+    words: Mapping[str, str]
+    controls: bool
+
+    def write(self, text: str) -> int:
+        shown = text
+        for word, written in self.words.items():
+            shown = shown.replace(word, written)
+        if self.controls:
+            shown = _without_controls(shown)
+        self.stream.write(shown)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
     """Prints a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
     from rich.console import Console
@@ -64,8 +129,9 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
         is_text = name in (columns[0], *text)
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in columns))
-    console = Console(highlight=False, markup=False)
+        cells = (_without_controls(str(row.get(name, ""))) for name in columns)
+        table.add_row(*(cell.replace("\n", r"\n") for cell in cells))  # of a name: a row is a line
+    console = Console(highlight=False, markup=False, color_system=None)  # names may hold what colours are made of
     # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
     width, console.width = console.width, 10_000
     if sys.stdout.isatty():

@@ -5,7 +5,6 @@ import gc
 import importlib
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +28,6 @@ COMMANDS = {  # each a file of `verbs`
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
 FAILED, REFUSED, DIVERGED, INTERRUPTED = 1, 2, 3, 130
-_LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 _LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
@@ -115,7 +113,8 @@ def _imported(name: str) -> ModuleType:
 def run_verb(command: str, rest: list[str]) -> int:
     """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
     from lit_layers.cli import quick_help, threads
-    from lit_layers.errors import InputError, RunLostError, refuse_pipe, refusing_pipes
+    from lit_layers.cli.console import plainly
+    from lit_layers.errors import InputError, RunLostError, is_panic, refuse_pipe, refusing_pipes
 
     code = 0
     try:
@@ -126,7 +125,7 @@ def run_verb(command: str, rest: list[str]) -> int:
             print(text, end="")
             return 0
         threads.settle()
-        with refusing_pipes(rest):
+        with refusing_pipes(rest), plainly(rest, results=command != "fit"):
             verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
             from lit_layers.cli.options import Recipe, run
             from lit_layers.cli.remote_roots import in_local_copies
@@ -148,31 +147,18 @@ def run_verb(command: str, rest: list[str]) -> int:
         print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of a library in Rust, no Exception of Python's
+        if not is_panic(error):
             raise
         return _refuse(f"a library stopped, as over a damaged tokenizer.json: {error}", command)
     return code
 
 
 def _refuse(sentence: str, command: str | None = None) -> int:
+    from lit_layers.cli.console import printable
+
     prog = f"lit-layers {command}" if command else "lit-layers"
-    print(f"{prog}: error: {_printable(sentence)}", file=sys.stderr)
+    print(f"{prog}: error: {printable(sentence)}", file=sys.stderr)
     return REFUSED
-
-
-def _printable(sentence: str) -> str:
-    """One line, whatever it quotes: without control characters, which a terminal would obey, and with the two ends of
-    an endless word or sentence."""
-    words = re.sub(
-        rf"\S{{{_LONGEST_WORD},}}",
-        lambda word: f"{word[0][:100]}...({len(word[0]):,} characters)...{word[0][-20:]}",
-        sentence,
-    )
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
-    if len(shown) <= _LONGEST:
-        return shown
-    half = _LONGEST // 2
-    return f"{shown[:half]} ... ({len(sentence):,} characters) ... {shown[-half:]}"
 
 
 def _help() -> str:

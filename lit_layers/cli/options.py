@@ -146,6 +146,8 @@ class Recipe:
         refuse_wild_values(options.as_dict())
         for name in ON_THE_COMMAND_LINE_ALONE:
             value, words = options.get(name), self.typed(name)
+            if words and value is None:  # read as nothing, as above
+                options[name] = value = words
             if value and (not words if value is True else list(value) != words):
                 raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
         return self.checked(options)

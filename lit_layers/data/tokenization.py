@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, panics_as_errors
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import asking_the_hub
 
@@ -154,7 +154,8 @@ def one_thread() -> Iterator[None]:
 
 def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(main))
+        with panics_as_errors():
+            tokenizer = Tokenizer.from_file(str(main))
     except Exception as error:  # the library raises bare Exception
         raise InputError(
             f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"

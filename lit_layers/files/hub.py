@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, errors
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 
 _OF_TORCH = {  # what these fields of a config.json may choose where the package `kernels` is installed
     "attn_implementation": ("sdpa", "eager", "flex_attention"),
@@ -208,7 +208,7 @@ def content_hash(path: Path, like: str = "sha256") -> str:
     begin = hashlib.sha256
     if len(like) == 40:
         begin = functools.partial(hashlib.sha1, f"blob {path.stat().st_size}\0".encode())
-    with path.open("rb") as file:
+    with refused(f"cannot read {path}"), path.open("rb") as file:
         return hashlib.file_digest(file, begin).hexdigest()
 
 

@@ -130,6 +130,7 @@ class RayWorkers:
     def __init__(self, carried: Any, *, threads: int, gpu: str, most: int = 0) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told what is computed here
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 minutes of silence where no cluster answers, else
         try:
             import ray
         except ImportError as error:

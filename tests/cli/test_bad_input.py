@@ -115,6 +115,8 @@ def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: p
             "correlate MODELS --metric coupling --score score --resamples 10000000",
             "resamples: expected at most 1,000,000",
         ),
+        ("sweep MODELS --root FOLDER --code=~", "--code: expected an importable package or module, or a folder such"),
+        ("sweep MODELS --root FOLDER --code=null", "or a folder such as ., got 'null'"),
         ("sweep MODELS --root FOLDER --workers 100000", "workers: expected at most 10,000, got 100000"),
         ("watch RUN --every 1e11", "every: expected a positive number of seconds, at most 86,400 (a day), got"),
         ("watch RUN --root NOWHERE", "root: cannot write to NOWHERE"),

@@ -86,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
 Result = tuple[list[str], Outcome]
 
 
-def _watched(home: Home) -> list[str]:
+def watched(home: Home) -> list[str]:
     """Options of `watch`: without its patience in one word it would wait for more, as it should."""
     return ["--patience=0", "--settled=0", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
 
@@ -133,7 +133,7 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
 
 def files(home: Home, folder: Path, chance: random.Random) -> Result:
     """A reader of a damaged file that is no run's: text, tables, manifests, sweeps, models, prepared data."""
-    watched = _watched(home)
+    settings = watched(home)
     name, argv = chance.choice(
         [
             ("text.txt", ["prepare", "--source", "text.txt", "--tokenizer", "bpe:300", "--out", "out"]),
@@ -155,9 +155,9 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("compacted/measurements.jsonl", ["publish", "compacted", "--out", "out"]),
             ("compacted/measurements.parquet", ["read", "compacted"]),
             ("compacted/measurements.jsonl", ["read", "compacted"]),
-            ("series/step-000000001/config.json", ["watch", "series", *watched]),
-            ("series/step-000000001/model.safetensors", ["watch", "series", *watched]),
-            ("series/step-000000000/tokenizer.json", ["watch", "series", *watched]),
+            ("series/step-000000001/config.json", ["watch", "series", *settings]),
+            ("series/step-000000001/model.safetensors", ["watch", "series", *settings]),
+            ("series/step-000000000/tokenizer.json", ["watch", "series", *settings]),
             ("tasks", ["select", str(home.root / "model"), "--task", "banking77", "--folder", "tasks", "--out", "out"]),
         ]
     )
@@ -198,7 +198,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
         "sweep": [str(home.root / "grid.yaml"), "--root", "out"],
-        "watch": [str(home.root / "series"), *_watched(home)],
+        "watch": [str(home.root / "series"), *watched(home)],
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]

@@ -9,6 +9,8 @@ from lit_layers.cli.main import main
 from lit_layers.cli.verbs.select import results_folder
 from lit_layers.records import Measurement, Record
 from tests.hostile.pages import hostile_run
+from tests.support.labelled_texts import saved_gpt2
+from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
 PATHS = ("../../escaped", "/escaped", "CON:|?*\\..\\escaped")
@@ -51,3 +53,33 @@ def test_the_page_of_a_chosen_layer_is_no_path_of_the_tasks_choosing():
         folder = results_folder("model", name)
         assert folder.parent == Path("selected"), name
         assert len(folder.name) < 200, name
+
+
+def test_no_name_makes_a_terminal_do_anything(tmp_path, capsys, monkeypatch):
+    """A title, a colour, a line of its own, letters that run backwards: in the words of the command line, in what was
+    downloaded, in results and in refusals.
+    """
+    leave_undrawn(monkeypatch)
+    name = "run\x1b]0;title\x07\x1b[31m\nlit-layers: all is well\u202e"
+    written = r"run\x1b]0;title\x07\x1b[31m\nlit-layers: all is well\u202e"
+    run = make_run(tmp_path / name, steps=(0, 1), analyses=("coupling",), layers=2)
+    for words in (
+        ["compact", str(run)],
+        ["report", str(run)],
+        ["publish", str(run), f"--out={tmp_path / name / 'data'}"],
+        ["report", str(run / "nothing")],
+        ["audit", str(run), f"--json={run}"],
+    ):
+        main(words)
+        said = "".join(capsys.readouterr())
+        assert written in said, words
+        assert not set(said) & set("\x1b\x07\u202e"), words
+        assert not [line for line in said.splitlines() if line.startswith("lit-layers: all")], words
+    series = tmp_path / "series\x1b[31m\x9b"
+    for step in (0, 1):
+        saved_gpt2(series / f"step-{step:09d}", n_layer=1)
+    monkeypatch.chdir(series)
+    main(["audit", "."])  # nobody typed its name
+    said = "".join(capsys.readouterr())
+    assert r"series\x1b[31m\x9b" in said
+    assert not set(said) & set("\x1b\x9b")

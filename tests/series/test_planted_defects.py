@@ -417,6 +417,28 @@ def test_where_as_many_steps_have_one_as_the_other_all_are_named(root, steps):
         assert found_in(audit(StepFolders(root, (0, *steps)))) == {("other config", (0,)), ("other config", steps)}
 
 
+def test_a_model_that_training_began_with_may_have_another_precision_where_nobody_reads_weights_too(root):
+    """A training in bfloat16 of a model in float32: of two steps neither is accused, as where they are read."""
+    steps = EVEN[3:]
+    for step in steps:  # large beside the headers of the files, as models are
+        changed(root, step, lambda state: state | {"large": torch.ones(100_000)})
+    for step in steps[1:]:
+        changed(root, step, rounded)
+    for level in ("listing", "files"):
+        for chosen in (steps[:2], steps):
+            found = audit(StepFolders(root, chosen), level=level)
+            assert found_in(found) == set()
+            kind = "other size" if level == "listing" else "other precision"
+            assert [(each.kind, each.steps, each.note) for each in found.findings] == [(kind, steps[:1], True)]
+    changed(root, steps[-1], lambda state: {name: value.float() for name, value in state.items()})
+    found = audit(StepFolders(root, steps[1:]), level="listing")
+    assert found_in(found) == {("other size", steps[-1:])}, "the last one never is another model"
+    changed(root, steps[0], lambda state: state | {"more": torch.ones(30_000)})
+    found = audit(StepFolders(root, steps[:2]), level="listing")
+    assert found_in(found) == {("other size", steps[:2])}, "another size than that of a precision"
+    assert found.findings[0].message.endswith("as many steps have one as the other")
+
+
 @pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
 def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root, steps):
     exchanged(root, *steps)

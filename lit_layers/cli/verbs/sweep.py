@@ -49,9 +49,12 @@ def sweep(
     if engine == "ray" and (workers > 1 or count > 1):
         name = "workers" if workers > 1 else "shard"
         raise InputError(f"{name}: with engine ray the cluster says how many cells run at a time: leave it out")
+    from lit_layers.cli.own_code import trust_code
     from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
+    trusted = [f"--code={package}" for package in code or ()]
+    trust_code(trusted)  # refuses what is none, also where no cell is left to be run with it
     grid = read_grid(Path(recipe_file(file)))
     if not any_command:
         _refuse_another_program(grid)
@@ -64,7 +67,6 @@ def sweep(
     for cell in cells:
         cell.refuse_another()
         grid.command_line(cell.cell)
-    trusted = [f"--code={package}" for package in code or ()]
     if plan:
         return _plan(cells, grid, trusted)
     _check_options(cells, grid, trusted)
