@@ -14,7 +14,6 @@ from scipy.linalg import subspace_angles
 from lit_layers import measure, prompt_values, run_data
 from lit_layers.analyses import PooledStates
 from lit_layers.cli.main import main
-from lit_layers.clock.state_maps import sentences, step_maps
 from lit_layers.clock.state_similarity import (
     CKA,
     COLUMNS,
@@ -25,9 +24,11 @@ from lit_layers.clock.state_similarity import (
     KeptStates,
     kept_states,
     over_the_runs,
+    sentences,
     settling_steps,
     similar_states,
     similarity_of_steps,
+    step_maps,
 )
 from lit_layers.figures.chart import Panels, rows_of
 from lit_layers.figures.labels import value

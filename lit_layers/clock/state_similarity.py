@@ -1,4 +1,4 @@
-"""Similarity of kept states: between two checkpoints of a run, and between seeds at one step."""
+"""Similarity of kept states, between two checkpoints of a run and between seeds at one step: tables, and heat maps."""
 
 import itertools
 import logging
@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from lit_layers import prompt_values, run_data
+from lit_layers.figures.axes import Axis
+from lit_layers.figures.chart import Chart
+from lit_layers.figures.labels import count
+from lit_layers.figures.labels import value as number_text
+from lit_layers.figures.maps import slider_map, tabled
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
 from lit_layers.identity import Measurement, Settings, settings_of
@@ -256,3 +261,114 @@ def _shape(kept: KeptStates) -> tuple[int, ...]:
 
 def _more(number: int) -> str:
     return f"; and {number} more" if number > 0 else ""
+
+
+# ------------------------------------------------------------------------------------------------ as maps
+
+TITLES = {
+    CKA: "CKA of pooled states",
+    PROCRUSTES: "Procrustes distance of pooled states",
+    SUBSPACE: "Overlap of leading subspaces of pooled states",
+    PROMPT_SUBSPACE: "Overlap of leading subspaces over prompts",
+}
+_BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0, PROMPT_SUBSPACE: 1.0}  # of states with themselves
+_LAYERS = 9  # that a reader chooses from: the tables have all
+_TICKS = 9
+
+Maps = tuple[str, str, list[tuple[str, Chart]]]  # a title, a note, and the map of each layer with its name
+
+
+def step_maps(table: pd.DataFrame, *, several: bool = False) -> Iterator[Maps]:
+    """Yields for each run, analysis and metric of a table of steps a map of steps by steps, for a choice of layers.
+
+    With `several` runs the titles say which.
+    """
+    for (run, analysis, metric), part in table.groupby(["run", "analysis", "metric"], sort=False):
+        where = ", ".join([*([str(run)] if several else []), *([] if analysis == "pooled_states" else [str(analysis)])])
+        title = f"{TITLES[str(metric)]}{f', {where}' if where else ''}"
+        charts = [(f"Layer {layer}", _steps(title, layer, of_layer)) for layer, of_layer in _shown_layers(part)]
+        yield title, _chance(part), charts
+
+
+def run_maps(table: pd.DataFrame) -> Iterator[Maps]:
+    """Yields for each analysis and metric of a table of runs a map of runs by runs, with a slider over the steps."""
+    for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
+        title = f"{TITLES[str(metric)]}, runs at equal steps"
+        title += "" if analysis == "pooled_states" else f", {analysis}"
+        charts = [(f"Layer {layer}", _runs(title, layer, of_layer)) for layer, of_layer in _shown_layers(part)]
+        yield title, _chance(part), charts
+
+
+def sentences(table: pd.DataFrame) -> list[str]:
+    """Returns of each run from which step on its first, middle and last layer are what they are in the end."""
+    lines = []
+    for (run, _), part in settling_steps(table).groupby(["run", "analysis"], sort=False):
+        part = part[part["layer"] > 0]
+        places = spread(part.to_dict("records"), 3)
+        steady = [f"layer {row['layer']} from step {count(row['step'])}" for row in places]
+        if steady and part["step"].min() < part["last"].max():
+            lines.append(
+                f"{run}: the CKA with step {count(part['last'].max())} stays above 0.9 at {', '.join(steady)} on"
+            )
+    return lines
+
+
+def _shown_layers(table: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    for layer in spread(sorted(table["layer"].unique()), _LAYERS):
+        yield int(layer), table[table["layer"] == layer]
+
+
+def _chance(table: pd.DataFrame) -> str:
+    low, high = table["chance"].min(), table["chance"].max()
+    between = (
+        number_text(low) if number_text(low) == number_text(high) else f"{number_text(low)} to {number_text(high)}"
+    )
+    return f"By chance {between}."
+
+
+def _steps(title: str, layer: int, table: pd.DataFrame) -> Chart:
+    keys = sorted({*table["step"], *table["other_step"]})
+    axis = Axis(title="Optimizer step", keys=keys, labels={at: count(at) for at in spread(keys, _TICKS)}, grid=False)
+    look = {
+        "hover": "step {y}, step {x}{w}",
+        "notes": [_intervals(table, "step", "other_step", keys)],
+        **_colors(table),
+    }
+    matrix = _matrix(table, "step", "other_step", keys)
+    return slider_map(f"{title}, layer {layer}", {0: matrix}, axis, axis, look, height=420, square=True)
+
+
+def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
+    names = list(dict.fromkeys([*table["run"], *table["other_run"]]))
+    by_step = {step: table[table["step"] == step] for step in sorted(table["step"].unique().tolist())}
+    matrices = {step: _matrix(part, "run", "other_run", names) for step, part in by_step.items()}
+    notes = [_intervals(part, "run", "other_run", names) for part in by_step.values()]
+    down = {number: f"{name}  {number + 1}" for number, name in enumerate(names)}
+    across = {number: str(number + 1) for number in down}
+    x, y = (Axis(title="Run", keys=range(len(names)), labels=labels, grid=False) for labels in (across, down))
+    look = {"hover": "{t}{w}", "texts": names, "notes": notes, **_colors(table)}
+    return slider_map(f"{title}, layer {layer}", matrices, x, y, look, height=420)
+
+
+def _colors(table: pd.DataFrame) -> dict[str, Any]:
+    """Bright is alike; the ends are those of all layers' checkpoints of the map."""
+    if best := _BEST[str(table["metric"].iloc[0])]:
+        return {"ends": (min(table["value"].min(), 0.999), best), "scheme": "viridis"}
+    return {"ends": (best, max(table["value"].max(), 1e-3)), "scheme": {"name": "viridis", "extent": [1, 0]}}
+
+
+def _matrix(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[Any]]:
+    pairs = {(row[down], row[across]): row["value"] for row in table.to_dict("records")}
+    pairs |= {(b, a): each for (a, b), each in pairs.items()}
+    best = _BEST[str(table["metric"].iloc[0])]
+    return tabled({**pairs, **{(key, key): best for key in keys}}, keys, keys)
+
+
+def _intervals(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[str]]:
+    """What touching a place of the matrix says of its interval: nothing where there is none."""
+    texts = {
+        (row[down], row[across]): f"\n95% {number_text(row['low'])} to {number_text(row['high'])}, over {row['over']}"
+        for row in table[table["low"].notna()].to_dict("records")
+    }
+    texts |= {(b, a): each for (a, b), each in texts.items()}
+    return [[texts.get((row, column), "") for column in keys] for row in keys]

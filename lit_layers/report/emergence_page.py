@@ -15,10 +15,9 @@ from lit_layers.clock.lead_lags import lead_lag_chart, lead_lag_rows
 from lit_layers.clock.lead_lags import sentences as lead_lag_sentences
 from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
 from lit_layers.clock.model_forecasts import sentences as forecast_sentences
-from lit_layers.clock.state_maps import run_maps, step_maps
-from lit_layers.clock.state_maps import sentences as state_sentences
-from lit_layers.clock.state_similarity import CKA, kept_states, similarity_of_steps
+from lit_layers.clock.state_similarity import CKA, kept_states, run_maps, similarity_of_steps, step_maps
 from lit_layers.clock.state_similarity import COLUMNS as SIMILARITY_COLUMNS
+from lit_layers.clock.state_similarity import sentences as state_sentences
 from lit_layers.clock.step_curves import AxisName
 from lit_layers.clock.times_and_order import (
     COLUMNS,
