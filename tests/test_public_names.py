@@ -19,7 +19,6 @@ PLUMBING = {
     "jacobian.block_call",
     "jacobian.block_attention",
     "jacobian.linear_cut",
-    "jacobian.one_token",
 }
 PLUMBING |= {"emergence.drawn_curves", "emergence.replicates"}
 

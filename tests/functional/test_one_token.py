@@ -277,8 +277,8 @@ def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch, route, method):
 
 def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
     block, seen = Attending(fused()), []
-    check = routes.disagreement
-    monkeypatch.setattr(routes, "disagreement", lambda *args: seen.append(1) or check(*args))
+    check = routes._disagreement
+    monkeypatch.setattr(routes, "_disagreement", lambda *args: seen.append(1) or check(*args))
     for tokens, checks in [(5, 1), (5, 1), (6, 2)]:
         block_jacobian(block, torch.randn(2, tokens, 8))
         assert len(seen) == checks
