@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -158,11 +158,7 @@ def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attent
     attention = recorder.attention
     if attention is None:
         raise Unsupported("no attention of a known kind was found in it")
-    if (
-        attention.query.ndim != 4
-        or attention.query.shape[2] != hidden.shape[1]
-        or attention.key.shape[2] != hidden.shape[1]
-    ):
+    if attention.query.ndim != 4 or {attention.query.shape[2], attention.key.shape[2]} != {hidden.shape[1]}:
         raise Unsupported("its attention is not over the tokens it is given")
     return attention
 
@@ -171,27 +167,48 @@ class Done(Exception):
     """The rest of the block is not needed."""
 
 
-class _Recorder(TorchFunctionMode):
-    """Watches a block on whole prompts and leaves it once its attention is known."""
+class _Calls(TorchFunctionMode):
+    """Sees each function that a block calls, those that torch's own attention module calls among them."""
+
+    of_module: ClassVar[dict[str, Any]] = {}  # what that is given instead of its own
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention: Attention | None = None
         self.products = 0
-        self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
-        self.softmax: tuple[Tensor, Tensor] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is MODULE and _IS_OPEN:
+            with self:
+                return _opened(*args, **kwargs | self.of_module)
+        return self.called(func, args, kwargs)
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def is_of_heads(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether this is a product of heads, which is counted then."""
+        is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
+        self.products += is_product
+        return is_product
+
+
+class _Recorder(_Calls):
+    """Watches a block on whole prompts and leaves it once its attention is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: Attention | None = None
+        self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
+        self.softmax: tuple[Tensor, Tensor] | None = None
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is FUSED:
             self.attention = _fused_attention(**_named(args, kwargs))
             raise Done
-        if func is MODULE and _IS_OPEN:
-            with self:
-                return _opened(*args, **kwargs)
-        if func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
+        if self.is_of_heads(func, args):
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
@@ -202,7 +219,6 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        self.products += 1
         if self.softmax is not None and self.scores is not None:
             number, query, key, _ = self.scores
             p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
@@ -273,27 +289,22 @@ def _fused_attention(
     return Attention(query, key, value, weights, None, map_of)
 
 
-class Replay(TorchFunctionMode):
+class Replay(_Calls):
     """Answers the one attention of a block that is called on single tokens."""
+
+    of_module: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}  # the answer knows of masks
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.attention, self.answer = attention, answer
-        self.products = self.answers = 0
+        self.answers = 0
         self.scored: tuple[Tensor, Tensor] | None = None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is FUSED:
             call = _named(args, kwargs)
             return self._attend(call["query"], call["key"], call["value"])
-        if func is MODULE and _IS_OPEN:
-            with self:  # the answer knows of the masks
-                return _opened(*args, **kwargs | {"attn_mask": None, "key_padding_mask": None, "is_causal": False})
-        if self.attention.matmuls and func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
-            self.products += 1
+        if self.attention.matmuls and self.is_of_heads(func, args):
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT
                 return args[0].new_zeros(*args[0].shape[:3], 1)  # its softmax is not looked at
@@ -405,20 +416,16 @@ def _output_weight(call: Block, hidden: Tensor, attention: Attention) -> Tensor:
     return watch.weight
 
 
-class _Projection(TorchFunctionMode):
+class _Projection(_Calls):
     """Watches a block for the first linear map behind its attention, and leaves it there."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
         self.matmuls = attention.matmuls
-        self.products = 0
         self.attended: Tensor | None = None
         self.weight: Tensor | None = None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.attended is not None:
             if func is F.linear:
                 self._take(args[0], args[1])
@@ -426,16 +433,10 @@ class _Projection(TorchFunctionMode):
                 self._take(args[1], args[2].mT)
             elif func in MATMULS and args[1].ndim == 2:
                 self._take(args[0], args[1].mT)
-        if func is MODULE and _IS_OPEN:
-            with self:
-                return _opened(*args, **kwargs)
         output = func(*args, **kwargs)
-        if func is FUSED:
+        is_last = self.matmuls is not None and self.is_of_heads(func, args) and self.products == self.matmuls[1]
+        if func is FUSED or is_last:
             self.attended = output
-        elif self.matmuls and func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4:
-            self.products += 1
-            if self.products == self.matmuls[1]:
-                self.attended = output
         return output
 
     def _take(self, given: Tensor, weight: Tensor) -> None:

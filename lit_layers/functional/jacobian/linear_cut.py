@@ -61,12 +61,10 @@ class _Replay(Replay):
         self.ends: tuple[Tensor, Tensor, Tensor] | None = None  # query, key, value
         self.attended: Tensor | None = None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_function__(func, types, args, kwargs)
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().called(func, args, kwargs)
         if func is F.linear:
-            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             return self._linear(output, named["input"], named["weight"], named.get("bias"))
         if func in _ADDMMS and not kwargs:
             return self._linear(output, args[1], args[2].mT, args[0])
