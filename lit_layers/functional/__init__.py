@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,34 +36,14 @@ if TYPE_CHECKING:
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
 
-_FILES = (
-    "trajectory",
-    "entropy",
-    "geometry",
-    "state_geometry",
-    "attention_patterns",
-    "ngrams",
-    "sharpness",
-    "similarity",
-    "invariance",
-    "jacobian.routes",
-    "jacobian.singular",
-    "jacobian.summaries",
-    "jacobian.through_blocks",
-    "coupling",
-    "probes.logistic",
-    "probes.regression",
-    "probes.attentive",
-    "probes.record_probe",
-    "probes.watching_probe",
-    "curves",
-    "correlation",
-    "layer_selection",
-    "emergence.curve_times",
-    "emergence.forecast",
-    "emergence.lead_lag",
-    "block_schedules",
+# Files that metrics are computed with; all others define them.
+_PLUMBING = (
+    *("_checks", "probes.lbfgs", "emergence.drawn_curves", "emergence.replicates"),
+    *("jacobian.block_call", "jacobian.block_attention", "jacobian.linear_cut"),
 )
+_HERE = Path(__file__).parent
+_BELOW = (".".join(path.relative_to(_HERE).with_suffix("").parts) for path in sorted(_HERE.rglob("*.py")))
+_FILES = tuple(name for name in _BELOW if name.rpartition(".")[2] != "__init__" and name not in _PLUMBING)
 
 
 def __getattr__(name: str) -> Any:
