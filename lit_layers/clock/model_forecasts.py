@@ -16,6 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import value as number_text
+from lit_layers.figures.models import in_rows, row_ends
 from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, flat_p_value
@@ -356,8 +357,8 @@ def error_chart(forecasts: ModelForecasts) -> Chart:
         for metric, part in _strict(forecasts.errors, target, None).groupby("metric", sort=False)
     ][: _MOST_METRICS + 2]
     shown = [name for name in METHODS if name != "persistence"]
-    ends = (-0.6, len(rows) - 0.4)
-    series = [Series(x=list(ends), y=[1.0, 1.0], name="baseline", color=MUTED, width=1.5, dash="dash", hover=False)]
+    level = {"name": "baseline", "color": MUTED, "width": 1.5, "dash": "dash", "hover": False}
+    series = [Series(x=row_ends(rows), y=[1.0, 1.0], **level)]
     for number, name in enumerate(shown):
         points = [(at, part[part["method"] == name].to_dict("records")) for at, (_, part) in enumerate(rows)]
         drawn = [(at, each[0]) for at, each in points if each and np.isfinite(each[0]["ratio"])]
@@ -377,17 +378,6 @@ def error_chart(forecasts: ModelForecasts) -> Chart:
                 tells_texts=True,
             )
         )
-    return Chart(
-        title="Mean error as a share of persistence's; of half-way points, of the others' median's",
-        x=Axis(
-            labels={at: name[0].upper() + name[1:] for at, (name, _) in enumerate(rows)},
-            ends=ends,
-            reverse=True,
-            grid=False,
-        ),
-        y=Axis(title="Share of the error", zero=True),
-        series=series,
-        horizontal=True,
-        place="",
-        height=140 + 60 * len(rows),
-    )
+    title = "Mean error as a share of persistence's; of half-way points, of the others' median's"
+    texts = [name[0].upper() + name[1:] for name, _ in rows]
+    return in_rows(title, texts, Axis(title="Share of the error", zero=True), series, height=140 + 60 * len(rows))

@@ -209,16 +209,33 @@ def interval_rows(
     the second hollow, others are ticks that have no interval. A line stands at zero.
     """
     strong = sorted({*range(len(texts))} - {mark.row for mark in marks})
-    ends = (-0.6, len(texts) - 0.4)
     charts = []
     for panel, title in enumerate(panels):
-        series = [Series(x=ends, y=[0, 0], color="#9aa5b0", width=0.8, hover=False)]
+        series = [Series(x=row_ends(texts), y=[0, 0], color="#9aa5b0", width=0.8, hover=False)]
         series += [_kind([m for m in marks if m.panel == panel], kinds, index) for index in range(len(kinds))]
-        labels = dict(enumerate(texts)) if panel == 0 else {}
-        axis = Axis(labels=labels, ends=ends, reverse=True, grid=False, strong=strong)
-        look: dict[str, Any] = {"horizontal": True, "place": "", "height": 100 + 16 * len(texts)}
-        charts.append(Chart(title="", x=axis, y=Axis(title=title), series=series, **look))
+        look: dict[str, Any] = {"height": 100 + 16 * len(texts), "strong": strong, "named": panel == 0}
+        charts.append(in_rows("", texts, Axis(title=title), series, **look))
     return charts
+
+
+def in_rows(
+    title: str,
+    texts: Sequence[str],
+    values: Axis,
+    series: Sequence[Series],
+    *,
+    height: int,
+    named: bool = True,
+    strong: Sequence[int] = (),
+) -> Chart:
+    """Returns rows from the top down, with their texts beside them where they are `named`; their values go across."""
+    labels = dict(enumerate(texts)) if named else {}
+    down = Axis(labels=labels, ends=row_ends(texts), reverse=True, grid=False, strong=strong)
+    return Chart(title=title, x=down, y=values, series=series, horizontal=True, place="", height=height)
+
+
+def row_ends(rows: Sequence[Any]) -> tuple[float, float]:
+    return -0.6, len(rows) - 0.4
 
 
 def _kind(marks: Sequence[Mark], kinds: Sequence[str], index: int) -> Series:

@@ -14,7 +14,7 @@ from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import count, p_equation, value, wrapped
 from lit_layers.figures.maps import named_matrix, row_height
-from lit_layers.figures.models import look_of
+from lit_layers.figures.models import in_rows, look_of
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import rounded
 from lit_layers.functional.emergence import EmergenceTimes, Time
@@ -76,18 +76,9 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(times.peak)}" for row, times in of_run]
         hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
-    labels = {rows[key]: wrapped(_row_title(by_key[key][0][1])) for key in keys}
-    down = Axis(labels=labels, ends=(-0.6, len(keys) - 0.4), reverse=True, grid=False)
+    texts = [wrapped(_row_title(by_key[key][0][1])) for key in keys]
     title = "When each metric is half-way (filled, with its interval) and at its peak (hollow)"
-    return Chart(
-        title=title,
-        x=down,
-        y=_time_axis(clock, axis),
-        series=series,
-        horizontal=True,
-        place="",
-        height=110 + row_height(labels.values()) * len(keys),
-    )
+    return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + row_height(texts) * len(keys))
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
