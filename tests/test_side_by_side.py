@@ -35,7 +35,7 @@ def test_what_lacks_the_tags_of_others_has_a_name_among_the_choices(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
     content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
-    blocks = {block["title"]: block for blocks in _blocks(content, "step").values() for block in blocks}
+    blocks = {block["title"]: block for blocks in _blocks(content).values() for block in blocks}
     texts = {title: [choice["text"] for choice in block["choices"]] for title, block in blocks.items()}
     assert texts["Probe accuracy (share)"] == ["true labels", "random labels"]
     assert texts["Line shape score"] == ["mean", "median"]
@@ -47,7 +47,7 @@ def test_sections_stand_in_the_order_of_the_page_of_one_run(tmp_path):
         make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
     measured = dict.fromkeys(each.analysis for each in records.read(tmp_path / "1" / "measurements.jsonl"))
     content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
-    shown = [*_blocks(content, "step")]
+    shown = [*_blocks(content)]
     assert shown == [*dict.fromkeys(last_values(content)["analysis"])] == [name for name in measured if name in shown]
     assert shown != sorted(shown)
 
@@ -224,12 +224,12 @@ def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path, monkeypatch
     assert at_last == {(1, 10), (3, 30), (5, 50), (6, 60)}
     (row,) = last_values(content).to_dict("records")
     assert (row["layer"], row["few"], row["deep"]) == (3, 12, 30)  # the last that both have
-    (block,) = _blocks(content, "step")["probe"]
+    (block,) = _blocks(content)["probe"]
     assert [choice["text"] for choice in block["choices"]] == [""]
     captions = [figure["caption"] for figure in block["choices"][0]["figures"]]
     assert captions == ["Over training, a layer of all", "Over layers", "Difference, few less deep"]
     apart = read_side_by_side([few, write_run(tmp_path / "apart", [1.0, 2], steps=(5, 50))])
-    figures = _blocks(apart, "step")["probe"][0]["choices"][0]["figures"]
+    figures = _blocks(apart)["probe"][0]["choices"][0]["figures"]
     assert [figure["caption"] for figure in figures] == ["Over training, the last layer"]  # nothing in common
     assert not any(figure["problem"] for figure in figures)
 

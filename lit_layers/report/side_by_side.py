@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import AxisName, StepCurve, at_common_checkpoints, refuse_odd_seeds
+from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refuse_odd_seeds
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import listing, tag_text, value, whole
 from lit_layers.figures.models import color_of, symbol_of
-from lit_layers.figures.profiles import levels_of, value_axis
+from lit_layers.figures.profiles import level, levels_of, value_axis
 from lit_layers.figures.tables import choice_text, grouped
-from lit_layers.figures.theme import INK, MUTED, rounded, spread
+from lit_layers.figures.theme import INK, rounded, spread
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.sections import Captioned, balanced, block
@@ -158,7 +158,6 @@ class SideBySide:
 
     groups: Mapping[str, Sequence[str]]
     lines: Mapping[Key, Mapping[str, Line]]
-    tokens: Mapping[float, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     recipes: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,7 +167,6 @@ def read_side_by_side(
     *,
     seeds: bool = False,
     group: str | None = None,
-    axis: AxisName = "step",
     settings: Settings = (),
     allow_suspect: bool = False,
 ) -> SideBySide:
@@ -178,7 +176,6 @@ def read_side_by_side(
         roots: folders of runs.
         seeds: all runs are seeds of one.
         group: runs with one value of this field of their recipe, such as `data.shuffle_tokens`, are seeds of one.
-        axis: what curves are over.
         settings: of analyses that were measured with several settings, as in `lit_layers.identity`.
         allow_suspect: also take checkpoints that an audit found suspect.
 
@@ -193,7 +190,7 @@ def read_side_by_side(
     by_run: dict[str, list[StepCurve]] = {}
     groups: dict[str, list[str]] = {}
     for root in roots:
-        curves = curves_of(root, axis=axis, settings=settings, allow_suspect=allow_suspect)
+        curves = curves_of(root, settings=settings, allow_suspect=allow_suspect)
         name = curves[0].run
         if name in by_run:
             raise InputError(f"runs: {root} has the name of another, {name}: expected runs of different names")
@@ -255,7 +252,7 @@ def _value_of(root: str | Path, name: str) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def over_training(lines: Mapping[str, Line], groups: Sequence[str], *, axis: AxisName = "step") -> Chart:
+def over_training(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
     """Returns one number over training, a colour a group, with bands."""
     first = next(iter(lines.values()))
     series = []
@@ -263,22 +260,15 @@ def over_training(lines: Mapping[str, Line], groups: Sequence[str], *, axis: Axi
         if name in lines:
             look = {"color": color_of(number), "width": 2.2, "mark": symbol_of(number), "apart": "diamond"}
             series.append(_series(lines[name], name=name, legend=True, **look))
-    return _chart(first.curve.title, first.curve.metric, series, axis)
+    return _chart(first.curve.title, first.curve.metric, series)
 
 
-def of_difference(line: Line, *, axis: AxisName = "step") -> Chart:
+def of_difference(line: Line) -> Chart:
     """Returns a difference over training, with its interval."""
-    zero = Series(
-        x=[int(step) for step in line.at],
-        y=[0.0] * len(line.at),
-        name="no difference",
-        color=MUTED,
-        dash="dash",
-        width=1.4,
-    )
+    zero = level([int(step) for step in line.at], 0.0, "no difference", width=1.4, legend=False)
     look = {"color": INK, "width": 2.2, "mark": "circle", "apart": "diamond", "name": line.group}
     title = f"{line.curve.title}: {line.group}{f', without {line.left_out}' if line.left_out else ''}"
-    return _chart(title, line.curve.metric, [zero, _series(line, **look)], axis, signed=True)
+    return _chart(title, line.curve.metric, [zero, _series(line, **look)], signed=True)
 
 
 def _series(line: Line, **look: Any) -> Series:
@@ -286,13 +276,12 @@ def _series(line: Line, **look: Any) -> Series:
     return Series(x=[int(step) for step in line.at], y=rounded(line.values), **ends, **look)
 
 
-def _chart(title: str, metric: str, series: list[Series], axis: AxisName, *, signed: bool = False) -> Chart:
+def _chart(title: str, metric: str, series: list[Series], *, signed: bool = False) -> Chart:
     steps = sorted({step for each in series for step in each.x})
-    training = Training.of(steps, {}) if axis == "step" else Training(steps, steps)
     if not signed:
         series += levels_of(metric, steps, mark="line-ew", apart="line-ew")
     values = value_axis(metric, log=False) if signed else value_axis(metric)
-    return Chart(title=title, x=Axis(), y=values, series=series, training=training, axis=axis)
+    return Chart(title=title, x=Axis(), y=values, series=series, training=Training.of(steps, {}))
 
 
 def _common_steps(lines: Iterable[Line]) -> list[float]:
@@ -331,12 +320,12 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
+def page_of(content: SideBySide) -> str:
     """Returns the page: what the groups are, a table of last values, and the figures of each analysis."""
     groups = list(content.groups)
     shown = [
         {"name": analysis, "title": sentence(analysis), "metrics": balanced(blocks)}
-        for analysis, blocks in _blocks(content, axis).items()
+        for analysis, blocks in _blocks(content).items()
     ]
     return fill(
         "runs.html.jinja",
@@ -350,13 +339,13 @@ def page_of(content: SideBySide, *, axis: AxisName = "step") -> str:
     )
 
 
-def write_pictures(content: SideBySide, folder: Path, *, axis: AxisName = "step") -> list[Path]:
+def write_pictures(content: SideBySide, folder: Path) -> list[Path]:
     """Writes the figures of the page as .png, .svg and .pdf; returns their paths."""
-    sections = _blocks(content, axis).items()
+    sections = _blocks(content).items()
     return vega.write_pictures((pair for name, blocks in sections for pair in charts_in(name, blocks)), folder)
 
 
-def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
+def _blocks(content: SideBySide) -> dict[str, list[Block]]:
     groups = list(content.groups)
     by_analysis: dict[str, list[Block]] = {}
     order = _order(content)
@@ -371,12 +360,12 @@ def _blocks(content: SideBySide, axis: AxisName) -> dict[str, list[Block]]:
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", a layer of all"
-            parts: list[Captioned] = [(f"Over training{at}", partial(over_training, lines, groups, axis=axis))]
+            parts: list[Captioned] = [(f"Over training{at}", partial(over_training, lines, groups))]
             if len(layered) > 1 and _common_steps(line for each in layered.values() for line in each.values()):
                 parts.append(("Over layers", partial(over_layers, layered, groups)))
             if len(groups) == 2 and len(lines) == 2 and _common_steps(lines.values()):
                 gap = difference(*(lines[name] for name in groups))
-                parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(of_difference, gap, axis=axis)))
+                parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(of_difference, gap)))
             tags = next(iter(lines.values())).curve.tags
             text = choice_text({name: tags.get(name) for name in names}) if len(variants) > 1 else tag_text(dict(tags))
             choices.append((text, parts))
