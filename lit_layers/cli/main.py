@@ -83,11 +83,10 @@ def _leave_working_directory() -> None:
 
 
 def _run(command: str, rest: list[str], is_own_process: bool) -> int:
-    if command == "sweep":  # passes SIGTERM on to its cells, which heed it
-        return run_verb(command, rest)
     from lit_layers.cli.stopping import TERMINATED, stopping
 
-    with stopping(ends_process=is_own_process) as stop:
+    # A sweep passes SIGTERM on to its cells, which heed it, and waits for them.
+    with stopping(ends_process=is_own_process, limited=command != "sweep") as stop:
         try:
             code = run_verb(command, rest)
         except SystemExit:
