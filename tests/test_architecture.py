@@ -56,7 +56,7 @@ def test_the_front_door_imports_nothing_heavy(module):
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # four seconds of CPU; by the imports as written, another test sees it
 def test_analyses_need_no_lightning():
     code = "import sys, lit_layers.analyses, lit_layers.measuring.one_model; print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -159,6 +159,16 @@ def libraries(trees: dict[str, ast.Module]) -> Graph:
             left += fresh
         loaded[name] = {there.partition(".")[0] for there in seen} & HEAVY
     return loaded
+
+
+def test_analyses_load_no_lightning_and_no_command_what_evaluates():
+    loaded = libraries(modules(PACKAGE))
+    for name in ("lit_layers.analyses", "lit_layers.measuring.one_model"):
+        assert "lightning" not in loaded[name], name
+    assert "lightning" in loaded["lit_layers.training"]  # such a graph would see it
+    commands = [name for name in loaded if name.startswith("lit_layers.cli")]
+    assert [name for name in commands if loaded[name] & {"mteb", "datasets"}] == []
+    assert len(commands) > 10
 
 
 def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library():

@@ -1,13 +1,15 @@
 """Checkpoints are measured while somebody trains: whole ones, once, whoever dies, and training is as if alone."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from lit_layers.cli.verbs.analyze import Command
 from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
+from lit_layers.measuring import following
 from lit_layers.measuring.aside import MeasuringAside
 from lit_layers.measuring.following import _complete, follow
 from lit_layers.measuring.offline import SeriesResult, analyze_series
@@ -207,12 +210,34 @@ def callbacks(root: Path, how: str, **options) -> list:
     return [SeriesCheckpoint(EVERY_SECOND, root), measured]
 
 
+class Later:
+    """The second process, begun in this one when it is waited for: what it is told is what the real one is."""
+
+    def __init__(self, command: list[str], *, stdin: IO[bytes], **_: Any) -> None:
+        assert command[-1] == "lit_layers.measuring.following"
+        self.pid, self.told, self.code = os.getpid(), io.BytesIO(stdin.read()), None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, _: float) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.TextIOWrapper(self.told))
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(os, "nice", lambda _: 0)
+            following.main()
+        self.code = 0
+
+
 def ended(callback: EmergenceCallback) -> None:
     callback._aside._process.wait(300)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(tmp_path):
+@pytest.mark.parametrize("started", [Later, pytest.param(None, marks=pytest.mark.soak)], ids=["later", "beside"])
+def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(started, tmp_path, monkeypatch):
+    if started is not None:
+        monkeypatch.setattr("lit_layers.measuring.aside.subprocess", SimpleNamespace(Popen=started))
     roots = {how: tmp_path / how / "run" for how in ("sync", "async")}
     with_them, heard = callbacks(roots["async"], "async"), Heard()
     with_them[1].measurer.watchers.append(heard)

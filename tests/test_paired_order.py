@@ -17,6 +17,7 @@ from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store
 from lit_layers.report import write_report
 from lit_layers.report.emergence_charts import sentence
+from tests.support.undrawn import leave_undrawn
 
 AXIS = np.linspace(0, 11, 16)
 STEPS = np.round(np.exp2(AXIS) - 1)
@@ -135,7 +136,8 @@ def paired_of(folder) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in zip(*names, strict=True)}
 
 
-def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_path, capsys):
+def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_path, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
     assert main(["emerge", str(run), "--out", str(tmp_path / "out"), "--metrics", "shown,unkept"]) == 0
     assert paired_of(tmp_path / "out") == {frozenset(("a/shown", "b/shown"))}
     layers = pd.read_csv(tmp_path / "out" / "layer_order.csv")
@@ -153,7 +155,8 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
     assert capsys.readouterr().err == ""
 
 
-def test_a_runs_own_page_says_what_emerge_says(run, tmp_path):
+def test_a_runs_own_page_says_what_emerge_says(run, tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
     clock = measure_times(curves_of(run))
     said = [sentence(*pair) for pair in emerged_in_order(clock, "planted")]
     assert len(said) == 6

@@ -67,8 +67,11 @@ def refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) 
     assert sentence in said[0], argv
 
 
-def test_options_of_a_run_that_would_do_harm_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, sentence in OPTIONS:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_options_of_a_run_that_would_do_harm_are_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
+    for option, sentence in OPTIONS[::every]:
         refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
     (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "r", "trainer": 3}))
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "trainer: expected the options of a Trainer", capsys)

@@ -271,6 +271,7 @@ def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatc
     assert capsys.readouterr().err == "lit-layers mteb: error: mteb is not installed: pip install lit_layers[eval]\n"
 
 
+@pytest.mark.soak  # five seconds of CPU; tests/test_architecture.py sees it by the imports as written
 def test_mteb_is_not_imported_by_help_and_by_refusals():
     code = (
         "import sys; from lit_layers.cli.main import main; main(['--help']); main(['mteb', 'x', '--tasks', 'STS18']); "

@@ -15,7 +15,12 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 
 
-@pytest.mark.slow
+def test_the_record_is_of_these_sources_and_versions():
+    for verb in quick_help._OUTLINED:
+        assert quick_help.recorded(verb) is not None, f"{verb}: run python -m tests.support.record_help"
+
+
+@pytest.mark.soak  # ten seconds of CPU
 def test_the_record_is_what_the_parsers_say_at_every_width():
     # Without garbage collection, which is a fifth of the time of its imports.
     code = "import gc, sys; gc.disable(); from tests.support import record_help; sys.exit(record_help.check() or None)"

@@ -138,8 +138,10 @@ def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, 
     for content in ({**weights, "x": Payload(payload)}, Payload(payload), [Payload(payload)]):
         for zipped in (True, False):
             torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-            said = refused(["analyze", str(folder), *options, "--corpus", str(corpus)], capsys)
-            assert "loading them would run code; nothing was run" in said
+            with pytest.raises(InputError, match="loading them would run code; nothing was run"):
+                load(folder)
+    said = refused(["analyze", str(folder), *options, "--corpus", str(corpus)], capsys)
+    assert "loading them would run code; nothing was run" in said
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(payload), protocol=2))
     for command in ("analyze", "intervene", "mteb"):
         said = refused(

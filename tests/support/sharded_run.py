@@ -220,24 +220,36 @@ def run(folder: Path) -> int:
     modules.shard_ = shard
     facts["built"] = [[], []]
     torch.distributed.all_gather_object(facts["built"], held)
+    part(folder / "whole", 6)
+    stopped(folder / "shards", one_file=False)
+    torn(folder / "shards")
+    part(folder / "shards", 6, resume=True)
+    facts["refusals"] = ["", ""]
+    torch.distributed.all_gather_object(facts["refusals"], full_disk(folder / "full"))
+    return written(folder / "facts.json", facts)
+
+
+def run_more(folder: Path) -> int:
+    """What stands beside the runs above, for the tests that take longer."""
+    warnings.simplefilter("ignore")
     reduce, reductions = _fsdp_param_group.foreach_reduce, []
     _fsdp_param_group.foreach_reduce = lambda *args, **options: reductions.append(1) or reduce(*args, **options)
     dropping_out(folder / "bare", [])
     _fsdp_param_group.foreach_reduce = reduce
-    facts["reductions"] = len(reductions)
     dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
-    part(folder / "whole", 6)
-    for name, one_file in (("one_file", True), ("shards", False)):
-        part(folder / name, 3, one_file=one_file)
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(step_folder(folder / name, 0))  # a run that starts again would write it again
-    torn(folder / "shards")
+    stopped(folder / "one_file", one_file=True)
     part(folder / "one_file", 6, resume=True, one_file=True)
-    part(folder / "shards", 6, resume=True)
-    facts["refusals"] = ["", ""]
-    torch.distributed.all_gather_object(facts["refusals"], full_disk(folder / "full"))
     roomless(folder / "roomless")
-    facts |= other_ways(folder)
+    return written(folder / "more.json", {"reductions": len(reductions), **other_ways(folder)})
+
+
+def stopped(root: Path, *, one_file: bool) -> None:
+    part(root, 3, one_file=one_file)
     if torch.distributed.get_rank() == 0:
-        (folder / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(step_folder(root, 0))  # a run that starts again would write it again
+
+
+def written(file: Path, facts: dict[str, Any]) -> int:
+    if torch.distributed.get_rank() == 0:
+        file.write_text(json.dumps(facts))
     return 0

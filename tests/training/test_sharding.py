@@ -30,11 +30,12 @@ from tests.support.sharded_run import analyses, watching
 from tests.support.tiny_training import CONFIG, VOCABULARY, fit, module
 
 ROOT = Path(__file__).parents[2]
+FORMS = [pytest.param("one_file", marks=pytest.mark.soak), "shards"]  # of what a run goes on from
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every sharded run, by one start of two processes."""
+    """The sharded runs of the quick tests, by one start of two processes."""
     folder = tmp_path_factory.mktemp("sharded")
     assert run_ranks(lambda: sharded_run.run(folder)) == [0, 0]
     return folder
@@ -43,6 +44,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def facts(folder) -> dict[str, Any]:
     return json.loads((folder / "facts.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def more(folder) -> Path:
+    """The others beside them."""
+    assert run_ranks(lambda: sharded_run.run_more(folder)) == [0, 0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more_facts(more) -> dict[str, Any]:
+    return json.loads((more / "more.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +129,10 @@ def test_the_whole_model_is_gathered_once_a_step_for_saving_and_measuring_and_th
     assert not facts["kept"]
 
 
-@pytest.mark.slow
-def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(folder):
-    assert weights(folder / "bare", 4) == weights(folder / "seen", 4)
-    seen = records.read(folder / "seen" / "measurements.jsonl")
+@pytest.mark.soak
+def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(more):
+    assert weights(more / "bare", 4) == weights(more / "seen", 4)
+    seen = records.read(more / "seen" / "measurements.jsonl")
     assert [m.error for m in seen] == [None] * 12
 
 
@@ -132,9 +145,11 @@ def saved_state(root: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one_file", "shards"])
-def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(name, folder):
+@pytest.mark.parametrize("name", FORMS)
+def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(name, folder, request):
     """Also where the newest checkpoint is torn, which only the first rank has looked for."""
+    if name == "one_file":
+        request.getfixturevalue("more")
     assert saved_steps(folder / name) == [3, 6]  # it did not start again
     assert weights(folder / "whole", 6) == weights(folder / name, 6)
     losses = [column(folder / root, "train/loss") for root in ("whole", name)]
@@ -165,12 +180,12 @@ def test_a_resume_checkpoint_of_a_sharded_run_holds_half_of_each_tensor_in_the_f
     assert len(moments) == len({id(parameter) for parameter in load(step_folder(folder / "shards", 6)).parameters()})
 
 
-@pytest.mark.slow
-def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(folder):
-    (path,) = (folder / "one_file" / "resume").glob("step-000000006/trainer.ckpt")
+@pytest.mark.soak
+def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(more):
+    (path,) = (more / "one_file" / "resume").glob("step-000000006/trainer.ckpt")
     assert {file.name for file in path.parent.iterdir()} == {"meta.json", "trainer.ckpt"}
     state = torch.load(path, weights_only=True)
-    saved = load(step_folder(folder / "one_file", 6)).state_dict()
+    saved = load(step_folder(more / "one_file", 6)).state_dict()
     for name, tensor in saved.items():
         assert torch.equal(state["state_dict"][f"model.{name}"], tensor), name
     moments = {tuple(entry["exp_avg"].shape) for entry in state["optimizer_states"][0]["state"].values()}
@@ -178,8 +193,10 @@ def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one_file", "shards"])
-def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(name, folder, tmp_path):
+@pytest.mark.parametrize("name", FORMS)
+def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(name, folder, request, tmp_path):
+    if name == "one_file":
+        request.getfixturevalue("more")
     path = step_folder(folder / name / "resume", 3) / "trainer.ckpt"
     lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
     trainer, _ = fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], module=lit, steps=3, resume_from=path)
@@ -222,9 +239,9 @@ def test_a_sharded_run_refuses_the_state_of_an_unsharded_one(tmp_path):
         resuming._load(strategy(), state)
 
 
-@pytest.mark.slow
-def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_series_is_saved(folder):
-    roomless, root = folder / "roomless", folder / "watched"
+@pytest.mark.soak
+def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_series_is_saved(more):
+    roomless, root = more / "roomless", more / "watched"
     found = records.read(roomless / "measurements.jsonl")
     assert [(m.step, m.analysis) for m in found] == [
         (step, name) for step in range(4) for name in ("failing", "trajectory", "lens")
@@ -237,15 +254,15 @@ def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_serie
     ).read_bytes()
 
 
-@pytest.mark.slow
-def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_rank(folder, facts, tmp_path):
+@pytest.mark.soak
+def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_rank(more, more_facts, tmp_path):
     fit(tmp_path, [RunLog(tmp_path)], module=module(dropout=0.0), steps=3, precision="bf16-mixed")
-    assert facts["dtypes"] == ["torch.float32"]
-    assert facts["gathered"] == ["torch.bfloat16"]
-    mixed = column(folder / "mixed", "train/loss")
+    assert more_facts["dtypes"] == ["torch.float32"]
+    assert more_facts["gathered"] == ["torch.bfloat16"]
+    mixed = column(more / "mixed", "train/loss")
     # Weights and the sums between blocks are rounded to 8 bits too: 2^-9 of logits below 1.
     assert mixed == pytest.approx(column(tmp_path, "train/loss"), abs=2e-3)
-    assert mixed != column(folder / "watched", "train/loss")
+    assert mixed != column(more / "watched", "train/loss")
 
 
 @pytest.mark.slow
@@ -281,27 +298,27 @@ def refusing(device: str) -> nn.Module:
     raise InputError("no such model")
 
 
-@pytest.mark.slow
-def test_what_no_checkpoint_holds_comes_from_the_first_rank_too(folder, tmp_path):
+@pytest.mark.soak
+def test_what_no_checkpoint_holds_comes_from_the_first_rank_too(more, tmp_path):
     fit(tmp_path, [RunLog(tmp_path)], module=sharded_run.rotary(), steps=3, log_every_n_steps=1)
-    assert column(folder / "rotary", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
+    assert column(more / "rotary", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
 
 
-@pytest.mark.slow
-def test_gradients_are_reduced_once_a_step_however_batches_accumulate(facts):
-    assert facts["reductions"] == 4 * 3  # steps x (two blocks and the rest), not x 2 micro-batches
+@pytest.mark.soak
+def test_gradients_are_reduced_once_a_step_however_batches_accumulate(more_facts):
+    assert more_facts["reductions"] == 4 * 3  # steps x (two blocks and the rest), not x 2 micro-batches
 
 
-@pytest.mark.slow
-def test_sharded_training_that_computes_activations_again_has_the_same_losses(folder):
-    assert column(folder / "again", "train/loss") == column(folder / "watched", "train/loss")
+@pytest.mark.soak
+def test_sharded_training_that_computes_activations_again_has_the_same_losses(more):
+    assert column(more / "again", "train/loss") == column(more / "watched", "train/loss")
 
 
-@pytest.mark.slow
-def test_sharded_clipping_by_value_trains_as_one_rank_does(folder, tmp_path):
+@pytest.mark.soak
+def test_sharded_clipping_by_value_trains_as_one_rank_does(more, tmp_path):
     options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     fit(tmp_path, [RunLog(tmp_path)], module=module(dropout=0.0), steps=3, **options)
-    assert column(folder / "by_value", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
+    assert column(more / "by_value", "train/loss") == pytest.approx(column(tmp_path, "train/loss"), abs=1e-5)
 
 
 @pytest.mark.soak

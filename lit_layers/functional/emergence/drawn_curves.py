@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.linalg.lapack import dtrtrs
 
 Array = NDArray[np.floating[Any]]
@@ -241,13 +242,15 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     share = _pooled(evidence, pairs)
     pairs = pairs.among(np.argsort(share.sum(0))[-MOST_PAIRS:])
     likely = [process for process, kept in zip(processes, share.sum(1) > RARE, strict=True) if kept]
-    columns = pairs.steps.at(x)
+    columns = np.asfortranarray(pairs.steps.at(x))
     weight = _pooled(np.stack([each.evidence(values, each.rest(columns), pairs) for each in likely]), pairs)
     curves, heights = np.zeros((len(grid), values.shape[1])), np.zeros((columns.shape[1], values.shape[1]))
+    both = np.arange(pairs.places.size)  # of each pair; a sparse sum takes a twentieth of the time of `np.add.at`
+    whose = sparse.csr_array((np.ones(len(both)), (pairs.places.ravel(), both)), (len(heights), len(both)))
     for process, of_process in zip(likely, weight, strict=True):
-        rest, ramps, of_steps = process.rest(values), process.rest(columns), np.zeros_like(heights)
+        rest, ramps = process.rest(values), process.rest(columns)
         *_, slope, early, late = process.solved(rest, ramps, pairs)
-        np.add.at(of_steps, pairs.places, np.stack([early - slope[:, None] * late, late]) * of_process)
+        of_steps = whose @ np.concatenate([(early - slope[:, None] * late) * of_process, late * of_process])
         seen = process.rest(process.kernel(np.abs(grid[:, None] - x)).T)
         curves += seen.T @ (rest * of_process.sum(0) - ramps @ of_steps)
         heights += of_steps
@@ -274,7 +277,7 @@ def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[
 
 def _evidence(processes: Sequence[_Process], pairs: _Pairs, x: Array, y: Array) -> Array:
     """Of each process with each pair, (processes, pairs)."""
-    columns = pairs.steps.at(x)
+    columns = np.asfortranarray(pairs.steps.at(x))  # as LAPACK copies it, once for all processes
     return np.stack([each.evidence(y[:, None], each.rest(columns), pairs)[:, 0] for each in processes])
 
 
