@@ -24,9 +24,13 @@ DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." /
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that train or start processes come first: the last one decides how long the other worker is idle."""
+    """Files that train or start processes come first, then those of whole commands: functions and models take least.
+
+    The last file decides how long the other workers are idle.
+    """
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    commands = {Path(__file__).parent / room for room in ("", "cli", "hostile")}
+    items.sort(key=lambda item: (item.path not in long, item.path.parent not in commands))
 
 
 @pytest.hookimpl(wrapper=True)
