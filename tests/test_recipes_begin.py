@@ -154,8 +154,11 @@ def test_data_of_the_documented_commands_on_images_is_enough(realdata, tmp_path)
 @pytest.mark.soak
 @pytest.mark.realdata
 @pytest.mark.parametrize("paths", OF_PYTHON, ids=" ".join)
-def test_data_of_a_documented_command_on_the_python_library_is_enough(paths, realdata, tmp_path):
-    begin(listed(paths, "python", told(paths, "tokenizer", "bpe:2048"), tmp_path), realdata)
+def test_data_of_a_documented_command_on_the_python_library_is_enough(paths, realdata, tokenizers, tmp_path):
+    """Of a list alone with the tokenizer of any model: those that keep indents whole have windows of nothing else."""
+    of_a_model = tokenizers.values() if len(paths) == 1 else ()
+    for tokenizer in (told(paths, "tokenizer", "bpe:2048"), *of_a_model):
+        begin(listed(paths, "python", tokenizer, tmp_path), realdata)
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,8 @@ class TaskTexts(Texts):
 
 @dataclass
 class CorpusTexts(Texts):
-    """Windows of a prepared corpus, as `EvalText` draws them, turned back into text.
+    """Windows of a prepared corpus, as `EvalText` draws them, turned back into text; the next one in place of one
+    without a word, such as the blank lines and indents of source code.
 
     Args:
         corpus, tokenizer, split, documents, seed: As of `EvalText`.
@@ -134,15 +135,26 @@ class CorpusTexts(Texts):
     @functools.cached_property
     def _texts(self) -> list[str]:
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
-        return checked(tokenizer.decode_batch(self._windows().windows().tolist()))
+        wanted, drawn, texts = self.num_texts, 0, list[str]()
+        while len(texts) < self.num_texts:
+            windows = self._windows(wanted).windows()  # begin with those of a smaller number
+            if len(windows) == drawn:
+                raise InputError(
+                    f"texts: expected {self.num_texts} windows with words, the {self.split} split of {self.corpus} has "
+                    f"{len(texts)} among {drawn}: ask for fewer"
+                )
+            texts = [text for text in tokenizer.decode_batch(windows.tolist()) if text.strip()]
+            drawn, wanted = len(windows), wanted + self.num_texts - len(texts)
+        return texts
 
-    def _windows(self) -> EvalText:
+    def _windows(self, number: int = 0) -> EvalText:
         return EvalText(
             self.corpus,
             self.tokenizer,
             split=self.split,
             documents=self.documents,
-            num_sequences=self.num_texts,
+            num_sequences=number or self.num_texts,
+            min_sequences=self.num_texts if number > self.num_texts else None,
             num_tokens=self.num_tokens,
             seed=self.seed,
         )

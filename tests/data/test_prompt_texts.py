@@ -149,3 +149,24 @@ def test_windows_of_a_corpus_are_turned_back_into_their_text(tmp_path):
     all_text = " ".join(path.read_text() for path in sorted(corpus.iterdir()))
     assert all(text in all_text for text in texts.texts())
     assert texts.content_hash() == CorpusTexts(*place, num_texts=9, **options).content_hash()
+
+
+def test_a_window_without_a_word_is_passed_over_and_too_many_are_refused(tmp_path):
+    """Of source code some windows are indents alone, and nobody can leave out a text that is drawn."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(30):
+        (corpus / f"{number:02d}.txt").write_text(TEXTS[0] + 200 * "\n \t" + f"{TEXTS[1]} {number}")
+    save_tokenizer(train_bpe([*TEXTS, "\n \t"], 270), tmp_path / "tokenizer")
+    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3, workers=1)
+    place = (str(shards.folder), str(tmp_path / "tokenizer"))
+    options = {"split": "train", "num_tokens": 20, "seed": 3}
+    texts = CorpusTexts(*place, num_texts=9, **options).texts()
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer")).tokenizer
+    drawn = [tokenizer.decode(ids) for ids in EvalText(*place, num_sequences=400, **options).windows().tolist()]
+    words = [text for text in drawn if text.strip()]
+    assert any(not text.strip() for text in drawn[:9]), "else this shows nothing"
+    assert list(texts) == words[:9]
+    refused = r"expected 399 windows with words, the train split of .* has [0-9]+ among [0-9]+: ask for fewer"
+    with pytest.raises(InputError, match=refused):
+        CorpusTexts(*place, num_texts=399, **options).texts()
