@@ -16,9 +16,7 @@ from lit_layers.analyses.states import at_least_float32, real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.curves import (
-    wilson_interval,
-)
+from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probes.attentive import fit_attentive_probe
 from lit_layers.functional.probes.logistic import macro_f1
@@ -56,9 +54,9 @@ class LabelProbe(SplitProbe):
     pooling: Pooling | tuple[Pooling, ...] = "mean"
 
     def work(self, model: LayeredModel) -> Work | None:
-        train, test = (passes_of(model, batches, kept=False) for batches in (self.train, self.test))
-        if train is None or test is None:
+        if (splits := _passes_of_both(self, model)) is None:
             return None
+        train, test = splits
         # of as many classes as the model has; labels of texts are only known when they are read
         number = (1 + self.random_labels) * len(self._poolings())
         probes = self.fits_a_layer(model, number, train.texts, model.num_classes or 2)
@@ -205,6 +203,12 @@ class LabelProblem(NamedTuple):
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
+def _passes_of_both(probe: "LabelProbe | AttentiveProbe", model: LayeredModel) -> tuple[Work, Work] | None:
+    """Of the rows of train and of test."""
+    train, test = (passes_of(model, batches, kept=False) for batches in (probe.train, probe.test))
+    return None if train is None or test is None else (train, test)
+
+
 def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
     """What identifies a row: images, or texts without their padding."""
     if model.family.sees_images:
@@ -286,24 +290,15 @@ class AttentiveProbe(Analysis):
         return LabelProbe(name=self.name, train=self.train, test=self.test)
 
     def work(self, model: LayeredModel) -> Work | None:
-        train, test = (passes_of(model, batches, kept=False) for batches in (self.train, self.test))
-        if train is None or test is None:
+        if (splits := _passes_of_both(self, model)) is None:
             return None
-        whole = train + test
-        layers, tokens = model.num_layers + 1, train.tokens // max(1, train.texts)
-        flop = (
-            3 * 2 * 2 * model.dim**2 * layers * self.steps * self.batch_size * tokens
-        )  # keys and values, three passes
+        train, test = splits
+        whole, layers, tokens = train + test, model.num_layers + 1, train.tokens // max(1, train.texts)
+        # keys and values, three passes
+        flop = 3 * 2 * 2 * model.dim**2 * layers * self.steps * self.batch_size * tokens
         passes = tuple(part._replace(count=part.count * (layers + 1)) for part in whole.parts)
-        held = 4.0 * whole.tokens * model.dim
-        return Work(
-            texts=whole.texts,
-            tokens=whole.tokens,
-            parts=(*passes, Part("products", flop, (model.dim,))),
-            device=whole.device,
-            host=held,
-            at_most=whole.at_most,
-        )
+        parts = (*passes, Part("products", flop, (model.dim,)))
+        return replace(whole, parts=parts, host=4.0 * whole.tokens * model.dim)
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
         self.check_options(model)
