@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -257,6 +258,13 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock when a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def is_cache(value: Any) -> bool:

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import hooked
+from lit_layers.models.block_calls import hooked, now
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import bytes_of_weights, import_code_of, open_plainly
@@ -196,14 +195,10 @@ def _cpu() -> str:
 
 
 def _seconds(call: Callable[[], Any], device: str) -> float:
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    place = torch.device(device)
+    started = now(place)
     call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return now(place) - started
 
 
 def any_inputs(
@@ -246,9 +241,7 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
     call, device, times = call_of(trunk_of(model.model), batch), model.device, []
 
     def note(*_: object) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter())
+        times.append(now(device))
 
     def begin(*_: object) -> None:
         if len(times) % (model.num_layers + 2) == 1:  # the first run of a block that runs several times

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_layers.models.block_calls import now
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.schema import KEPT_MB
 
@@ -169,9 +169,9 @@ class SharedPass(LayeredModel):
     def _passed(self, batch: Batch, numbers: list[int], keys: list[bytes]) -> Trajectory:
         """Some rows of a batch, through the blocks."""
         whole = len(numbers) == len(keys)
-        started = self._now()
+        started = now(self.device)
         fresh = self.view.trajectory(batch if whole else _some(batch, numbers, len(keys)))
-        seconds, ledger = self._now() - started, self._ledger
+        seconds, ledger = now(self.device) - started, self._ledger
         ledger.seconds[ledger.reader] -= seconds
         for number in numbers:
             bearers = {ledger.reader, *ledger.readers.get(keys[number], ())}
@@ -229,11 +229,6 @@ class SharedPass(LayeredModel):
         fresh = replace(fresh, hidden=hidden, mask=mask, calls=calls)
         for index, number in enumerate(asked_for):
             ledger.rows[keys[number]] = _Row(fresh, index, to_disk)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.models import costs
+from lit_layers.models import block_calls
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_configs import tiny_model
@@ -31,7 +31,7 @@ def test_the_seconds_are_medians_of_steps_from_the_call_to_the_first_block_and_f
     # Two rounds behind one of warm-up, a call and four layers each; what the clock shows at each is made up.
     steps = [[0, 9, 9, 9, 9], [5, 1, 2, 4, 8], [7, 2, 2, 5, 99], [7, 3, 1, 6, 8]]
     ticks = iter(torch.tensor(steps).flatten().cumsum(0).tolist())
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(block_calls.time, "perf_counter", lambda: float(next(ticks)))
     found = layer_latencies(LayeredModel(tiny("gpt2")), tiny_batch("gpt2"), rounds=3, warm_up=1)
     assert found.tolist() == [2, 2 + 2, 2 + 2 + 5, 2 + 2 + 5 + 8]
     assert next(ticks, None) is None
