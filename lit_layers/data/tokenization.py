@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,6 +110,19 @@ def load_tokenizer(spec: str) -> TextTokenizer:
     if not (path / MAIN).is_file():
         raise InputError(f"the tokenizer {spec!r} has no {MAIN} (in {path}): save it as a fast tokenizer")
     return _load(path / MAIN, {name: path / name for name in COMPANIONS if (path / name).is_file()})
+
+
+class WithTokenizer:
+    """An analysis of texts that it reads with the tokenizer it names."""
+
+    tokenizer: str
+
+    @cached_property
+    def words(self) -> TextTokenizer:
+        return load_tokenizer(self.tokenizer)
+
+    def tokenizer_hash(self) -> str | None:
+        return tokenizer_hash(self.words.tokenizer)
 
 
 def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:

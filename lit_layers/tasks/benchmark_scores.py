@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
-from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
+from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
 from lit_layers.models.build import architecture_hash, weights_hash
@@ -62,7 +61,7 @@ def refuse_no_task(task: str, folder: Path | None) -> None:
 
 
 @dataclass(kw_only=True)
-class BenchmarkScores(RoundedAnalysis):
+class BenchmarkScores(WithTokenizer, RoundedAnalysis):
     """The score of one task for the full model and for each variant of its running order.
 
     `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
@@ -131,7 +130,7 @@ class BenchmarkScores(RoundedAnalysis):
     def check(self, model: LayeredModel) -> None:
         self._check_options(model)
         self.variants_of(model)
-        num_tokens, vocab_size = self._words.vocab_size, model.vocab_size or 0
+        num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         lm_eval_version()
@@ -170,7 +169,7 @@ class BenchmarkScores(RoundedAnalysis):
 
     def _mean_length(self, texts: Sequence[str], limit: int) -> int:
         some = texts[:: -(-len(texts) // _SAMPLE)]
-        return round(statistics.fmean(map(len, encode_texts(self._words, some, max_tokens=limit).ids)))
+        return round(statistics.fmean(map(len, encode_texts(self.words, some, max_tokens=limit).ids)))
 
     def variants_of(self, model: LayeredModel) -> list[Variant]:
         """The variants that are scored of this model, the full one first.
@@ -191,9 +190,6 @@ class BenchmarkScores(RoundedAnalysis):
     def data_hash(self) -> str | None:
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
         return self._rows().content_hash() if self._is_local else None
-
-    def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._words.tokenizer)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
@@ -340,10 +336,6 @@ class BenchmarkScores(RoundedAnalysis):
         if self._local is None:
             self._local = local_rows(self.task, self.folder, self.limit)
         return self._local
-
-    @cached_property
-    def _words(self) -> TextTokenizer:
-        return load_tokenizer(self.tokenizer)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +20,7 @@ from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
-from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
+from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.identity import settings_of
@@ -47,7 +46,7 @@ _TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the f
 
 
 @dataclass(kw_only=True)
-class MtebTask(RoundedAnalysis):
+class MtebTask(WithTokenizer, RoundedAnalysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
@@ -111,7 +110,7 @@ class MtebTask(RoundedAnalysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        encode_texts(self._words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
+        encode_texts(self.words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
         if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
             return  # scored before, in whatever room there was
         needed, room = self.work(model), self.store.max_bytes
@@ -150,9 +149,6 @@ class MtebTask(RoundedAnalysis):
     def data_hash(self) -> str | None:
         return self.sources.data_hash(self.task)
 
-    def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._words.tokenizer)
-
     def run(self, model: LayeredModel) -> Iterator[Record]:
         model = at_least_float32(model)
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
@@ -164,7 +160,7 @@ class MtebTask(RoundedAnalysis):
             self._say("reading the data")
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
             last = None if self.encoder is None else self.encoder.pooling
-            embedding = Embedding(self._words, limit, self.pooling, self.states, last)
+            embedding = Embedding(self.words, limit, self.pooling, self.states, last)
             view = self.in_bfloat16(model) if self.dtype == "bfloat16" else model
             exact: LayerFeatures | None = None
             with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
@@ -225,10 +221,6 @@ class MtebTask(RoundedAnalysis):
         options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": self.precision_of(model)}
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-    @cached_property
-    def _words(self) -> TextTokenizer:
-        return load_tokenizer(self.tokenizer)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

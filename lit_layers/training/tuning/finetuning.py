@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
-from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash
+from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import true_vocab_size
@@ -261,7 +261,7 @@ def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @dataclass(kw_only=True)
-class TaskFinetuning(SavedVariants):
+class TaskFinetuning(WithTokenizer, SavedVariants):
     """The score of a task before and after each variant of a causal language model is trained on the task's training
     rows: `task_score`, and `task_score_norm` and the like where the task has them, tagged `when` and `task`.
 
@@ -288,7 +288,7 @@ class TaskFinetuning(SavedVariants):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        check_generator(model, self.recipe.num_tokens, self.tokenizer, self._words.vocab_size)
+        check_generator(model, self.recipe.num_tokens, self.tokenizer, self.words.vocab_size)
         lm_eval_version()
         if self.folder is None:
             refuse_unknown(self.recipe.task)
@@ -326,9 +326,6 @@ class TaskFinetuning(SavedVariants):
     def data_hash(self) -> str | None:
         return None if self._local is None else self._local.content_hash()
 
-    def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self._words.tokenizer)
-
     def on(self) -> str:
         return f" on {self.recipe.task}"
 
@@ -353,7 +350,7 @@ class TaskFinetuning(SavedVariants):
 
     def _tokens_of(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
         """Those of the answer as they are after what is asked, where that leaves the latter's as they are."""
-        encode, end = self._words.tokenizer.encode, self._words.end_of_text_id
+        encode, end = self.words.tokenizer.encode, self.words.end_of_text_id
         whole, before = encode(asked + answer).ids, encode(asked).ids
         if whole[: len(before)] != before:
             return before, [*encode(answer, add_special_tokens=False).ids, end]
@@ -368,7 +365,3 @@ class TaskFinetuning(SavedVariants):
         rows = self._local or self.recipe.task
         options: dict[str, Any] = {"batch_size": _SCORED_AT_ONCE, "max_length": longest}
         return LmEvalScorer(rows, self.tokenizer, limit=self.recipe.limit, **options)
-
-    @cached_property
-    def _words(self) -> TextTokenizer:
-        return load_tokenizer(self.tokenizer)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric
 
-from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.data.tokenization import WithTokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
@@ -184,7 +184,7 @@ class LitSequenceClassifier(LitModule):
 
 
 @dataclass(kw_only=True)
-class GlueScores(variant_training.TrainedVariants):
+class GlueScores(WithTokenizer, variant_training.TrainedVariants):
     """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
 
     `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
@@ -217,7 +217,7 @@ class GlueScores(variant_training.TrainedVariants):
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
         if kind not in ENCODERS:
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
-        _check_encoder(model, self.recipe.num_tokens, load_tokenizer(self.tokenizer).vocab_size, "recipe: ")
+        _check_encoder(model, self.recipe.num_tokens, self.words.vocab_size, "recipe: ")
         self.data_hash()
 
     def work(self, model: LayeredModel) -> Work | None:
@@ -249,9 +249,6 @@ class GlueScores(variant_training.TrainedVariants):
             task = find("glue", self.task)
             self._data_hash = "-".join(read_rows(task, split, self.folder).content_hash() for split in SPLITS)
         return self._data_hash
-
-    def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(load_tokenizer(self.tokenizer).tokenizer)
 
     def data(self) -> LitGlueData:
         """The rows that are trained on and judged by."""
