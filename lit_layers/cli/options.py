@@ -401,6 +401,8 @@ class _HelpFormatter(DefaultHelpFormatter):
     def _format_action_invocation(self, action: Any) -> str:
         value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
         options = ", ".join(action.option_strings)
+        if value.startswith("\b"):  # jsonargparse would have a terminal take the blank before it back
+            return options + value.removeprefix("\b")
         return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
 
     def _get_help_string(self, action: Any) -> str:
