@@ -27,7 +27,7 @@ def test_the_last_block_is_whole_when_the_split_ends_with_it(made):
     assert blocks[0]["input_ids"].shape == (size + 1,)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # a Python begins from nothing; what it is sent is read below
 def test_data_loader_workers_read_what_this_process_reads(made):
     blocks = TokenBlocks(made, "train", num_tokens=16)
     here = torch.cat([batch["input_ids"] for batch in DataLoader(blocks, batch_size=8)])

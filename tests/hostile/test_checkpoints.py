@@ -129,7 +129,12 @@ def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
     assert not canary.exists()
 
 
-def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, payload, canary, capsys):
+@pytest.mark.parametrize(
+    "commands",
+    [("analyze", "intervene"), pytest.param(("mteb",), marks=pytest.mark.soak)],  # importing mteb takes ten seconds
+    ids=" ".join,
+)
+def test_pickles_are_refused_with_a_sentence_by_every_command(commands, corpus, tmp_path, payload, canary, capsys):
     options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
     folder = tmp_path / "run" / "step-000000001"
     save(causal_lm("gpt2", **GPT2), folder)
@@ -143,7 +148,7 @@ def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, 
     said = refused(["analyze", str(folder), *options, "--corpus", str(corpus)], capsys)
     assert "loading them would run code; nothing was run" in said
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(payload), protocol=2))
-    for command in ("analyze", "intervene", "mteb"):
+    for command in commands:
         said = refused(
             [command, str(folder), *(options if command == "analyze" else options[:2] + options[4:])], capsys
         )

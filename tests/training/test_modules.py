@@ -44,7 +44,12 @@ def test_padding_the_vocabulary_changes_nothing_but_the_shape(tmp_path):
     assert padded.model.get_input_embeddings().weight.shape[0] == 64
     assert plain.model.get_input_embeddings().weight.shape[0] == 61
     for (name, first), second in zip(padded.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(first[: second.shape[0]], second, atol=1e-6, rtol=1e-5, msg=name)
+        if name.endswith("c_attn.bias"):
+            # A shift of all keys changes no softmax: their gradient is rounding, which Adam makes whole steps of.
+            first, second = (torch.cat([each.chunk(3)[0], each.chunk(3)[2]]) for each in (first, second))
+        torch.testing.assert_close(
+            first[: second.shape[0]], second, atol=1e-6, rtol=1e-5, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def test_training_compiled_trains_the_eager_model_that_is_analysed_and_saved(tmp_path, monkeypatch):
