@@ -21,7 +21,7 @@ test: $(VENV)/.ready
 
 # What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
 soak: $(VENV)/.ready
-	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m soak --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
 real: $(VENV)/.real
