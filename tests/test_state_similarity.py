@@ -211,7 +211,13 @@ def test_the_step_from_which_a_layer_stays_near_its_end():
     assert found.to_dict("records") == [{"run": "r", "analysis": "a", "layer": 1, "step": 4, "last": 16}]
 
 
-@pytest.mark.parametrize(("mix", "dim", "tails"), [(0.8, 16, 0.0), (0.99, 16, 0.0), (0.0, 16, 0.0), (0.8, 48, 0.3)])
+@pytest.mark.parametrize(
+    ("mix", "dim", "tails"),
+    [
+        (0.8, 16, 0.0),
+        *(pytest.param(*of, marks=pytest.mark.soak) for of in ((0.99, 16, 0.0), (0.0, 16, 0.0), (0.8, 48, 0.3))),
+    ],
+)
 def test_intervals_hold_what_as_many_other_prompts_give_on_average(mix, dim, tails):
     """Of 60 draws of 32 prompts, a layer each; the truth is the mean over 300 others."""
     rng, prompts, draws = np.random.default_rng(3), 32, 60
