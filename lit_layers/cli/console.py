@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 LINE = 60.0  # seconds between two lines where no bar can be seen
 _LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
-# What a terminal obeys, but for the end of a line and the tab; what turns the order of letters round, or ends a line.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# What a terminal obeys, but for the end of a line and the tab; what turns the order of letters round, or ends a line;
+# bytes of a name that are no text, which cannot be printed. Blanks and joiners of scripts are parts of names.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
@@ -64,15 +65,11 @@ def printable(sentence: str) -> str:
         lambda word: f"{word[0][:100]}...({len(word[0]):,} characters)...{word[0][-20:]}",
         sentence,
     )
-    shown = _shown(words)
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
     if len(shown) <= _LONGEST:
         return shown
     half = _LONGEST // 2
     return f"{shown[:half]} ... ({len(sentence):,} characters) ... {shown[-half:]}"
-
-
-def _shown(text: str) -> str:
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _without_controls(text: str) -> str:
@@ -83,13 +80,19 @@ def _without_controls(text: str) -> str:
 def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
     """Inside, no name makes a terminal do anything: not those of the command line, whatever shows them, and with
     `results` nothing that is printed to standard output, whoever named it; what draws itself anew does so elsewhere.
+    A recipe that is printed to be run is left alone: YAML has escapes of its own, and its names are those of folders.
     """
-    parts = {part for word in words for part in re.split(f"[={re.escape(os.sep)}]", word) if _shown(part) != part}
-    odd = {part: _shown(part) for part in sorted(parts, key=len, reverse=True) if part.strip()}
+    words = [*words]
+    if any(word.partition("=")[0] == "--print_config" for word in words):
+        yield
+        return
+    names = {name.strip("\n") for word in words for name in re.split(f"[={re.escape(os.sep)}]", word)}
+    written = {name: _without_controls(name).replace("\n", r"\n") for name in sorted(names, key=len, reverse=True)}
+    odd = {name: text for name, text in written.items() if text != name}
     with ExitStack() as streams:
-        if results or odd:
+        if (results or odd) and sys.stdout is not None:  # as where it was closed
             streams.enter_context(redirect_stdout(cast("TextIO", _Plain(sys.stdout, odd, results))))
-        if odd:
+        if odd and sys.stderr is not None:
             streams.enter_context(redirect_stderr(cast("TextIO", _Plain(sys.stderr, odd, False))))
         yield
 
@@ -134,7 +137,7 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
     console = Console(highlight=False, markup=False, color_system=None)  # names may hold what colours are made of
     # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
     width, console.width = console.width, 10_000
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         console.width = max(width, console.measure(table).minimum)
     with console.capture() as shown:
         console.print(table)

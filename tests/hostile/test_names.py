@@ -1,8 +1,10 @@
 """Names of somebody else's choosing: what is written stays in the folder that was asked for."""
 
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
@@ -83,3 +85,30 @@ def test_no_name_makes_a_terminal_do_anything(tmp_path, capsys, monkeypatch):
     said = "".join(capsys.readouterr())
     assert r"series\x1b[31m\x9b" in said
     assert not set(said) & set("\x1b\x9b")
+
+
+def test_letters_of_every_script_are_printed_as_they_are(tmp_path, capsys, monkeypatch):
+    """A wide blank, a joiner and its opposite, an emoji of two: who reads a path or a recipe from the output has that
+    folder; a mark of direction is told in results alone.
+    """
+    leave_undrawn(monkeypatch)
+    names = ("\u5b9f\u9a13\u30001", "\u0645\u062f\u0644\u200c\u0647\u0627", "a\xa0b", "\U0001f469\u200d\U0001f52c")
+    for name in names:
+        run = make_run(tmp_path / name, steps=(0, 1), analyses=("coupling",), layers=2)
+        assert main(["report", str(run)]) == 0
+        assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    for name in (*names, "\u200f\u05d0"):
+        for command in ("analyze", "fit"):
+            with pytest.raises(SystemExit):
+                main([command, *["quickstart/gpt2"] * (command == "fit"), f"--root={name}/run", "--print_config"])
+            assert yaml.safe_load(capsys.readouterr().out)["root"] == f"{name}/run"
+
+
+def test_results_are_printed_where_no_stream_is_open(tmp_path, monkeypatch):
+    """As in a process without a console, or behind `>&-`."""
+    leave_undrawn(monkeypatch)
+    run = make_run(tmp_path / "run\x1b[31m", steps=(0, 1), analyses=("coupling",), layers=2)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["report", str(run)]) == 0
+    assert main(["compact", str(run)]) == 0
