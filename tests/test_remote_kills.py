@@ -103,7 +103,7 @@ def refuse_torn(root: Path) -> None:
             assert json.loads(content.splitlines()[-1])["step"] == facts["step"]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.soak)])
 def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_nothing(bucket, tmp_path, kills):
     url, draws, done, moves, steps, code = f"{bucket}/{kills}/run", random.Random(kills), 0, 0, 40 * kills, -9
     here, onlooker = tmp_path / "0", tmp_path / "onlooker"

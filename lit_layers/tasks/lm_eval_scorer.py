@@ -28,7 +28,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
-from lit_layers.tasks.catalogue import unknown_task
+from lit_layers.tasks.catalogue import LOCAL_TASKS, unknown_task
 from lit_layers.tasks.lm_eval_model import (
     Likelihood,
     OrderLikelihoods,
@@ -73,6 +73,8 @@ def refuse_unknown(task: str) -> None:
     if name.endswith(".yaml"):
         if not Path(name).is_file():
             raise InputError(f"task: expected a task file of lm-eval, {name} does not exist")
+        return
+    if task in LOCAL_TASKS:  # which lm-eval has: to read the names of its thousands of task files takes ten seconds
         return
     with _quiet():
         names = _manager(defaults=True).all_tasks

@@ -13,7 +13,8 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.running_order import running_order
 from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, local_rows, mean_and_error
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, refuse_unknown, task_file_hash
+from lit_layers.tasks.catalogue import LOCAL_TASKS
+from lit_layers.tasks.lm_eval_scorer import NAMES, LmEvalScorer, refuse_unknown, task_file_hash
 from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker, write_tasks, write_tokenizer
 
 BLOCKS, LENGTH, NEW = 5, 400, 16
@@ -168,7 +169,10 @@ def test_a_task_file_that_is_not_there_is_refused():
 def test_names_that_it_does_not_know_are_refused():
     with pytest.raises(InputError, match=r"^task: there is no 'arc_chalenge'; did you mean .*arc_challenge"):
         refuse_unknown("arc_chalenge")
-    refuse_unknown("lambada")
+    # names of the catalogue are not looked up, so lm-eval has to have them all
+    from lm_eval.tasks import TaskManager
+
+    assert {NAMES.get(task, task) for task in LOCAL_TASKS} <= {*TaskManager().all_tasks}
 
 
 def test_a_task_file_is_known_by_what_it_and_its_parts_say(tmp_path):

@@ -109,7 +109,7 @@ def trained_in_lightning(root, logger) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["lightning", "writer"])
+@pytest.mark.parametrize("way", [pytest.param("lightning", marks=pytest.mark.soak), "writer"])
 def test_tensorboard_shows_curves_maps_with_a_slider_and_tables_as_texts(way, tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -150,7 +150,7 @@ def test_tensorboard_shows_curves_maps_with_a_slider_and_tables_as_texts(way, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["lightning", "run"])
+@pytest.mark.parametrize("way", [pytest.param("lightning", marks=pytest.mark.soak), "run"])
 def test_mlflow_has_curves_pictures_parameters_and_tables_as_artefacts(way, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     from lightning.pytorch.loggers import MLFlowLogger
