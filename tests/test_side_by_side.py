@@ -289,6 +289,21 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
     assert "data.shuffle_tokens" not in (tmp_path / "two.html").read_text(), "they differ in nothing"
 
 
+def test_fields_that_differ_do_so_beyond_their_first_letters_and_whatever_kinds_of_numbers_stand_beside_them(tmp_path):
+    folder, roots = "/data/" + "deep/" * 20, []
+    for name, trainer in (("a", {"max_steps": 3}), ("b", {"max_steps": 3, "gradient_clip_val": 0.5})):
+        roots.append(write_run(tmp_path / name, [1.0, 2, 3, 4]))
+        config = {"data": {"class_path": "x.Y", "init_args": {"corpus": f"{folder}{name}"}}, "trainer": trainer}
+        (roots[-1] / "run.json").write_text(json.dumps({"run": name, "config": config}))
+    differing = read_side_by_side(roots).recipes
+    assert [text.partition(" ")[0] for text in differing.values()] == ["data.corpus", "data.corpus"]
+    assert differing["a"].endswith("/deep/a")
+    assert differing["b"].endswith("/deep/b, trainer.gradient_clip_val 0.5")
+    for root, trainer in zip(roots, ({"max_steps": 3}, {"max_steps": 3, "gradient_clip_val": 0.5}), strict=True):
+        (root / "run.json").write_text(json.dumps({"run": root.name, "config": {"trainer": trainer}}))
+    assert read_side_by_side(roots).recipes == {"a": "", "b": "trainer.gradient_clip_val 0.5"}
+
+
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     one, other = map(str, seeds[0][:2])
     copy = write_run(tmp_path / "copy", seeds[1][0, 0])

@@ -227,14 +227,21 @@ def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
     for run, root in runs.items():
         config = run_facts(Path(root)).get("config") or {}
         parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
-        flat = pd.json_normalize(parts).iloc[0].to_dict() if parts else {}
-        fields[run] = {str(name).replace(".init_args", ""): f"{content!s:.60}" for name, content in flat.items()}
+        flat = (
+            pd.json_normalize(parts).to_dict("records")[0] if parts else {}
+        )  # a row of a table has one kind of number
+        fields[run] = {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
     names = dict.fromkeys(name for said in fields.values() for name in said)
     apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
-    texts = {run: [f"{name} {said[name]}" for name in apart if name in said] for run, said in fields.items()}
+    texts = {run: [f"{name} {_ends(said[name])}" for name in apart if name in said] for run, said in fields.items()}
     return {
         run: ", ".join(each[:6]) + (f" and {len(each) - 6} more" if each[6:] else "") for run, each in texts.items()
     }
+
+
+def _ends(text: str) -> str:
+    """Of a long path the beginning, and the end, in which it is another than those beside it."""
+    return text if len(text) <= 60 else f"{text[:20]}...{text[-37:]}"
 
 
 def _value_of(root: str | Path, name: str) -> str:

@@ -449,6 +449,25 @@ def test_what_is_no_row_of_blocks_is_refused_with_what_does_not_hold(name):
         LayeredModel(network)
 
 
+def test_models_of_a_library_in_a_network_are_named_and_its_layers_are_none():
+    from timm.layers.patch_embed import PatchEmbed
+    from timm.models.vision_transformer import Block, VisionTransformer
+
+    def vit() -> nn.Module:
+        return VisionTransformer(img_size=16, patch_size=4, embed_dim=WIDTH, depth=1, num_heads=2, num_classes=5)
+
+    network = nn.Module()
+    network.patches, network.block, network.out = PatchEmbed(16, 4, 3, WIDTH), Block(WIDTH, 2), nn.Linear(WIDTH, 2)
+    with pytest.raises(InputError, match="says no image_size$"):
+        LayeredModel(network)
+    network.student = vit()
+    with pytest.raises(InputError, match="VisionTransformer as 'student': give that part alone, or name it, model='s"):
+        LayeredModel(network)
+    network.teacher = vit()
+    with pytest.raises(InputError, match="VisionTransformer as 'teacher': give one of them alone, or name it"):
+        LayeredModel(network)
+
+
 def test_it_is_neither_saved_nor_cut_nor_built_anew(tmp_path):
     _, own = pair()
     for refused in (

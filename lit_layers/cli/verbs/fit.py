@@ -238,13 +238,14 @@ def fit(
 
 
 def _other_seeds(run: Run, seed_everything: int) -> str:
-    """A line where a seed that was typed leaves weights and data as they are: such a run is no other seed's."""
+    """A line where a seed that was typed decides neither weights nor data: such a run is no other seed's."""
     weights, order = getattr(run.module, "init_seed", None), getattr(run.datamodule, "seed", None)
     if None in (weights, order) or seed_everything in (weights, order):
         return ""
+    begin = f"model.init_seed {weights}" if getattr(run.module, "init_from", None) is None else "model.init_from"
     return (
-        f"seed_everything {seed_everything} is of dropout and such: weights and the order of the data are as before, "
-        f"by model.init_seed {weights} and data.seed {order}\n"
+        f"seed_everything {seed_everything} is of dropout and such: {begin} decides the weights, data.seed {order} the "
+        "order of the data\n"
     )
 
 

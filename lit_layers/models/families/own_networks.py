@@ -125,10 +125,12 @@ def is_known(model: nn.Module) -> bool:
 
 
 def known_inside(module: nn.Module) -> dict[str, nn.Module]:
-    """The models of transformers or timm in a module, by their names in it; not the parts that these have in turn."""
+    """The models of transformers or timm in a module, by their names in it; not the parts that these have in turn, nor
+    layers of timm, of which somebody built a network."""
     known: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        if name and is_known(part) and not any(name.startswith(f"{outer}.") for outer in known):
+        is_model = is_known(part) and (not is_timm(part) or hasattr(part, "reset_classifier"))
+        if name and is_model and not any(name.startswith(f"{outer}.") for outer in known):
             known[name] = part
     return known
 
@@ -262,7 +264,8 @@ def _place(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any])
 def _refusal(network: nn.Module, reason: str) -> InputError:
     inside = known_inside(network)
     parts = " and ".join(f"{type(part).__name__} as {name!r}" for name, part in inside.items())
-    hint = f"; it holds {parts}: give that part alone, or name it, model={next(iter(inside))!r}" if inside else ""
+    which = "that part" if len(inside) == 1 else "one of them"
+    hint = f"; it holds {parts}: give {which} alone, or name it, model={next(iter(inside))!r}" if inside else ""
     return InputError(
         f"no layered view of {type(network).__name__}: it is neither of transformers nor of timm, and {reason}{hint}"
     )
