@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from lit_layers.errors import InputError
 
@@ -89,11 +89,24 @@ def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
     names = {name.strip("\n") for word in words for name in re.split(f"[={re.escape(os.sep)}]", word)}
     written = {name: _without_controls(name).replace("\n", r"\n") for name in sorted(names, key=len, reverse=True)}
     odd = {name: text for name, text in written.items() if text != name}
-    with ExitStack() as streams:
-        if (results or odd) and sys.stdout is not None:  # as where it was closed
-            streams.enter_context(redirect_stdout(cast("TextIO", _Plain(sys.stdout, odd, results))))
-        if odd and sys.stderr is not None:
-            streams.enter_context(redirect_stderr(cast("TextIO", _Plain(sys.stderr, odd, False))))
+    with _written_out("stdout", odd, results), _written_out("stderr", odd, False):
+        yield
+
+
+@contextmanager
+def _written_out(name: Literal["stdout", "stderr"], words: Mapping[str, str], controls: bool) -> Iterator[None]:
+    stream, redirect = getattr(sys, name), {"stdout": redirect_stdout, "stderr": redirect_stderr}[name]
+    if isinstance(stream, _Plain):  # of the command around this one, which may be a training that draws itself anew
+        before = stream.words, stream.controls
+        stream.words, stream.controls = {**stream.words, **words}, controls
+        try:
+            yield
+        finally:
+            stream.words, stream.controls = before
+    elif stream is not None and (words or controls):  # None: it was closed
+        with redirect(cast("TextIO", _Plain(stream, words, controls))):
+            yield
+    else:
         yield
 
 

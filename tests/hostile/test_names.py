@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from lit_layers import records
+from lit_layers.cli.console import plainly
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.select import results_folder
 from lit_layers.records import Measurement, Record
@@ -112,3 +113,15 @@ def test_results_are_printed_where_no_stream_is_open(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["report", str(run)]) == 0
     assert main(["compact", str(run)]) == 0
+
+
+def test_a_training_within_another_command_draws_itself_anew(capsys):
+    """As a step of `reproduce`: its bars are what a terminal obeys, and results before and after it are not."""
+    with plainly(["a\x1b"], results=True):
+        stream = sys.stdout
+        sys.stdout.write("\x1b[2K\n")
+        with plainly(["b\x1b"], results=False):
+            assert sys.stdout is stream  # of which W&B may have taken the `write`, to keep what is said
+            sys.stdout.write("\x1b[2K a\x1b b\x1b\n")
+        sys.stdout.write("\x1b[2K b\x1b\n")
+    assert capsys.readouterr().out.splitlines() == [r"\x1b[2K", "\x1b[2K" + r" a\x1b b\x1b", r"\x1b[2K b\x1b"]
