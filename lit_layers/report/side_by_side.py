@@ -227,9 +227,8 @@ def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
     for run, root in runs.items():
         config = run_facts(Path(root)).get("config") or {}
         parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
-        flat = (
-            pd.json_normalize(parts).to_dict("records")[0] if parts else {}
-        )  # a row of a table has one kind of number
+        # as a record: a row of a table has one kind of number, and 3 would be 3.0
+        flat = pd.json_normalize(parts).to_dict("records")[0] if parts else {}
         fields[run] = {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
     names = dict.fromkeys(name for said in fields.values() for name in said)
     apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
