@@ -5,7 +5,7 @@ import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ from importlinter.configuration import configure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
-HEAVY = {"datasets", "huggingface_hub", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
+HEAVY = {"datasets", "huggingface_hub", "jsonargparse", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
 HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb", "ray"}
+DOOR = "lit_layers.cli.main"
 ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
@@ -83,21 +84,40 @@ def imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def imported(node: ast.AST, names: Iterable[str]) -> Iterator[str]:
-    """What one statement imports: `from a import b` is the file a.b where there is one, else a."""
+def imported(node: ast.AST, trees: dict[str, ast.Module]) -> Iterator[str]:
+    """What one statement imports: `from a import b` is the file a.b where there is one, else a.
+
+    Where a imports b only when b is asked for, it is the file that a has it from.
+    """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
-        yield from (inner if (inner := f"{node.module}.{alias.name}") in names else node.module for alias in node.names)
+        homes = late_names(trees[node.module]) if node.module in trees else {}
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            yield inner if inner in trees else homes.get(alias.name, node.module)
+
+
+@functools.cache
+def late_names(tree: ast.Module) -> dict[str, str]:
+    """The names that a file with a `__getattr__` imports for type checkers, each with its file."""
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+        return {}
+    late = (node for node in imports(tree) if node in inner(tree, is_for_types) and isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in late for alias in node.names}
 
 
 def is_function(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
 def is_late(node: ast.AST) -> bool:
     """Inside a function, or below `if TYPE_CHECKING`."""
-    return is_function(node) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    return is_function(node) or is_for_types(node)
 
 
 @functools.cache
@@ -172,20 +192,34 @@ def test_analyses_load_no_lightning_and_no_command_what_evaluates():
 
 
 def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library():
-    """Not of the commands, which all start from one door: there each file is imported when its verb is run."""
+    """But by the door, before which nothing is loaded. A verb's file is loaded where its options are read."""
     trees = modules(PACKAGE)
     loaded = libraries(trees)
     idle = []
     for name, tree in trees.items():
-        for node in inner(tree, is_function) if not name.startswith("lit_layers.cli.") else ():
-            there = {other for other in imported(node, trees) if other in trees}
-            if there and not any(loaded[other] - loaded[name] for other in there):
-                idle.append(f"{name} imports {', '.join(sorted(there))}")
+        there_before = loaded[name] | (loaded["lit_layers.cli.options"] if ".verbs." in name else set())
+        for node in inner(tree, is_function) if name != DOOR else ():
+            late = {other for other in imported(node, trees) if other in trees}
+            if late and not any(loaded[other] - there_before for other in late):
+                idle.append(f"{name} imports {', '.join(sorted(late))}")
     assert not idle, "these spare no heavy library: put them at the head of the file"
 
 
+def test_python_itself_is_imported_at_the_head_of_a_file():
+    late = {
+        (name, library.partition(".")[0])
+        for name, tree in modules(PACKAGE).items()
+        for node in inner(tree, is_function)
+        for library in imported(node, {})
+    }
+    there_on_posix_alone = ("lit_layers.models.costs", "resource")
+    assert [(name, library) for name, library in late if library in sys.stdlib_module_names] == [there_on_posix_alone]
+
+
 def test_an_own_file_that_is_imported_inside_a_function_says_why():
-    """In a comment behind it or in the line above, of the first of several; the commands as in the test above."""
+    """In a comment behind it or in the line above, of the first of several. Not in the commands, all of which are to
+    start at once: there each late import spares seconds.
+    """
     silent = []
     for path in PACKAGE.rglob("*.py"):
         lines, tree = path.read_text().splitlines(), parsed(path)

@@ -1,1 +1,3 @@
-"""The command line: `verbs` has a file a command, behind a dispatcher that imports nothing heavy."""
+"""The commands of `lit-layers`, and the codes that they end with."""
+
+FAILED, REFUSED, DIVERGED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143

@@ -1,35 +1,8 @@
-"""`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
+"""The door of `lit-layers`: leaves the working directory, where a stranger's modules may lie, and runs a command."""
 
-import errno
-import gc
-import importlib
-import logging
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
-
-COMMANDS = {  # each a file of `verbs`
-    "analyze": "measure every layer of a trained model, whole or block by block",
-    "audit": "check whether a checkpoint series is what it says",
-    "compact": "write the numbers of runs as tables, from which curves are read much faster",
-    "correlate": "compare metrics with scores, over models or over layers",
-    "emerge": "find when each number of a run changes, in which order, and how sure that is",
-    "fit": "train from a recipe and measure every layer on the way",
-    "intervene": "run the blocks in other orders, and see what breaks",
-    "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
-    "prepare": "turn a text source into token shards",
-    "publish": "write the numbers of runs as a data set with a card",
-    "report": "draw a run, or several side by side, on one HTML page",
-    "reproduce": "measure a published figure again, beside its printed numbers",
-    "select": "choose the layer that is enough for a task, and cut the model there",
-    "sweep": "train every run of a grid of options",
-    "watch": "measure the checkpoints that appear in a folder, while somebody trains",
-}
-GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
-FAILED, REFUSED, DIVERGED, INTERRUPTED = 1, 2, 3, 130
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
-_LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,30 +10,9 @@ def main(argv: list[str] | None = None) -> int:
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
         _leave_working_directory()
-    from lit_layers.cli.console import without_verbosity
-    from lit_layers.errors import InputError
+    from lit_layers.cli import command_line  # it loads modules of Python, for which none of that folder may stand in
 
-    try:
-        argv = without_verbosity(argv)
-    except InputError as error:
-        return _refuse(str(error))
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_help())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"lit-layers {version('lit_layers')}")
-        return 0
-    command, rest = argv[0], argv[1:]
-    if command not in COMMANDS:
-        from lit_layers.errors import did_you_mean
-
-        hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
-        return _refuse(f"unknown command {command!r}; {hint}")
-    if command != "fit":  # their progress bars would write over ours
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    code = _run(command, rest, is_own_process)
+    code = command_line.run(argv, is_own_process=is_own_process)
     aside = sys.modules.get("lit_layers.report.wandb_aside")
     if is_own_process and aside is not None and aside.abandoned:  # W&B would wait at the interpreter's end
         sys.stdout.flush()
@@ -80,102 +32,6 @@ def _leave_working_directory() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(named)
         here, searched = os.path.abspath(""), {*map(os.path.abspath, named), str(Path(__file__).parents[2])}
         sys.path[:] = [folder for folder in sys.path if folder != here or folder in searched]
-
-
-def _run(command: str, rest: list[str], is_own_process: bool) -> int:
-    from lit_layers.cli.stopping import TERMINATED, stopping
-
-    # A sweep passes SIGTERM on to its cells, which heed it, and waits for them.
-    with stopping(ends_process=is_own_process, limited=command != "sweep") as stop:
-        try:
-            code = run_verb(command, rest)
-        except SystemExit:
-            if not stop.asked:
-                raise
-            code = TERMINATED
-    if stop.asked:
-        print(f"lit-layers {command}: ended by SIGTERM", file=sys.stderr)
-    return TERMINATED if stop.asked else code
-
-
-def _imported(name: str) -> ModuleType:
-    """A verb's module. What is imported stays: to look for garbage in it takes a fifth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def run_verb(command: str, rest: list[str]) -> int:
-    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
-    from lit_layers.cli import quick_help, threads
-    from lit_layers.cli.console import plainly
-    from lit_layers.errors import InputError, RunLostError, is_panic, refuse_pipe, refusing_pipes
-
-    code = 0
-    try:
-        for word in rest:
-            refuse_pipe(word)
-            refuse_pipe(word.partition("=")[2])
-        if (text := quick_help.answer(command, rest)) is not None:
-            print(text, end="")
-            return 0
-        threads.settle()
-        with refusing_pipes(rest), plainly(rest, results=command != "fit"):
-            verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
-            from lit_layers.cli.options import Recipe, run
-            from lit_layers.cli.remote_roots import in_local_copies
-
-            with in_local_copies(recipe := Recipe(verb, rest), os.environ):
-                code = run(recipe)
-    except InputError as error:
-        logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
-        refused = _refuse(str(error), command)
-        return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
-    except OSError as error:
-        if error.filename is None and error.errno not in (*_FULL, *_LOST):  # not about a file that was named
-            raise
-        unnamed = "cannot write" if error.errno in _FULL else "cannot read or write"
-        where = unnamed if error.filename is None else str(error.filename)[:200]
-        return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
-    except KeyboardInterrupt:
-        then = ": run the same command again to go on" if command in GO_ON else ""
-        print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
-        return INTERRUPTED
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        return _refuse(f"a library stopped, as over a damaged tokenizer.json: {error}", command)
-    return code
-
-
-def _refuse(sentence: str, command: str | None = None) -> int:
-    from lit_layers.cli.console import printable
-
-    prog = f"lit-layers {command}" if command else "lit-layers"
-    print(f"{prog}: error: {printable(sentence)}", file=sys.stderr)
-    return REFUSED
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: lit-layers COMMAND [options]",
-            "",
-            "How structure emerges, layer by layer, while a transformer trains.",
-            "",
-            *lines,
-            "",
-            "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
-            "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
-            "fit, analyze and sweep: --code PACKAGE lets recipes name the classes of your own package or folder.",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli import threads
+from lit_layers.cli import FAILED, threads
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.main import FAILED
 from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
@@ -226,8 +226,6 @@ def wait_for_the_others(environment: Mapping[str, str]) -> None:
     """Returns when every process of torchrun is done: it ends all of them once one has ended with an error."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
-    from datetime import timedelta
-
     from torch import distributed
 
     distributed.init_process_group("gloo", timeout=timedelta(days=30))

@@ -12,7 +12,7 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
-from lit_layers.cli.stopping import TERMINATED
+from lit_layers.cli import TERMINATED
 from lit_layers.errors import InputError
 
 own_code: set[str] = set()  # its functions may be named, too: of the others some load or start whatever they are given

@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError, RunLostError
+from lit_layers.files import remote_copy, remote_runs
 from lit_layers.measuring.measuring_options import AUTO
 
 MEASURING = ("analyze", "intervene", "mteb")
@@ -28,9 +29,7 @@ def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     places: dict[tuple[str, str], Path] = {}
 
     def local(option: str, url: str) -> str:
-        from lit_layers.files.remote_copy import LocalCopy
-
-        return str(places.setdefault((option, url), LocalCopy(url).folder))
+        return str(places.setdefault((option, url), remote_copy.LocalCopy(url).folder))
 
     recipe.parser.local = local
     options = recipe.options
@@ -39,8 +38,6 @@ def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
         return
     command = recipe.verb.__name__
     _refuse(recipe, environment)
-    from lit_layers.files import remote_copy, remote_runs
-
     copies, is_first = [], not int(environment.get("LOCAL_RANK") or 0)
     has_root = any(option == "root" for option, _ in places)
     with contextlib.ExitStack() as held:

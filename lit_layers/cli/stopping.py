@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-TERMINATED = 143
+from lit_layers.cli import TERMINATED
+
 LIMIT = 50.0  # seconds
 _ONE = 1.0  # torchrun passes on what SLURM sends to all processes, too: two signals within this time are one
 _current: "Stopping | None" = None

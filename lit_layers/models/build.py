@@ -4,6 +4,7 @@ import copy
 import difflib
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -103,8 +104,6 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     Raises:
         InputError: an unknown name, a model of another kind, an unknown override or one that does not fit.
     """
-    import inspect
-
     import timm
     from timm.models.vision_transformer import VisionTransformer
 

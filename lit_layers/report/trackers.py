@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lit_layers import records
 from lit_layers.errors import first_line
 from lit_layers.files.tables import csv_text
@@ -148,8 +150,6 @@ class TensorBoardWriter(Tracker):
         self._writer.add_text(f"{_PLACE}/about", "\n".join(f"    {line}" for line in lines))
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        import numpy as np
-
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         for name, png in pictures.items():

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from lit_layers import records
-from lit_layers.cli.main import COMMANDS
+from lit_layers.cli.command_line import COMMANDS
 from lit_layers.errors import InputError
 from tests.cli.test_fit import RECIPE
 from tests.support.fuzzing import WRONG_VALUES, Outcome, damaged, mutated, run_limited, with_other_columns

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lit_layers.cli.command_line import COMMANDS
 from lit_layers.cli.console import verbosity, without_verbosity
-from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.main import main
 
 
 def test_help_names_every_command(capsys):
@@ -68,7 +69,7 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
     assert main(["audit", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "lit-layers audit: error: cannot read or write: input/output error\n"
     monkeypatch.setattr("lit_layers.cli.quick_help.answer", full)
-    monkeypatch.setattr("lit_layers.cli.main._FULL", ())
+    monkeypatch.setattr("lit_layers.cli.command_line._FULL", ())
     with pytest.raises(OSError, match="No space left"):
         main(["audit", str(tmp_path)])
 

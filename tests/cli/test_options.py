@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.command_line import COMMANDS
+from lit_layers.cli.main import main
 from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.options import Recipe, arguments, parser_of
 from lit_layers.cli.refusals import refuse_replacing

@@ -16,10 +16,10 @@ import s3fs
 import yaml
 
 from lit_layers import records
-from lit_layers.cli.main import DIVERGED, main
+from lit_layers.cli import DIVERGED, TERMINATED
+from lit_layers.cli.main import main
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.remote_roots import in_local_copies
-from lit_layers.cli.stopping import TERMINATED
 from lit_layers.cli.verbs.analyze import analyze
 from lit_layers.cli.verbs.audit import audit
 from lit_layers.cli.verbs.select import select

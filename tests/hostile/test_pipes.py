@@ -11,7 +11,7 @@ import torch
 import yaml
 from PIL import Image
 
-from lit_layers.cli.main import COMMANDS
+from lit_layers.cli.command_line import COMMANDS
 from lit_layers.errors import InputError, refusing_pipes
 from tests.hostile.test_recipes import refused
 

@@ -20,7 +20,8 @@ from unittest import mock
 
 from lit_layers import metrics
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.command_line import COMMANDS
+from lit_layers.cli.main import main
 from lit_layers.records import Record, key
 from lit_layers.report import wandb_mirror
 from tests.support import every_analysis

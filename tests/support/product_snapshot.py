@@ -29,7 +29,8 @@ import torch
 import yaml
 
 from lit_layers import records
-from lit_layers.cli.main import COMMANDS, main
+from lit_layers.cli.command_line import COMMANDS
+from lit_layers.cli.main import main
 from lit_layers.data import prepare
 from lit_layers.models.build import causal_lm, save
 from tests.support import every_analysis, layer_results, layer_scores, runs, variant_results

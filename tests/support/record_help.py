@@ -14,7 +14,7 @@ from typing import Any
 
 from jsonargparse._actions import filter_non_parsing_actions
 
-from lit_layers.cli import main, quick_help
+from lit_layers.cli import command_line, quick_help
 from lit_layers.cli.recipes import RecipeParser
 
 VERBS = tuple(quick_help._OUTLINED)
@@ -24,7 +24,7 @@ WIDTHS = ("50", "80", "160")
 def live(verb: str) -> str:
     """What a verb's own parser prints."""
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        main.run_verb(verb, ["--help", "--"])  # which is not answered from the record
+        command_line.run_verb(verb, ["--help", "--"])  # which is not answered from the record
     return shown.getvalue()
 
 

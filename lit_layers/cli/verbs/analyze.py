@@ -10,6 +10,7 @@ from lit_layers.analyses import catalogue
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Recipe
+from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.targets import Target
 from lit_layers.series import Series
@@ -154,8 +155,6 @@ class Command:
 
 def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
     """The analyses that are named, on texts of the length that the model reads."""
-    from lit_layers.data import EvalText
-
     text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
     return catalogue.made(names, text, few)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lit_layers.cli.console import show_table
 from lit_layers.errors import InputError
+from lit_layers.files.remote_runs import addressed
 
 
 def compact(roots: list[Path]) -> int:
@@ -16,7 +17,6 @@ def compact(roots: list[Path]) -> int:
         roots: folders of runs
     """
     from lit_layers import records
-    from lit_layers.files.remote_runs import addressed
 
     if not roots:
         raise InputError("missing: roots: expected a run's folder, or several")

@@ -17,11 +17,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from rich.console import Console
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli import threads
+from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, threads
 from lit_layers.cli.console import show_table, verbosity
-from lit_layers.cli.main import DIVERGED, INTERRUPTED
 from lit_layers.cli.options import Recipe, Steps
-from lit_layers.cli.stopping import TERMINATED, finish_first
+from lit_layers.cli.stopping import finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
 from lit_layers.data.preparing import prepared_before
 from lit_layers.data.tokenization import bpe_size, load_tokenizer

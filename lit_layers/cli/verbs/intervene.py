@@ -14,6 +14,17 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, given
 from lit_layers.cli.refusals import refuse_beside, refuse_blank
 from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import (
+    CUSTOM,
+    LOOPS,
+    NAMES,
+    OF_BLOCKS,
+    OF_MIDDLES,
+    PUBLISHED_LOOPS,
+    SEEDS,
+    VARIANTS,
+)
+from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.schema import COUNT
 
 if TYPE_CHECKING:
@@ -104,7 +115,6 @@ class Interventions:
         Raises:
             InputError: an option that names what is not there, or does not fit the others.
         """
-        from lit_layers.functional.block_schedules import NAMES
 
         options = given(self)
         for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
@@ -190,8 +200,6 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
 
 def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
     """What tells most first, so that a page can be looked at while the rest is under way."""
-    from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, VARIANTS
-
     _refuse_another_kind(options, target)
     results, folder = target.root / RESULTS, options.folder
     chosen: dict[str, Any] = {
@@ -254,8 +262,6 @@ def _refuse_another_kind(options: Interventions, target: "Target") -> None:
 
 def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     """Variants of different cost: any order of all blocks takes what reverse does, one loop count tells of others."""
-    from lit_layers.functional.block_schedules import OF_BLOCKS, PUBLISHED_LOOPS
-
     names = [name for name in chosen["variants"] if name not in ("random", *OF_BLOCKS)]
     loops = (PUBLISHED_LOOPS,) if PUBLISHED_LOOPS in chosen["loops"] else chosen["loops"][:1]
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
@@ -311,7 +317,6 @@ def _notes(table: Any) -> Iterator[str]:
     """Yields which tasks have no normalised score, and which variants failed: a sentence each."""
     import pandas as pd
 
-    from lit_layers.metrics import sentence
     from lit_layers.records import FAILED
 
     if "undefined" in table:
@@ -340,8 +345,6 @@ def _tables(table: Any) -> Iterator[tuple[str, Any]]:
     """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
     from lit_layers.figures.labels import tag_text
     from lit_layers.figures.task_means import MEDIAN
-    from lit_layers.functional.block_schedules import OF_BLOCKS
-    from lit_layers.metrics import headlines, look_up, sentence
 
     rows = _of_variants(table)
     if rows.empty:
@@ -365,8 +368,6 @@ def _tables(table: Any) -> Iterator[tuple[str, Any]]:
 def _rows(table: Any) -> list[dict[str, str]]:
     """A row a variant, a column a number of middle blocks; of the loops the published number, or the fewest."""
     import pandas as pd
-
-    from lit_layers.functional.block_schedules import CUSTOM, OF_MIDDLES, PUBLISHED_LOOPS
 
     def numbers(name: str) -> list[int]:
         return sorted({int(number) for number in table[name].dropna()}) if name in table else []

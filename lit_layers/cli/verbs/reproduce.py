@@ -6,10 +6,14 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import yaml
+
+from lit_layers.cli.command_line import run_verb
 from lit_layers.cli.console import show_table
-from lit_layers.cli.main import run_verb
 from lit_layers.cli.options import Recipe
+from lit_layers.cli.shipped_recipes import find_recipe
 from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import replace_file
 
 if TYPE_CHECKING:
     from lit_layers.papers import PaperRecipe, Step
@@ -38,7 +42,6 @@ def reproduce(
         plan: say what its commands would cost, and measure nothing
         compare: only compare what has been measured
     """
-    from lit_layers.cli.shipped_recipes import find_recipe
     from lit_layers.papers import read_recipe
 
     if plan and compare:
@@ -65,10 +68,6 @@ def reproduce(
 
 def _written(number: int, step: "Step", root: Path) -> list[str]:
     """The words of a step's command, whose options are written to a file: the same that a user could type."""
-    import yaml
-
-    from lit_layers.files.durable import replace_file
-
     path = root / STEPS / f"{number}-{step.verb}.yaml"
     replace_file(path, yaml.safe_dump(step.options, sort_keys=False, allow_unicode=True, width=120))
     return step.argv(path)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lit_layers.cli import threads
+from lit_layers.cli import DIVERGED, FAILED, threads
+from lit_layers.cli.command_line import run_verb
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.main import DIVERGED, FAILED, run_verb
+from lit_layers.cli.options import Recipe
+from lit_layers.cli.own_code import trust_code
+from lit_layers.cli.shipped_recipes import recipe_file
 from lit_layers.errors import InputError, refused
 from lit_layers.measuring.measuring_options import shard_of
 from lit_layers.schema import Engine, Range, refuse_no_shard
@@ -49,8 +52,6 @@ def sweep(
     if engine == "ray" and (workers > 1 or count > 1):
         name = "workers" if workers > 1 else "shard"
         raise InputError(f"{name}: with engine ray the cluster says how many cells run at a time: leave it out")
-    from lit_layers.cli.own_code import trust_code
-    from lit_layers.cli.shipped_recipes import recipe_file
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
     trusted = [f"--code={package}" for package in code or ()]
@@ -112,7 +113,6 @@ def _check_options(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> 
         seen |= options
         if words is None:
             continue
-        from lit_layers.cli.options import Recipe
         from lit_layers.cli.verbs.fit import fit
 
         try:

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from lit_layers.cli import threads
-from lit_layers.cli.main import FAILED
+from lit_layers.cli import FAILED, threads
 from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe, given
 from lit_layers.cli.refusals import refuse_beside, refuse_unwritable

@@ -1,0 +1,141 @@
+"""`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
+
+import errno
+import gc
+import importlib
+import logging
+import os
+import sys
+from importlib.metadata import version
+from types import ModuleType
+
+from lit_layers.cli import FAILED, INTERRUPTED, REFUSED, TERMINATED, quick_help, threads
+from lit_layers.cli.console import plainly, printable, without_verbosity
+from lit_layers.cli.stopping import stopping
+from lit_layers.errors import InputError, RunLostError, did_you_mean, is_panic, refuse_pipe, refusing_pipes
+
+COMMANDS = {  # each a file of `verbs`
+    "analyze": "measure every layer of a trained model, whole or block by block",
+    "audit": "check whether a checkpoint series is what it says",
+    "compact": "write the numbers of runs as tables, from which curves are read much faster",
+    "correlate": "compare metrics with scores, over models or over layers",
+    "emerge": "find when each number of a run changes, in which order, and how sure that is",
+    "fit": "train from a recipe and measure every layer on the way",
+    "intervene": "run the blocks in other orders, and see what breaks",
+    "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
+    "prepare": "turn a text source into token shards",
+    "publish": "write the numbers of runs as a data set with a card",
+    "report": "draw a run, or several side by side, on one HTML page",
+    "reproduce": "measure a published figure again, beside its printed numbers",
+    "select": "choose the layer that is enough for a task, and cut the model there",
+    "sweep": "train every run of a grid of options",
+    "watch": "measure the checkpoints that appear in a folder, while somebody trains",
+}
+GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
+_LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
+
+
+def run(argv: list[str], *, is_own_process: bool) -> int:
+    """Runs the command that the words begin with, or answers for all of them, and returns the exit code."""
+    try:
+        argv = without_verbosity(argv)
+    except InputError as error:
+        return _refuse(str(error))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"lit-layers {version('lit_layers')}")
+        return 0
+    command, rest = argv[0], argv[1:]
+    if command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
+        return _refuse(f"unknown command {command!r}; {hint}")
+    if command != "fit":  # their progress bars would write over ours
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # A sweep passes SIGTERM on to its cells, which heed it, and waits for them.
+    with stopping(ends_process=is_own_process, limited=command != "sweep") as stop:
+        try:
+            code = run_verb(command, rest)
+        except SystemExit:
+            if not stop.asked:
+                raise
+            code = TERMINATED
+    if stop.asked:
+        print(f"lit-layers {command}: ended by SIGTERM", file=sys.stderr)
+    return TERMINATED if stop.asked else code
+
+
+def _imported(name: str) -> ModuleType:
+    """A verb's module. What is imported stays: to look for garbage in it takes a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def run_verb(command: str, rest: list[str]) -> int:
+    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
+    code = 0
+    try:
+        for word in rest:
+            refuse_pipe(word)
+            refuse_pipe(word.partition("=")[2])
+        if (text := quick_help.answer(command, rest)) is not None:
+            print(text, end="")
+            return 0
+        threads.settle()
+        with refusing_pipes(rest), plainly(rest, results=command != "fit"):
+            verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
+            # its parser takes a quarter of a second to load, which the help of two verbs above does without
+            from lit_layers.cli import options, remote_roots
+
+            with remote_roots.in_local_copies(recipe := options.Recipe(verb, rest), os.environ):
+                code = options.run(recipe)
+    except InputError as error:
+        logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
+        refused = _refuse(str(error), command)
+        return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
+    except OSError as error:
+        if error.filename is None and error.errno not in (*_FULL, *_LOST):  # not about a file that was named
+            raise
+        unnamed = "cannot write" if error.errno in _FULL else "cannot read or write"
+        where = unnamed if error.filename is None else str(error.filename)[:200]
+        return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
+    except KeyboardInterrupt:
+        then = ": run the same command again to go on" if command in GO_ON else ""
+        print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
+        return INTERRUPTED
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return _refuse(f"a library stopped, as over a damaged tokenizer.json: {error}", command)
+    return code
+
+
+def _refuse(sentence: str, command: str | None = None) -> int:
+    prog = f"lit-layers {command}" if command else "lit-layers"
+    print(f"{prog}: error: {printable(sentence)}", file=sys.stderr)
+    return REFUSED
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lit-layers COMMAND [options]",
+            "",
+            "How structure emerges, layer by layer, while a transformer trains.",
+            "",
+            *lines,
+            "",
+            "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
+            "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
+            "fit, analyze and sweep: --code PACKAGE lets recipes name the classes of your own package or folder.",
+        ]
+    )
