@@ -127,7 +127,7 @@ class Loop:
             step = len(self.losses)
             numbers = torch.arange(step * batch, (step + 1) * batch)
             chosen = [self.order.image(number) for number in numbers.tolist()]
-            pixels = self.pictures.pixels[chosen].to(self.device, non_blocking=True)
+            pixels = self.pictures.batch(chosen).to(self.device, non_blocking=True)
             labels = self.pictures.labels[chosen].to(self.device, non_blocking=True)
             if self.augmented:
                 pixels = data._augmentation.on_pixels(pixels, numbers)

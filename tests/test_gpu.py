@@ -27,7 +27,11 @@ from tests.support.saved_models import saved
 from tests.support.tiny_models import sees_images
 from tests.test_devices import assert_close, made, three, values, walked
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    # Torch's compiler warns of itself. As an error that would end the compiling, and the loss take its slower kernels.
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def has_mteb() -> bool:
@@ -103,7 +107,6 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path):
         assert torch.equal(resumed[name], expected), name
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 @pytest.mark.parametrize("num_words", [50304, 50257], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_loss_is_cross_entropy_in_float64(dtype, num_words):

@@ -52,6 +52,14 @@ class SmallPictures(Pictures):
     def picture(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
 
+    def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
+        """Some images: (chosen, 3, height, width), `pinned` where a GPU takes them from without waiting.
+
+        Whole images are copied, once: an index in brackets goes through them byte by byte, five times as slow.
+        """
+        images = torch.empty(len(chosen), *self.pixels.shape[1:], dtype=self.pixels.dtype, pin_memory=pinned)
+        return torch.index_select(self.pixels, 0, torch.tensor(chosen, dtype=torch.long), out=images)
+
     def content_hash(self) -> str:
         """Over every pixel."""
         digest = hashlib.sha256(f"{tuple(self.pixels.shape)}".encode())

@@ -359,7 +359,7 @@ def image_size(source: ImageSource, chosen: int | None) -> int:
 def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:
     """Images as a model is tested on them, in 0..255: (images, 3, size, size)."""
     if isinstance(pictures, SmallPictures):
-        return resized(pictures.pixels[chosen], size)
+        return resized(pictures.batch(chosen), size)
     return torch.stack([_centre(pictures.picture(index), size) for index in chosen])
 
 

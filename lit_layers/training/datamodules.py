@@ -9,7 +9,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from lit_layers.data.batches import TokenBlocks, unigram_entropy
 from lit_layers.data.image_files import Pictures, SmallPictures
@@ -362,13 +362,13 @@ class SampleOrder:
 
     def image(self, number: int) -> int:
         epoch, place = divmod(number, self.num_images)
-        return self._permutations.global_batch(epoch * self.num_images + place // self.num_repeats)[0]
+        return self._permutations.sample(epoch * self.num_images + place // self.num_repeats)
 
 
 class _SampleNumbers(StepSampler):
     """The numbers of the samples of a batch: the data set knows their images, and augments by them."""
 
-    def _sample(self, number: int) -> int:
+    def sample(self, number: int) -> int:
         return number
 
 
@@ -389,7 +389,9 @@ class _TrainingImages(Dataset):
         chosen = [self.order.image(number) for number in numbers]
         labels = self.labels[chosen]
         if isinstance(self.pictures, SmallPictures):
-            return {"pixels": self.pictures.pixels[chosen], "labels": labels, "number": torch.tensor(numbers)}
+            pinned = torch.cuda.is_available() and get_worker_info() is None  # what a worker makes is pinned later
+            pixels = self.pictures.batch(chosen, pinned=pinned)
+            return {"pixels": pixels, "labels": labels, "number": torch.tensor(numbers)}
         try:
             return {"pixel_values": self._transformed(chosen, numbers), "labels": labels}
         except InputError as error:

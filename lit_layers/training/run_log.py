@@ -115,7 +115,8 @@ class RunLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._flush_due:
-            self._flush(trainer, pl_module)
+            # A resumed run drops the rows behind its checkpoint: only saving one has to wait for the disk.
+            self._flush(trainer, pl_module, durably=False)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -189,7 +190,9 @@ class RunLog(L.Callback):
         self._extra.setdefault(axis_step(trainer), {}).update(speed)
         self.shown.update(speed)
 
-    def _flush(self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True) -> None:
+    def _flush(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True, durably: bool = True
+    ) -> None:
         """Closes every row up to the current step; one transfer from the device for all of them.
 
         What is on disk comes first: a mirror may fail, and whatever breaks off here is written again by the next flush
@@ -204,7 +207,7 @@ class RunLog(L.Callback):
             for number in sorted(rows):
                 if rows[number]:
                     self._scalars.log(number, {**self._tokens(number), **rows[number]})
-            self._scalars.close()
+            self._scalars.close(durably=durably)
         measurements, self._measurements, self._extra, self._pending = self._measurements, {}, {}, []
         if self.mirror is not None and self._scalars is not None:
             for number in sorted(rows):

@@ -163,12 +163,12 @@ class StepSampler(Sampler[list[int]]):
         self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
         self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size
         self.first_step = first_step
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.long)
+        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def global_batch(self, step: int) -> list[int]:
         """Returns the indices that step number `step` (from 0) trains on, on all ranks together."""
         start = step * self.global_batch_size
-        return [self._sample(number) for number in range(start, start + self.global_batch_size)]
+        return [self.sample(number) for number in range(start, start + self.global_batch_size)]
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.global_batch_size // (self.world_size * self.num_micro_batches)
@@ -178,11 +178,13 @@ class StepSampler(Sampler[list[int]]):
                 start = (micro * self.world_size + self.rank) * size
                 yield batch[start : start + size]
 
-    def _sample(self, number: int) -> int:
+    def sample(self, number: int) -> int:
+        """Returns which sample stands at a place of the endless sequence."""
         epoch, place = divmod(number, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator)
+            # As an array: one number of a tensor takes ten times as long, and is taken for each image of a batch.
+            self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
         return int(self._permutation[place])
 
 

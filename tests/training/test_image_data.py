@@ -64,6 +64,12 @@ def test_repeated_augmentation_gives_each_image_three_times_in_a_row_and_differe
     assert not torch.equal(second, third)
 
 
+def test_pictures_of_a_batch_stand_in_its_order_as_often_as_they_are_asked_for():
+    pictures = image_source("digits").train
+    chosen = [5, 0, 5, len(pictures) - 1]
+    assert torch.equal(pictures.batch(chosen), torch.stack([pictures.pixels[number] for number in chosen]))
+
+
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 2), (2, 2)])
 def test_a_step_trains_on_the_same_changed_images_however_it_is_cut(world_size, accumulate):
     (whole,) = batches(digits(), 1, step=3)

@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+import torch
 
 from lit_layers.training.trainer import StepSampler
 
@@ -10,6 +11,14 @@ def test_an_epoch_holds_every_sample_once_and_epochs_differ():
     epochs = [[i for step in range(3 * e, 3 * e + 3) for i in sampler.global_batch(step)] for e in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
     assert epochs[0] != epochs[1]
+
+
+def test_a_sample_is_that_of_the_permutation_drawn_for_its_epoch():
+    def permutation(epoch):
+        return torch.randperm(13, generator=torch.Generator().manual_seed(5 * 1_000_003 + epoch)).tolist()
+
+    sampler = StepSampler(13, global_batch_size=30, seed=5)
+    assert sampler.global_batch(2) == [permutation(place // 13)[place % 13] for place in range(60, 90)]
 
 
 def test_a_batch_may_span_two_epochs():
