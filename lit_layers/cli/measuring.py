@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli import FAILED, threads
+from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.measuring.offline import SeriesResult
-    from lit_layers.measuring.plan import Plan
     from lit_layers.measuring.targets import Make
     from lit_layers.records import Measurement
     from lit_layers.series import Series
@@ -161,17 +160,10 @@ class Checkpoints(MeasuringOptions):
         return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
 
 
-def measure(
-    everything: "Sequence[Series]",
-    options: Checkpoints,
-    make: "Make",
-    tell: Callable[[Outcome], bool],
-    *,
-    tokenizer: str | None = None,
-) -> int:
-    """Measures the model, or each series that is meant, and tells of each; returns the exit code.
-
-    That is 130 where Ctrl-C cut it short, 1 if anything failed. With --plan it only says what that would cost.
+def outcomes(
+    everything: "Sequence[Series]", options: Checkpoints, make: "Make", *, tokenizer: str | None = None
+) -> Iterator[Outcome]:
+    """Measures the model, or each series that is meant, and yields each result; with --plan only says what it costs.
 
     Raises:
         InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
@@ -187,9 +179,10 @@ def measure(
     targets = targets_of(everything, make, options, tokenizer=tokenizer)
     if options.plan:
         for target in targets:
-            target.plan(_show_plan)
-        return 0
-    failed = False
+            for name, plan in target.plans():
+                show_table(plan.table(), name)
+                print(*plan.notes(), sep="\n")
+        return
     for target in targets:
         series = target.series
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
@@ -200,16 +193,10 @@ def measure(
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow-suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
-        failed |= tell(Outcome(root=target.root, result=result, steps=steps))
+        yield Outcome(root=target.root, result=result, steps=steps)
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
-    return FAILED if failed else 0
-
-
-def _show_plan(name: str, plan: "Plan") -> None:
-    show_table(plan.table(), name)
-    print(*plan.notes(), sep="\n")
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,11 @@ class Targets:
         how: Any = {"root": self.root, "beside_training": beside_training, "progress": progress}
         return analyze_series(self.series, analyses, self.options, **how)
 
-    def plan(self, show: Callable[[str, Plan], None]) -> None:
-        """Shows what measuring would cost, of different models one after the other, by name and plan.
+    def plans(self) -> Iterator[tuple[str, Plan]]:
+        """Yields what measuring would cost, of different models one after the other: name and plan.
 
         Raises:
-            InputError: analyses that do not fit, a model without shapes, a plan that was shown and cannot end.
+            InputError: analyses that do not fit, a model without shapes; a plan that cannot end, once it was yielded.
         """
         analyses = self._analyses(_unheard)
         checkpoints = self.series.listing.checkpoints if self.series.is_alone else self.series.checkpoints
@@ -119,7 +119,7 @@ class Targets:
             view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
             how: Any = {"num_checkpoints": number, "stream_blocks": self.options.stream_blocks}
             plan = planned(view, in_dtype(chosen, self.options), device=device_of(self.options.device), **how)
-            show(name, plan)
+            yield name, plan
             plan.refuse(self.root)
 
     def _analyses(self, tell: Callable[[str], None]) -> Analyses:

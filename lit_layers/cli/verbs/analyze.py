@@ -8,7 +8,8 @@ from typing import Any
 
 from lit_layers.analyses import catalogue
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, measure
+from lit_layers.cli import FAILED
+from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
@@ -64,7 +65,9 @@ def analyze(
     """
     command = Command(recipe)
     everything = command.series(checkpoints)
-    return measure(everything, checkpoints, command.analyses, _tell, tokenizer=measured.named_tokenizer)
+    results = outcomes(everything, checkpoints, command.analyses, tokenizer=measured.named_tokenizer)
+    failed = [_tell(outcome) for outcome in results]
+    return FAILED if any(failed) else 0
 
 
 class Command:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from lit_layers import schema
+from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, measure
+from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Names, Numbers, Recipe, given
 from lit_layers.cli.refusals import refuse_beside, refuse_blank
 from lit_layers.errors import InputError
@@ -165,7 +166,9 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
             refuse_no_task(task, options.folder)
     everything = checkpoints.opened(model)
     make = functools.partial(_analyses, model, options, recipes)
-    return measure(everything, checkpoints, lambda target: [*make(target)], _tell, tokenizer=options.tokenizer)
+    results = outcomes(everything, checkpoints, lambda target: [*make(target)], tokenizer=options.tokenizer)
+    failed = [_tell(outcome) for outcome in results]
+    return FAILED if any(failed) else 0
 
 
 def _training_recipes(options: Interventions) -> dict[str, Any]:
@@ -317,12 +320,12 @@ def _notes(table: Any) -> Iterator[str]:
     """Yields which tasks have no normalised score, and which variants failed: a sentence each."""
     import pandas as pd
 
-    from lit_layers.records import FAILED
+    from lit_layers import records
 
     if "undefined" in table:
         for analysis in table[table["undefined"].notna()]["analysis"].unique():
             yield f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing"
-    for row in table[table["metric"] == FAILED].to_dict("records"):
+    for row in table[table["metric"] == records.FAILED].to_dict("records"):
         place = "" if pd.isna(row.get("middle")) else f" of {int(row['middle'])} blocks"
         yield f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})"
 

@@ -1,13 +1,13 @@
 """`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
-import functools
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, measure
+from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.cli.refusals import refuse_unwritable
 from lit_layers.errors import InputError
@@ -110,8 +110,9 @@ def mteb(
             tell=target.tell,
         )
 
-    tell = functools.partial(_tell, tasks=resolved)
-    return measure(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
+    results = outcomes(checkpoints.opened(model), checkpoints, analyses, tokenizer=tokenizer)
+    failed = [_tell(outcome, resolved) for outcome in results]
+    return FAILED if any(failed) else 0
 
 
 def _tell(outcome: Outcome, tasks: "list[ScoredTask]") -> bool:
