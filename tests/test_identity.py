@@ -24,7 +24,7 @@ from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import figure_data, page_figures
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.random_text import RandomText
-from tests.support.read_wandb import read_runs
+from tests.support.read_wandb import read_finished
 from tests.support.runs import make_models, make_run, measurement
 from tests.support.tiny_training import fit
 from tests.tasks.tiny_tasks import write_tiny_data
@@ -200,7 +200,7 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
     mirror = WandbMirror(mode="offline")
     mirror.open(root, run_id="a1b2c3d4", config={})
     mirror.finish()
-    run = read_runs(root)["a1b2c3d4"]
+    run = read_finished(root)["a1b2c3d4"]
     assert [step for step, _ in run.curve("coupling/coupling/k=2")] == [0, 1]
     assert [step for step, _ in run.curve(f"{name}/coupling/k=3")] == [0, 1, 2]
     assert f"{name}/coupling_pair/k=3/matrix" in run.media("image-file")

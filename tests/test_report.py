@@ -34,7 +34,7 @@ from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.drawn import in_its_own_process
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
-from tests.support.read_wandb import read_runs
+from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, STEPS, make_models, make_run, make_series, measurement
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -659,7 +659,7 @@ def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
     for _ in range(2):
         assert main(["report", str(root), "--wandb"]) == 0
         assert "wandb sync" in capsys.readouterr().out
-        read_runs(root)  # waits until W&B's process has written its files
+        read_finished(root)  # waits until W&B's process has written its files
     known = mirrored(run_files(root, "a1b2c3d4"))
     assert "lens/kl_to_final/layer_01" in known.names[1]
     assert known.last_row == 2  # two steps and the table, once
@@ -848,7 +848,7 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
     rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
     for options, steps in (([], {0, 4}), (["--allow-suspect"], {0, 1, 2, 4})):
         assert main(["report", str(root), "--wandb", *options]) == 0
-        read_runs(root)  # waits until W&B's process has written its files
+        read_finished(root)  # waits until W&B's process has written its files
         files = run_files(root, run)
         assert {step for step in mirrored(files).names if step is not None} == steps
         assert "coupling/coupling_pair/k=4/matrix" in mirrored(files).names[max(steps - {4})]

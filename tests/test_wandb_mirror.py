@@ -17,7 +17,7 @@ from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror
 from lit_layers.report.logged_numbers import of_the_whole_run, values_of
 from tests.support.forked import run_forked
-from tests.support.read_wandb import Run, read_runs
+from tests.support.read_wandb import Run, read_finished
 from tests.support.runs import make_run, measurement
 from tests.support.undrawn import leave_undrawn
 
@@ -45,14 +45,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def read_back(root: Path) -> Run:
-    """W&B's own process writes the last records just after finish() returns."""
-    deadline = time.monotonic() + 60
-    while True:
-        run = read_runs(root).get(RUN_ID, Run())
-        complete = run.state != "unfinished" and run.dirs[-1] == folders(root)[-1].resolve()
-        if complete or time.monotonic() > deadline:
-            return run
-        time.sleep(0.05)
+    return read_finished(root)[RUN_ID]
 
 
 def mirror_all(root: Path, mirror: WandbMirror | None = None) -> Run:

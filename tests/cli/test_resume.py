@@ -27,7 +27,7 @@ from lit_layers.training.resuming import STATE, resume_point
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked
-from tests.support.read_wandb import Run, read_runs
+from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
 pytestmark = [
@@ -91,11 +91,7 @@ def what_is_left(root: Path) -> dict:
 
 def curves(root: Path, run_id: str) -> dict[str, list[tuple]]:
     """Every W&B curve of numbers, read back when W&B's own process is through with it."""
-    deadline, run = time.monotonic() + 60, Run()
-    while run.state == "unfinished" and time.monotonic() < deadline:
-        time.sleep(0.05)
-        run = read_runs(root).get(run_id, Run())
-    found = {}
+    run, found = read_finished(root)[run_id], {}
     for name in run.names():
         points = run.curve(name, x="trainer/global_step")
         if (

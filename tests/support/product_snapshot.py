@@ -38,7 +38,7 @@ from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokeni
 from tests.support.charts import PageFigure, figures_in
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
-from tests.support.read_wandb import read_runs
+from tests.support.read_wandb import read_finished
 from tests.support.saved_models import saved_vit
 from tests.support.series_hub import make_series, served, template
 
@@ -96,7 +96,7 @@ class Scenarios:
             for file in sorted(path for path in root.rglob("*") if path.is_file()):
                 place = target / f"{root.name}__{'__'.join(file.relative_to(root).parts)}"
                 self._keep_file(file, place)
-            for run_id, run in sorted(read_runs(root).items()):
+            for run_id, run in sorted(read_finished(root).items()):
                 names = {key: run.step_metric(key) for key in run.names()}
                 text = json.dumps({"project": run.project, "names": names, "tables": run.tables}, indent=1)
                 (target / f"{root.name}__wandb_{len(run_id)}.json").write_text(self.plain(text))

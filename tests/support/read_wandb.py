@@ -15,7 +15,7 @@ from typing import Any
 
 BLOCK, HEAD = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-QUIET = 3.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -115,20 +115,39 @@ class Run:
 
 def read_runs(path: Path) -> dict[str, Run]:
     """Returns every run under a path by its id; the folders of a run that was resumed offline are joined in order."""
-    files = {file.resolve() for file in path.glob("**/*run-*/*.wandb") if file.parent.name != "latest-run"}
     found: dict[str, Run] = {}
-    for file in sorted(files, key=lambda file: file.parent.name.removeprefix("offline-")):
-        _wait_for_the_end(file)
+    for file in _files(path):
         run_id = next((r.run.run_id for r in records(file) if r.WhichOneof("record_type") == "run"), None)
         if run_id:
             _read_into(found.setdefault(run_id, Run()), file)
     return found
 
 
-def _wait_for_the_end(file: Path) -> None:
-    """W&B's process says that a run is finished a moment before its file is on disk (seen 1 time in 226 under load)."""
-    while time.time() - file.stat().st_mtime < QUIET and not any(r.HasField("exit") for r in records(file)):
+def read_finished(path: Path) -> dict[str, Run]:
+    """The same for runs that have been finished: returns when the end of each stands in the last of its files.
+
+    W&B's own process answers `finish()` before its file is whole, and how long ago it wrote to that file tells nothing:
+    it keeps up to 32 KB back for up to 15 seconds.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        last = {file.parent.name.rpartition("-")[2]: file for file in _files(path)}
+        runs = read_runs(path)
+        unfinished = [str(file) for name, file in last.items() if not _is_whole(runs.get(name), file)]
+        if not unfinished:
+            return runs
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no end of a run within {PATIENCE:.0f} s in {', '.join(unfinished)}")
         time.sleep(0.05)
+
+
+def _is_whole(run: Run | None, file: Path) -> bool:
+    return run is not None and run.exit_code is not None and run.dirs[-1] == file.parent
+
+
+def _files(path: Path) -> list[Path]:
+    files = {file.resolve() for file in path.glob("**/*run-*/*.wandb") if file.parent.name != "latest-run"}
+    return sorted(files, key=lambda file: file.parent.name.removeprefix("offline-"))
 
 
 def _read_into(run: Run, file: Path) -> None:

@@ -14,7 +14,7 @@ from lit_layers.training.run_folder import RunFolder
 from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
-from tests.support.read_wandb import read_runs
+from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
 wandb_agent = pytest.importorskip("wandb.wandb_agent")
@@ -156,7 +156,7 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
     assert json.loads((root / "run.json").read_text())["id"] == "second12"
     assert len(list((root / "wandb").glob("offline-run-*-second12"))) == 1
     assert len(list(tmp_path.rglob("offline-run-*"))) == 1
-    found = read_runs(root)["second12"]
+    found = read_finished(root)["second12"]
     assert [step for step, _ in found.curve("train/loss")] == [1, 2, 3]
     assert found.config["model.lr"] == 0.02
     assert run_ranks(run) == [0, 0]  # the agent starts a preempted run again: it goes on under its id

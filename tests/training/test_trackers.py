@@ -21,9 +21,9 @@ from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.report import trackers
 from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
+from tests.support.read_wandb import read_finished
 from tests.support.tiny_models import tiny
 from tests.support.undrawn import leave_undrawn
-from tests.test_wandb_mirror import read_runs
 
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
@@ -72,7 +72,7 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     trained(tmp_path / "run", [own])
     own.log({"loss": 2.0})
     own.finish()
-    (run,) = read_runs(tmp_path).values()
+    (run,) = read_finished(tmp_path).values()
     assert [value for _, value in run.curve("loss")] == [3.0, 2.0]
     assert dict(run.curve("lens/logit_lens_loss/layer_01")) == losses_of(tmp_path / "run")
     assert run.step_metric("lens/logit_lens_loss/layer_01") == "trainer/global_step"
