@@ -20,6 +20,9 @@ from tests.support.data_mapping import linked
 
 # What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
+if WORKER:  # to take all that was imported apart costs four seconds, and nothing is left to do
+    atexit.register(os._exit, 0)
 DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
 
 
@@ -30,7 +33,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
     commands = {Path(__file__).parent / room for room in ("", "cli", "hostile")}
-    items.sort(key=lambda item: (item.path not in long, item.path.parent not in commands))
+    items.sort(key=lambda item: (item.path not in long, item.path.parent not in commands, item.path))
+
+
+class TurnedFolder(pytest.Dir):
+    """A folder of which each process of pytest-xdist reads another part first.
+
+    Where no file is compiled yet, each so rewrites the asserts of its part, and finds those of the others written.
+    """
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        parts = [*super().collect()]
+        begin = len(parts) * int(WORKER.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return parts[begin:] + parts[:begin]
+
+
+class FoldersInTurn:
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector:
+        return TurnedFolder.from_parent(parent, path=path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if WORKER:
+        config.pluginmanager.register(FoldersInTurn())
 
 
 @pytest.hookimpl(wrapper=True)
