@@ -1,6 +1,7 @@
 """What ends a command with one sentence."""
 
 import difflib
+import errno
 import os
 import re
 import stat
@@ -16,6 +17,16 @@ class InputError(ValueError):
     Its message is one sentence: what was expected, what came (field and value), what to do. The command line
     prints that sentence and exits with code 2, without a traceback.
     """
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a disk takes no more, as this error or what it was raised from says: nothing that follows is kept."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+        error = error.__cause__
+    return error is not None
 
 
 class RunLostError(InputError):
@@ -74,6 +85,39 @@ def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
     name = os.fspath(name)
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and not _is_of_shell(name):
         raise InputError(f"{option}{_no_file(name)}")
+
+
+# What somebody reads of a folder with a model, beside its weights, and the most that one of them may take.
+_OF_A_MODEL = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "trainer_state.json"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json"),
+)
+_LARGEST_OF_A_MODEL = 2**28  # bytes: the largest tokenizers take 2**25
+
+
+def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
+    """Refuses a folder in which what a reader of models looks for is there and no file that can be read.
+
+    Libraries take such a file for one that is missing, and then fall back to something else.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for name in _OF_A_MODEL:
+        path = os.path.join(folder, name)
+        if not os.path.lexists(path):
+            continue
+        if not os.path.exists(path):
+            raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
+        if os.path.isdir(path):
+            raise InputError(f"expected a file, {path} is a folder")
+        refuse_pipe(path)
+        if (size := os.path.getsize(path)) > _LARGEST_OF_A_MODEL:
+            raise InputError(f"{path} has {size:,} bytes, at most {_LARGEST_OF_A_MODEL:,} are read of such a file")
+        with refused(f"cannot read {path}"), open(path, "rb") as file:
+            file.read(1)
 
 
 def whole_path(path: str | Path) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_layers.errors import first_line
+from lit_layers.errors import InputError, first_line, is_full
 from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file
 from lit_layers.files.foreign_parquet import read_lists
@@ -66,20 +66,31 @@ class ValueFiles:
         root: the run's folder.
         megabytes: of all files together (10^6 bytes); 0: none is written.
         checkpoints: how many are planned.
+        insist: whether a full disk refuses them, where nothing is lost by it: the command is run again.
     """
 
-    def __init__(self, root: str | Path, megabytes: int = VALUES_MB, *, checkpoints: int = 1) -> None:
+    def __init__(
+        self, root: str | Path, megabytes: int = VALUES_MB, *, checkpoints: int = 1, insist: bool = False
+    ) -> None:
+        self.insist = insist
         self.root, self.limit, self.share = Path(root), megabytes * 10**6, megabytes * 10**6 // max(1, checkpoints)
         self._sizes: dict[Path, int] | None = None  # of all files, once they are looked at
         self._said: set[str] = set()
 
     def write(self, measurement: Measurement) -> None:
-        """Writes the values of a measurement, whole or not at all; where there are none, what is there stays."""
+        """Writes the values of a measurement, whole or not at all; where there are none, what is there stays.
+
+        Raises:
+            InputError: the disk is full, and it was to be insisted.
+        """
         for path, content in _contents(self.root, measurement) if self.limit else ():
             run_lock.check(path)
             try:
                 self._put(path, content, measurement.analysis)
-            except OSError as error:  # the numbers themselves matter more, and are refused where the disk takes nothing
+            except OSError as error:
+                if self.insist and is_full(error):  # else they would be missing for good: the numbers are known then
+                    raise InputError(f"cannot write {path}: {str(error.strerror).lower()}") from error
+                # The numbers themselves matter more, and are refused where the disk takes nothing
                 if not self._said:
                     logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
                 self._said.add(measurement.analysis)

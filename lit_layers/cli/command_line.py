@@ -12,7 +12,7 @@ from types import ModuleType
 from lit_layers.cli import FAILED, INTERRUPTED, REFUSED, TERMINATED, quick_help, threads
 from lit_layers.cli.console import plainly, printable, without_verbosity
 from lit_layers.cli.stopping import stopping
-from lit_layers.errors import InputError, RunLostError, did_you_mean, is_panic, refuse_pipe, refusing_pipes
+from lit_layers.errors import InputError, RunLostError, did_you_mean, is_full, is_panic, refuse_pipe, refusing_pipes
 
 COMMANDS = {  # each a file of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
@@ -32,7 +32,6 @@ COMMANDS = {  # each a file of `verbs`
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write says of a full disk names no file
 _LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
 
@@ -101,10 +100,12 @@ def run_verb(command: str, rest: list[str]) -> int:
         refused = _refuse(str(error), command)
         return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
     except OSError as error:
-        if error.filename is None and error.errno not in (*_FULL, *_LOST):  # not about a file that was named
+        full = is_full(error)  # what a write says of it names no file
+        if error.filename is None and not full and error.errno not in _LOST:  # not about a file that was named
             raise
-        unnamed = "cannot write" if error.errno in _FULL else "cannot read or write"
-        where = unnamed if error.filename is None else str(error.filename)[:200]
+        where = "" if error.filename is None else str(error.filename)[:200]
+        if full or not where:
+            where = f"cannot {'write' if full else 'read or write'} {where}".rstrip()
         return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         then = ": run the same command again to go on" if command in GO_ON else ""

@@ -13,7 +13,7 @@ from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions
 
@@ -129,6 +129,8 @@ class Checkpoints(MeasuringOptions):
             InputError: an option that is for the other of them.
         """
         folder = Path(model)
+        if folder.is_dir():
+            refuse_odd_files(folder)
         is_steps = folder.is_dir() and not (folder / "config.json").is_file()
         if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lit_layers.errors import InputError, panics_as_errors
+from lit_layers.errors import InputError, panics_as_errors, refuse_odd_files
+from lit_layers.files.durable import naming
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import asking_the_hub
 
@@ -107,6 +108,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
         if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w./-]+)?", spec):
             raise InputError(f"no tokenizer {spec!r}: expected an existing path, a name on the Hub, or bpe:SIZE")
         path = _download(spec)
+    refuse_odd_files(path)
     if not (path / MAIN).is_file():
         raise InputError(f"the tokenizer {spec!r} has no {MAIN} (in {path}): save it as a fast tokenizer")
     return _load(path / MAIN, {name: path / name for name in COMPANIONS if (path / name).is_file()})
@@ -128,7 +130,8 @@ class WithTokenizer:
 def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
     """Writes a folder that `AutoTokenizer` opens."""
     folder.mkdir(parents=True, exist_ok=True)
-    text_tokenizer.tokenizer.save(str(folder / MAIN))
+    with naming(folder / MAIN):
+        text_tokenizer.tokenizer.save(str(folder / MAIN))
     for name, path in text_tokenizer.companions.items():
         shutil.copyfile(path, folder / name)
     config = _read_json(folder / CONFIG) if CONFIG in text_tokenizer.companions else {}

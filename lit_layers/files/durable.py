@@ -4,10 +4,14 @@ import contextlib
 import errno
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
+
+_OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 
 def sync(path: Path) -> None:
@@ -40,6 +44,26 @@ def no_link(path: str, flags: int) -> int:
         raise
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system inside that names no file, as that of a write, or a draft, names this file or folder.
+
+    What a library in Rust raises for one becomes one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError):
+            number = _OF_THE_SYSTEM.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        named = error.filename is not None and not os.path.basename(str(error.filename)).startswith(f".{path.name}.")
+        if error.errno is not None and not named:
+            error.filename = str(path)
+        raise
+
+
 def _write_new(draft: Path, content: str | bytes) -> None:
     """A file of its own, whatever lay there: a link, too."""
     while True:
@@ -51,22 +75,24 @@ def _write_new(draft: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
     """Replaces a file as a whole: a reader sees the old content or the new."""
-    draft = draft_of(path)
-    _write_new(draft, json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n")
-    with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
-        draft.chmod(0o644)
-    sync(draft)
-    draft.replace(path)
-    sync(path.parent)
+    draft, text = draft_of(path), json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n"
+    with naming(path):
+        _write_new(draft, text)
+        with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
+            draft.chmod(0o644)
+        sync(draft)
+        draft.replace(path)
+        sync(path.parent)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file, whole or not at all: two processes may do it at once."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _write_new(draft, content)
-        sync(draft)
-        draft.replace(path)
+        with naming(path):
+            _write_new(draft, content)
+            sync(draft)
+            draft.replace(path)
     finally:
         with contextlib.suppress(OSError):  # on a read-only disk that fails, too
             draft.unlink(missing_ok=True)

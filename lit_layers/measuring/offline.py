@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.layerwise import layerwise
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import refuse_other_code, settings_name, spelled_as, what_computes
 from lit_layers.measuring import canary
@@ -177,7 +177,7 @@ class _Measuring:
     def __post_init__(self) -> None:
         self.series, self.earlier, self.options = self.measurer.series, self.measurer.earlier, self.measurer.options
         checkpoints, root = len(self.series.checkpoints), self.measurer.root
-        self.earlier.store.values = ValueFiles(root, self.options.values_mb, checkpoints=checkpoints)
+        self.earlier.store.values = ValueFiles(root, self.options.values_mb, checkpoints=checkpoints, insist=True)
         self.memory = self.series.memory or Memory(root)
         self.analyses, self.verdicts = self.measurer.analyses, self.measurer.verdicts
         self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
@@ -347,7 +347,7 @@ class _Measuring:
     def _failed(self, checkpoint: Checkpoint, why: InputError) -> None:
         """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
         is_loaded = isinstance(why, DoesNotFit)
-        if self.series.is_alone or (is_loaded and not self.measurer.fitting and not self.varied):
+        if self.series.is_alone or is_full(why) or (is_loaded and not self.measurer.fitting and not self.varied):
             raise why from why.__cause__
         sentence = _named(checkpoint, why)
         if sentence not in self.result.failures:  # each of its tasks may say so

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.files.durable import write_json
+from lit_layers.files.durable import naming, write_json
 from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.families.own_networks import known_inside
@@ -192,12 +192,13 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     model, folder = plain_model(model), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with quiet():
+        with quiet(), naming(folder):
             _shell(model).save_pretrained(folder, state_dict=unpadded_state(model))
         if (settings := preprocessor(model)) is not None:
             write_json(folder / PREPROCESSOR, settings)
     else:
-        _save_timm(model, folder)
+        with naming(folder):
+            _save_timm(model, folder)
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
     elif tokenizer is not None:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.errors import InputError, whole_path
+from lit_layers.errors import InputError, refuse_odd_files, whole_path
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
@@ -38,6 +38,8 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         InputError: no such folder, a folder without a model, or weights that do not fill the model.
     """
     name = os.fspath(folder_or_repo)
+    if os.path.isdir(name):
+        refuse_odd_files(name)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
     is_place = isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))
@@ -252,6 +254,7 @@ def open_plainly(
         InputError: no config.json there, or one that names no class an Auto class opens.
     """
     folder = Path(folder)
+    refuse_odd_files(folder)
     if safetensors_only and not weight_files(folder, "safetensors"):
         raise InputError(f"expected weights in safetensors in {folder}, found none")
     with quiet(reports=False):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.hub import HUB_ERRORS, Hub, named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -79,8 +79,10 @@ class ShardFiles:
             self._revision = self.commit = self.fetch(CONFIG).parent.name
         elif revision is not None:
             raise InputError(f"revision: {self.model} is a local folder and has no revision {revision!r}: leave it out")
-        elif not (self._folder / CONFIG).is_file():
-            raise InputError(f"expected a model in {self.model}, found no {CONFIG} there")
+        else:
+            refuse_odd_files(self._folder)
+            if not (self._folder / CONFIG).is_file():
+                raise InputError(f"expected a model in {self.model}, found no {CONFIG} there")
         self.config: dict[str, Any] = schema.read(
             self.fetch(CONFIG), dict[str, Any], "download or save the model again"
         )

@@ -16,6 +16,7 @@ from lit_layers.analyses.states import at_least_float32
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer
 from lit_layers.errors import InputError
+from lit_layers.files.durable import naming
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.functional.probes.regression import RidgeProbes
@@ -115,7 +116,8 @@ class ProbeHead:
 
     def save(self, folder: Path) -> None:
         """Writes probe.safetensors and probe.json."""
-        save_file({name: getattr(self, name).cpu().contiguous() for name in NAMES}, folder / TENSORS)
+        with naming(folder / TENSORS):
+            save_file({name: getattr(self, name).cpu().contiguous() for name in NAMES}, folder / TENSORS)
         (folder / TENSORS).chmod(0o644)
         content = {"format": FORMAT, **asdict(self.facts)}
         (folder / FACTS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -292,7 +292,8 @@ def _draft_of(folder: Path) -> Iterator[Path]:
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:
-        yield draft
+        with refused(f"cannot write {folder}"):
+            yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

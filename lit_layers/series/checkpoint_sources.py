@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.series.weight_files import STEMS, Memory, formats, on_disk
 
@@ -211,6 +211,7 @@ class HubSource(Source):
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
     """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
+    refuse_odd_files(folder)
     names = tuple(stem for stem, _ in STEMS.values())
     listed: dict[str, ListedFile] = {}
     for path in sorted(each for each in folder.iterdir() if each.is_file()):

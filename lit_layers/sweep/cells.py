@@ -298,7 +298,11 @@ def _next(
         waiting.remove(cell)
         has_failed_elsewhere = cell.state.get("state") == FAILED and cell.attempts > attempts_before[cell.cell.name]
         if not cell.is_finished and not has_failed_elsewhere:
-            return _Run(cell, line_of(cell), lock, gpus)
+            try:
+                return _Run(cell, line_of(cell), lock, gpus)
+            except BaseException:
+                lock.close()
+                raise
         lock.close()
     return None
 
@@ -334,8 +338,8 @@ class _Run:
             return False
         self._log.close()
         seconds = time.monotonic() - self._since
-        self.cell.ended(code, seconds, asked=self._asked, output_from=self._output_from)
-        self._lock.close()
+        with self._lock:
+            self.cell.ended(code, seconds, asked=self._asked, output_from=self._output_from)
         return True
 
     def stop(self, *, at_once: bool) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from safetensors import SafetensorError
 from torch import nn
 
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
@@ -91,7 +90,7 @@ def explained(path: Path) -> Iterator[None]:
     """Turns the operating system's refusal to write a checkpoint into the user's sentence."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise InputError(
             f"cannot write {path}: {reason}; what was saved before is whole: mend it and go on with --resume last"

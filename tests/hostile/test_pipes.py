@@ -1,7 +1,9 @@
-"""A pipe, socket or device in place of a file: to read it may never end."""
+"""A pipe, socket or device in place of a file: to read it may never end. Beside a model, whatever is no file."""
 
+import contextlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,13 @@ import yaml
 from PIL import Image
 
 from lit_layers.cli.command_line import COMMANDS
+from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refusing_pipes
+from lit_layers.models.saved import load, open_plainly
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.series.checkpoint_sources import FolderSource
 from tests.hostile.test_recipes import refused
+from tests.support.labelled_texts import saved_gpt2
 
 
 @pytest.fixture
@@ -103,3 +110,57 @@ def test_a_run_has_none_among_its_files(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     said = refused(["report", str(tmp_path)], capsys)
     assert said.endswith("measurements.jsonl is a pipe, a socket or a device")
+
+
+def socket_at(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # a whole path may be too long for one
+
+
+def sparse(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "device": (lambda path: path.symlink_to("/dev/zero"), "{} is a pipe, a socket or a device"),
+    "memory": (lambda path: path.symlink_to("/proc/self/mem"), "cannot read {}: input/output error"),
+    "pipe": (os.mkfifo, "{} is a pipe, a socket or a device"),
+    "socket": (socket_at, "{} is a pipe, a socket or a device"),
+    "folder": (Path.mkdir, "expected a file, {} is a folder"),
+    "link to nothing": (lambda path: path.symlink_to("nowhere"), "{} is a link to nothing"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "{} is a link to nothing"),
+    "1 TB": (sparse, "{} has 1,099,511,627,776 bytes"),
+}
+READ = "config.json tokenizer_config.json generation_config.json model.safetensors.index.json preprocessor_config.json"
+READ += " vocab.json merges.txt special_tokens_map.json tokenizer.json"
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_what_lies_beside_weights_and_is_no_file_is_named_and_not_taken_for_missing(kind, tmp_path, capsys):
+    """A tokenizer whose config is left out silently ends its documents with another token."""
+    make, said = NO_FILES[kind]
+    for name in READ.split():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        for there in ("config.json", "tokenizer.json"):
+            (folder / there).write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        for reads in (load, open_plainly, ShardFiles, load_tokenizer, lambda folder: FolderSource(folder).files):
+            reader = str if reads is load_tokenizer else Path
+            with pytest.raises(InputError) as sentence:
+                reads(reader(folder))
+            assert said.format(folder / name) in str(sentence.value), reads
+    for name in ("config.json", "tokenizer_config.json"):
+        folder = tmp_path / name.replace(".", "-")
+        assert said.format(folder / name) in refused(["analyze", str(folder), "--root", str(tmp_path / "out")], capsys)
+
+
+def test_a_model_with_all_that_may_lie_beside_it_is_opened(tmp_path):
+    saved_gpt2(tmp_path)
+    (tmp_path / "vocab.json").symlink_to("tokenizer.json")
+    (tmp_path / "README.md").symlink_to("nowhere")
+    assert load_tokenizer(str(tmp_path)).companions.keys() == {"tokenizer_config.json", "vocab.json"}
+    assert load(tmp_path).config.n_layer == 3

@@ -20,7 +20,7 @@ from lit_layers import schema
 from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
-from lit_layers.files.durable import sync, write_json
+from lit_layers.files.durable import naming, sync, write_json
 from lit_layers.files.scratch import Scratch
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
@@ -287,7 +287,7 @@ def _write(
     order: list[int] = []
     broken: list[tuple[int, int]] = []
     paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
-    with ExitStack() as stack, torch.autocast(model.device.type, enabled=False):
+    with naming(folder), ExitStack() as stack, torch.autocast(model.device.type, enabled=False):
         files = [stack.enter_context(path.open("wb")) for path in paths]
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:

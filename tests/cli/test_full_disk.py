@@ -1,0 +1,290 @@
+"""A disk that is full, or read-only, under every command that writes: a sentence, and what was there is kept.
+
+The disk is a small tmpfs, which only root can mount. The short form is of what names the file and ends a command.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import yaml
+
+from lit_layers import records
+from lit_layers.cli.command_line import COMMANDS
+from lit_layers.errors import InputError, is_full
+from lit_layers.files.durable import naming, replace_file, write_json
+from lit_layers.prompt_values import ValueFiles
+from tests.cli.test_fit import RECIPE
+from tests.support.fuzzing import run_limited
+from tests.support.labelled_texts import labelled, saved_gpt2, write_csv
+from tests.support.runs import make_run
+from tests.tasks.tiny_tasks import write_tiny_data
+
+CELL = """
+import json, pathlib, sys
+root = pathlib.Path(sys.argv[sys.argv.index("--root") + 1])
+root.mkdir(exist_ok=True)
+rows = [{"step": n, "train/loss": 1 / (1 + n)} for n in range(200)]
+(root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+PAGE = 4096
+POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_points.yaml"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that writes to `disk`, where copies of these inputs lie; and what is said to go on."""
+
+    words: str
+    inputs: tuple[str, ...] = ()
+    again: str = ""
+
+    def argv(self, home: Path, disk: Path) -> list[str]:
+        return self.words.format(home=home, disk=disk).split()
+
+    def to_go_on(self, home: Path, disk: Path) -> list[str]:
+        return [*self.argv(home, disk), *self.again.split()]
+
+
+CASES = {
+    "fit": Case("fit --config {home}/recipe.yaml --root {disk}/run", again="--resume last"),
+    "analyze": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out"),
+    "analyze spilled": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out --kept_mb 0"),
+    "analyze streamed": Case(
+        "analyze {home}/series/step-000000003 --config {home}/analyses.yaml --root {disk}/out --stream-blocks"
+    ),
+    "intervene": Case(
+        "intervene {home}/model --corpus {home}/shards --root {disk}/out --seeds 0,1 --num_sequences 4 "
+        "--num_tokens 16 --tokenizer {home}/shards/tokenizer"
+    ),
+    "mteb": Case(
+        "mteb {home}/model --tasks STSBenchmark,Banking77Classification --folder {home}/data --root {disk}/out"
+    ),
+    "prepare": Case("prepare --source {home}/text.jsonl --tokenizer bpe:300 --out {disk}/shards"),
+    "watch": Case(
+        "watch {home}/series --patience=0 --settled=0 --config {home}/analyses.yaml --root {disk}/out",
+    ),
+    "sweep": Case("sweep {home}/grid.yaml --root {disk}/swept --any_command"),
+    "reproduce": Case("reproduce {home}/points.yaml --root {disk}/figures"),
+    "correlate": Case(
+        "correlate {home}/models.csv --metric coupling --score score --resamples 100 --out {disk}/correlation"
+    ),
+    "emerge": Case("emerge {home}/scores.csv --out {disk}/emergence"),
+    "select": Case(
+        "select {home}/model --task {home}/songs.csv --rounds 1 --out {disk}/chosen --export {disk}/cut --overwrite"
+    ),
+    "audit": Case("audit {home}/series --json {disk}/audit.json"),
+    "compact": Case("compact {disk}/run", inputs=("run",)),
+    "publish": Case("publish {home}/run --out {disk}/published"),
+    "report": Case("report {disk}/run --export {disk}/all.csv", inputs=("run",)),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """What the commands read, on another disk."""
+    home = tmp_path_factory.mktemp("home")
+    make_run(home / "run", steps=(0, 1, 2), layers=2)
+    shutil.copytree(corpus, home / "shards")
+    saved_gpt2(home / "model")
+    write_tiny_data(home / "data")
+    write_csv(home / "songs.csv", labelled(120))
+    recipe = {**RECIPE, "corpus": str(corpus), "resume_every": 1}
+    (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert run_limited(["fit", "--config", "recipe.yaml", "--root", "series"], home).code == 0
+    short = json.loads(json.dumps(RECIPE["analyses"]).replace('"num_tokens": 16', '"num_tokens": 8'))
+    measured = {"corpus": str(corpus), "tokenizer": str(corpus / "tokenizer"), "analyses": short}
+    (home / "analyses.yaml").write_text(yaml.safe_dump(measured))
+    (home / "text.jsonl").write_text("".join(f'{{"text": "Text number {n} of many."}}\n' for n in range(4000)))
+    rows = [f"model{n},{n % 3},{0.1 * n},{0.2 * n + n % 2}" for n in range(8)]
+    (home / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
+    scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
+    pandas.DataFrame(scores).to_csv(home / "scores.csv", index=False)
+    shutil.copyfile(POINTS, home / "points.yaml")
+    (home / "cell.py").write_text(CELL)
+    command = ["${env}", "${interpreter}", str(home / "cell.py"), "${args}"]
+    grid = {"method": "grid", "command": command, "metric": {"name": "train/loss", "goal": "minimize"}}
+    (home / "grid.yaml").write_text(yaml.safe_dump({**grid, "parameters": {"lr": {"values": [0.1, 0.2, 0.3]}}}))
+    return home
+
+
+def disk_is_ours() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+        if shutil.which("mount") is None or subprocess.run(options, capture_output=True).returncode:
+            return False
+        subprocess.run(["umount", folder], check=True)
+    return True
+
+
+class Disk:
+    """A small file system, which may be given more room, or become read-only."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+    def fill(self) -> None:
+        with open(self.folder / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(PAGE))
+
+    def become(self, options: str) -> None:
+        self._run("mount", "-o", f"remount,{options}")
+
+    def end(self) -> None:
+        self._run("umount")
+
+    def _run(self, *words: str) -> None:
+        subprocess.run([*words, str(self.folder)], check=True)
+
+
+@contextlib.contextmanager
+def disk_of(case: Case, home: Path, folder: Path, size: int) -> Iterator[Disk]:
+    disk = Disk(folder, size)
+    try:
+        for name in case.inputs:
+            shutil.copytree(home / name, folder / name)
+        yield disk
+    finally:
+        disk.end()
+
+
+def pages(folder: Path) -> int:
+    """What the files take of a tmpfs."""
+    return sum(-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*") if path.is_file())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def measured(folder: Path) -> dict[str, list[records.Measurement]]:
+    found = {path: records.read(path) for path in folder.rglob("measurements.jsonl")}
+    return {str(path.relative_to(folder)): [replace(m, seconds=0.0) for m in lines] for path, lines in found.items()}
+
+
+def whole(found: dict[str, list[records.Measurement]]) -> dict[str, list[tuple]]:
+    """The numbers of what did not fail, whatever order they were written in."""
+    lines = {name: [(m.step, m.analysis, m.records) for m in ms if m.error is None] for name, ms in found.items()}
+    return {name: sorted(each, key=lambda line: (line[0] or 0, line[1])) for name, each in lines.items()}
+
+
+def test_every_command_is_tried() -> None:
+    assert {case.words.split()[0] for case in CASES.values()} == {*COMMANDS}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", CASES)
+def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_path: Path) -> None:
+    if not disk_is_ours():
+        pytest.skip("no tmpfs can be mounted here: needs Linux and root")
+    case = CASES[name]
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    for each in case.inputs:
+        shutil.copytree(home / each, undisturbed / each)
+    before = pages(undisturbed)
+    assert run_limited(case.argv(home, undisturbed), tmp_path).code == 0
+    written = pages(undisturbed) - before
+    for share in (0.0, 0.4, *((0.1, 0.7) if "analyze" in name or name == "fit" else ()), None):  # None: read-only
+        size = before + (written if share is None else int(share * written)) + PAGE * (2 + len(case.inputs))
+        with disk_of(case, home, tmp_path / f"disk{share}", size) as disk:
+            given = files(disk.folder)
+            if share is None:
+                disk.become("ro")
+            elif share == 0:
+                disk.fill()
+            outcome = run_limited(case.argv(home, disk.folder), tmp_path)
+            reason = "read-only file system" if share is None else "no space left on device"
+            about = f"{name} at {share}: {outcome.code}\n{outcome.said}"
+            said = [line for line in outcome.said.splitlines() if reason in line.lower() and str(disk.folder) in line]
+            refusals = [line for line in outcome.said.splitlines() if line.startswith("lit-layers ")]
+            assert "Traceback" not in outcome.said, about
+            if outcome.code == 0:  # it fitted, the page of a training aside, which `report` draws again
+                assert share, about
+                assert not refusals, about
+            else:
+                assert said, about
+                assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # a task fails by itself
+                assert len(refusals) == (outcome.code == 2) or name == "reproduce", about  # which runs another one
+            there = files(disk.folder)
+            assert {place: there[place] for place in given} == given, about
+            kept = measured(disk.folder)  # each line can be read
+            disk.become("rw,size=400m")
+            again = run_limited(case.to_go_on(home, disk.folder), tmp_path)
+            assert again.code == 0, f"{about}\n{again.said}"
+            now = measured(disk.folder)
+            assert all(now[place][: len(lines)] == lines for place, lines in kept.items()), about
+            assert whole(now) == whole(measured(undisturbed)), about
+            assert files(disk.folder).keys() >= files(undisturbed).keys(), about
+
+
+def test_what_a_write_raises_names_the_file_that_was_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write names none, a draft is nobody's, and libraries in Rust have errors of their own."""
+    place = tmp_path / "numbers.json"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lit_layers.files.durable.sync", full)
+    for write in (write_json, replace_file):
+        with pytest.raises(OSError, match="No space left") as raised:
+            write(place, "1")
+        assert raised.value.filename == str(place)
+    raised_inside = {
+        "Error while serializing: I/O error: No space left on device (os error 28)": (errno.ENOSPC, str(place)),
+        "header too large": None,
+    }
+    for text, expected in raised_inside.items():
+        with pytest.raises(Exception, match=r"No space|header") as other, naming(place):
+            raise ValueError(text)
+        assert (getattr(other.value, "errno", None), getattr(other.value, "filename", None)) == (
+            expected or (None,) * 2
+        )
+    with pytest.raises(OSError, match="Input/output") as named, naming(place):
+        raise OSError(errno.EIO, "Input/output error", "weights")
+    assert named.value.filename == "weights", "what is read inside is told as it is"
+
+
+def test_a_full_disk_is_known_behind_the_sentence_that_says_so() -> None:
+    def raised(error: OSError) -> InputError:
+        sentence = InputError("cannot write")
+        sentence.__cause__ = error
+        return sentence
+
+    assert is_full(raised(OSError(errno.ENOSPC, "")))
+    assert is_full(OSError(errno.EROFS, ""))
+    assert not is_full(raised(OSError(errno.ENOENT, "")))
+    assert not is_full(None)
+
+
+@pytest.mark.parametrize("insist", [True, False])
+def test_values_of_prompts_are_insisted_on_where_the_command_is_run_again(insist, tmp_path, monkeypatch, caplog):
+    """Else they are missing for good, as the numbers are known then; a training goes on without them."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lit_layers.prompt_values.replace_file", full)
+    record = records.Record(metric="loss", value=0.5, by_prompt=np.array([0.25, 0.75], dtype=np.float32))
+    measurement = records.Measurement(run="run", step=1, analysis="lens", tokens=None, seconds=0.1, records=[record])
+    files = ValueFiles(tmp_path, insist=insist)
+    if insist:
+        with pytest.raises(InputError, match=r"cannot write .*values/step-000000001/lens-\w+\.parquet: no space left"):
+            files.write(measurement)
+    else:
+        files.write(measurement)
+        assert "the values of prompts cannot be written" in caplog.text
