@@ -29,7 +29,7 @@ from rounds import LEAST_ROUNDS, Row, add_options, finish, ratios
 
 from lit_layers import analyses as A
 from lit_layers.analyses import Analysis
-from lit_layers.analyses.layerwise import layerwise, walk
+from lit_layers.analyses.blockwise import layerwise, walk
 from lit_layers.data import CorpusTexts, EvalImages, EvalText
 from lit_layers.measuring import calibration
 from lit_layers.measuring import plan as planning

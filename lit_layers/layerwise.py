@@ -11,7 +11,7 @@ import pandas as pd
 from torch import nn
 
 from lit_layers import plots, records
-from lit_layers.analyses import catalogue
+from lit_layers.analyses import metric_names
 from lit_layers.data.batches import Batches, encode_texts
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
@@ -71,7 +71,7 @@ class LayerResult:
         in_tables = table[["other_layer", *table.columns.intersection(records.PLACES)]].notna().any(axis=1)
         places = table["layer"].fillna(table["distance"]) if "distance" in table else table["layer"]
         counts = places[~in_tables].groupby(table["metric"]).nunique()
-        return {name for name, count in counts.items() if count > 1} & catalogue.metric_names().keys()
+        return {name for name, count in counts.items() if count > 1} & metric_names.metric_names().keys()
 
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
         """A metric over the layers, a line a model; without a name a panel for each of up to six.
@@ -189,7 +189,7 @@ def layers(
         InputError: a name, model, text or tokenizer that is none, options that do not fit the model.
         Exception: what an analysis raises.
     """
-    wanted = catalogue.named(metrics)
+    wanted = metric_names.named(metrics)
     if (expected := COUNT.expected(max_tokens)) is not None:
         raise InputError(f"max_tokens: expected {expected}, got {max_tokens!r}")
     if not isinstance(model, str | Path | nn.Module) or model == "":
@@ -204,7 +204,7 @@ def layers(
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
         given, few = _of_texts(view, texts, _tokenizer(model, tokenizer), max_tokens)
-    analyses = catalogue.made([*wanted], given, few)
+    analyses = metric_names.made([*wanted], given, few)
     facts: dict[str, Any] = {"run": name or _called(model), "step": None, "weights_hash": weights_hash(network)}
     measurements = []
     for analysis in analyses:

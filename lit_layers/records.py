@@ -24,8 +24,8 @@ from lit_layers import schema
 from lit_layers.compacted import Compacted, read_tables, write_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.files.tables import export as export
-from lit_layers.files.tables import write_files as write_files
+from lit_layers.files.table_files import export as export
+from lit_layers.files.table_files import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record

@@ -205,6 +205,12 @@ def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library()
     assert not idle, "these spare no heavy library: put them at the head of the file"
 
 
+def test_no_two_files_have_one_name():
+    """But the commands, which bear the names of what they call."""
+    names = [path.stem for path in PACKAGE.rglob("*.py") if path.parent.name != "verbs" and path.stem != "__init__"]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_python_itself_is_imported_at_the_head_of_a_file():
     late = {
         (name, library.partition(".")[0])

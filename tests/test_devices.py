@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, walk
+from lit_layers.analyses.blockwise import LayerwiseAnalysis, walk
 from lit_layers.measuring import one_model
 from lit_layers.models import load
 from lit_layers.models.shard_files import ShardFiles

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import lit_layers
 from lit_layers import layerwise, measure, records
-from lit_layers.analyses import Lens, StateMetric, Trajectory, catalogue
+from lit_layers.analyses import Lens, StateMetric, Trajectory, metric_names
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.given_batches import GivenBatches
 from lit_layers.errors import InputError
@@ -204,10 +204,10 @@ def test_a_model_of_images_is_given_images():
 def test_every_metric_that_can_be_named_is_given_by_its_analysis():
     model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))
-    of_metrics = catalogue.metric_names()
+    of_metrics = metric_names.metric_names()
     of_states = {name for name, row in METRICS.items() if row.of_states}  # each an analysis of its own
-    assert set(of_metrics.values()) - of_states == set(catalogue.NAMES)
-    for name, kind in catalogue.NAMES.items():
+    assert set(of_metrics.values()) - of_states == set(metric_names.NAMES)
+    for name, kind in metric_names.NAMES.items():
         options = {"k": [4]} if name in ("coupling", "token_coupling") else {}
         measurement = measure(model, kind(batches=[ids], **options), run="r", step=None)
         given = {record.metric for record in measurement.records}

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from lit_layers import analyses, metrics, plots, records, run_data
-from lit_layers.analyses import catalogue
+from lit_layers.analyses import metric_names
 from lit_layers.analyses.speed import Speed
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.layer_statistics import layer_curves
@@ -68,7 +68,7 @@ def measured(tmp_path_factory) -> list[Record]:
         analyses.NextTokenResidual(batches=rows, num_halves=2),
         analyses.TokenCoupling(batches=text, k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=2),
         analyses.Invariance(**views, num_views=3, max_tokens=30, num_halves=2, permutations=2, form="cross"),
-        *catalogue.made([name for name, row in METRICS.items() if row.of_states] or ["trajectory"], text, text),
+        *metric_names.made([name for name, row in METRICS.items() if row.of_states] or ["trajectory"], text, text),
         Speed(variants=("skip",), middles=(2,), num_tokens=8, batch_size=2, num_rounds=1, num_warm_up=0),
     ]
     of = {"gpt2": [*every_analysis.of_text(folder), *more], "vit": every_analysis.of_images()}

@@ -43,7 +43,7 @@ from lit_layers.analyses import (
     depth_coupling,
     token_jacobians,
 )
-from lit_layers.analyses.layerwise import walk
+from lit_layers.analyses.blockwise import walk
 from lit_layers.analyses.speed import Speed, peak_of_call
 from lit_layers.data.batches import EvalText, Size
 from lit_layers.data.word_pairs import WordPairs

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lit_layers.figures.plane import Scatter, label_places, scatter_plot
+from lit_layers.figures.scatter import Scatter, label_places, scatter_plot
 from lit_layers.functional.correlation import fit_line
 
 

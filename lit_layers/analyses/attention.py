@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.blockwise import Key, joined
 from lit_layers.analyses.readouts.readout_scores import MAX_LOGITS
 from lit_layers.analyses.states import special_tokens
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers

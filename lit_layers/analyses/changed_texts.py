@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, DividedAnalysis
-from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.blockwise import Key, joined
 from lit_layers.analyses.probes.task_features import LayerFeatures, text_features
 from lit_layers.analyses.states import States, at_least_float32, in_convention, special_tokens
 from lit_layers.analyses.statistics import (

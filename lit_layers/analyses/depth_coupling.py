@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import PromptAnalysis
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
+from lit_layers.analyses.blockwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
 from lit_layers.analyses.states import evenly_spread, final_norm, first_rows, in_convention
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (

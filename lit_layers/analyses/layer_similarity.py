@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.blockwise import Key, joined
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
     complete,

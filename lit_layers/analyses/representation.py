@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.layerwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
+from lit_layers.analyses.blockwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.states import States, without_first
 from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
 from lit_layers.data.batches import Batches

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.layerwise import Key, LayerwiseAnalysis, LayerwiseRun, StatesAnalysis, TensorFolder, Visit
+from lit_layers.analyses.blockwise import Key, LayerwiseAnalysis, LayerwiseRun, StatesAnalysis, TensorFolder, Visit
 from lit_layers.analyses.representation import POOLED
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (

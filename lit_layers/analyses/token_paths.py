@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import PromptAnalysis
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
+from lit_layers.analyses.blockwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
 from lit_layers.analyses.states import States, evenly_spread, in_convention
 from lit_layers.analyses.statistics import (
     Sample,

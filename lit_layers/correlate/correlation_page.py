@@ -20,7 +20,7 @@ from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import MINUS, count, p_equation, p_text, tag_text, value
-from lit_layers.figures.plane import Scatter
+from lit_layers.figures.scatter import Scatter
 from lit_layers.figures.theme import COLORS, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation

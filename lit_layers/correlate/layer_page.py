@@ -16,7 +16,7 @@ from lit_layers.correlate.model_table import lowered
 from lit_layers.figures import Chart, Panels, scatter_plot
 from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
-from lit_layers.figures.plane import Scatter
+from lit_layers.figures.scatter import Scatter
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
 from lit_layers.report.template import Block, Cells, Group, Table, block_of, fill
 

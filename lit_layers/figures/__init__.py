@@ -12,8 +12,8 @@ from lit_layers.figures.maps import (
     token_map,
 )
 from lit_layers.figures.models import model_profile, models_in_rows
-from lit_layers.figures.plane import Scatter, coupling_graph, paths_in_plane, scatter_plot
 from lit_layers.figures.profiles import distance_profile, layer_profile, residual_profile, sample_size_curves, spectrum
+from lit_layers.figures.scatter import Scatter, coupling_graph, paths_in_plane, scatter_plot
 from lit_layers.figures.training import emergence_curves, stages_over_training, training_curves
 from lit_layers.figures.variant_figures import (
     block_curves,

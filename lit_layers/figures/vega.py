@@ -17,7 +17,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.theme import INK
 from lit_layers.files.durable import replace_file
-from lit_layers.files.own_python import own_python
+from lit_layers.files.isolated_python import own_python
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.files import parquet_process
-from lit_layers.files.own_python import own_python
+from lit_layers.files.isolated_python import own_python
 
 PATIENCE = 300.0  # seconds for all files
 MOST_VALUES = 2**28  # of a table that is read whole into this process

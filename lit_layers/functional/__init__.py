@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.entropy import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
-    from lit_layers.functional.jacobian.routes import *
+    from lit_layers.functional.jacobian.block_jacobians import *
     from lit_layers.functional.jacobian.singular import *
     from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.jacobian.through_blocks import *

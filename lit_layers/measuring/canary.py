@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers import identity
-from lit_layers.analyses.layerwise import Key, StatesAnalysis, walk
+from lit_layers.analyses.blockwise import Key, StatesAnalysis, walk
 from lit_layers.analyses.states import States
 from lit_layers.measuring import one_model
 from lit_layers.models.build import true_vocab_size

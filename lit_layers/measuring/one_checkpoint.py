@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.layerwise import STATE, layerwise, walk
+from lit_layers.analyses.blockwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
 from lit_layers.measuring import canary, one_model, ray_workers, undisturbed
 from lit_layers.measuring.measuring_options import MeasuringOptions

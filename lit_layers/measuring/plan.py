@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, DividedAnalysis, RoundedAnalysis, describe
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, layerwise
+from lit_layers.analyses.blockwise import LayerwiseAnalysis, layerwise
 from lit_layers.errors import InputError
 from lit_layers.measuring.calibration import Bench
 from lit_layers.models.costs import this_machine

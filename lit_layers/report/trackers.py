@@ -21,7 +21,7 @@ import numpy as np
 
 from lit_layers import records
 from lit_layers.errors import first_line
-from lit_layers.files.tables import csv_text
+from lit_layers.files.table_files import csv_text
 from lit_layers.identity import latest, plain_settings
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import TIMES, Table, as_logged, heat_maps, image, of_the_whole_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import StateMetric
-from lit_layers.analyses.layerwise import walk
+from lit_layers.analyses.blockwise import walk
 from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
@@ -263,7 +263,7 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
         ("torch.save", "but what lit_layers.functional or --code PACKAGE defines, got torch.serialization.save"),
         # what writes wherever it is told to
         (
-            "lit_layers.analyses.layerwise.save",
+            "lit_layers.analyses.blockwise.save",
             "but what lit_layers.functional or --code PACKAGE defines, got lit_layers",
         ),
     ):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lit_layers.analyses import Coupling, Lens, PooledStates, Representation, StateGeometry, Trajectory
+from lit_layers.analyses.blockwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, layerwise, walk
 from lit_layers.analyses.depth_coupling import _Run
-from lit_layers.analyses.layerwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, layerwise, walk
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.models import load

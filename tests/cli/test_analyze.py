@@ -11,7 +11,7 @@ import pytest
 
 import lit_layers
 from lit_layers import records
-from lit_layers.analyses import layerwise
+from lit_layers.analyses import blockwise
 from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, quiet, save
 from tests.support.forked import run_command
@@ -179,15 +179,15 @@ def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpu
     save(network, tmp_path / "model", corpus / "tokenizer")
     command = ["analyze", tmp_path / "model", "--stream-blocks"]
     command += ["--corpus", corpus, "--config", recipe, "--root", tmp_path / "run"]
-    real, saves = layerwise.save, itertools.count(1)
+    real, saves = blockwise.save, itertools.count(1)
 
     def pressed(content, path: Path) -> None:
         real(content, path)
-        if path.name == layerwise.STATE and next(saves) == 3:
+        if path.name == blockwise.STATE and next(saves) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise, "save", pressed)
+        patch.setattr(blockwise, "save", pressed)
         ended = run_command(command, folder=ROOT)
     assert ended.returncode == 130, ended.stderr
     assert ended.stderr.splitlines()[-1] == "lit-layers analyze: interrupted: run the same command again to go on"

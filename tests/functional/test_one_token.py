@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_layers.functional.jacobian import block_attention, block_jacobian, routes
+from lit_layers.functional.jacobian import block_attention, block_jacobian, block_jacobians
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import FAMILIES, tiny, tiny_batch
 
@@ -62,7 +62,7 @@ def test_every_family_and_route_agrees_with_reverse_mode_through_the_whole_block
 
 def test_falcon_with_alibi_and_eager_attention_falls_back_says_so_and_is_exact(monkeypatch):
     """It asks its attention weights for their shape; with sdpa, its default, the fast route holds."""
-    monkeypatch.setattr(routes, "_warned", set())
+    monkeypatch.setattr(block_jacobians, "_warned", set())
     trajectory = LayeredModel(tiny("falcon_alibi", attention="eager")).trajectory(tiny_batch("falcon_alibi"))
     block, hidden = trajectory.block(2), trajectory.hidden[1]
     with pytest.warns(RuntimeWarning, match="the Jacobians of FalconDecoderLayer are computed by plain reverse mode"):
@@ -188,7 +188,7 @@ class Unmapped(Attending):
 
 
 def test_attention_that_no_linear_map_feeds_is_not_cut_but_still_fast(monkeypatch):
-    monkeypatch.setattr(routes, "_warned", set())
+    monkeypatch.setattr(block_jacobians, "_warned", set())
     block, hidden = Unmapped(None).double(), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = block_jacobian(block, hidden, route="plain")
     with pytest.raises(ValueError, match="no route 'cut' for Unmapped: its attention is fed otherwise than by linear"):
@@ -249,7 +249,7 @@ class Averaging(Attending):
     ],
 )
 def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(block, reason, monkeypatch):
-    monkeypatch.setattr(routes, "_warned", set())
+    monkeypatch.setattr(block_jacobians, "_warned", set())
     block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
     expected = block_jacobian(block, hidden, route="plain")
     for route in ROUTES:
@@ -277,8 +277,8 @@ def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch, route, method):
 
 def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
     block, seen = Attending(fused()), []
-    check = routes._disagreement
-    monkeypatch.setattr(routes, "_disagreement", lambda *args: seen.append(1) or check(*args))
+    check = block_jacobians._disagreement
+    monkeypatch.setattr(block_jacobians, "_disagreement", lambda *args: seen.append(1) or check(*args))
     for tokens, checks in [(5, 1), (5, 1), (6, 2)]:
         block_jacobian(block, torch.randn(2, tokens, 8))
         assert len(seen) == checks

@@ -16,7 +16,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.word_pairs import _table as word_table
 from lit_layers.errors import InputError
-from lit_layers.files.tables import csv_text
+from lit_layers.files.table_files import csv_text
 from lit_layers.tasks.task_files import read_columns
 from tests.hostile.pages import hostile_run
 from tests.hostile.test_recipes import refused

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files.foreign_parquet import read_lists
-from lit_layers.files.own_python import own_python
+from lit_layers.files.isolated_python import own_python
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory

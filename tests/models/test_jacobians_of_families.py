@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_layers.functional.jacobian import block_jacobian, routes
+from lit_layers.functional.jacobian import block_jacobian, block_jacobians
 from lit_layers.models.view import LayeredModel, Trajectory
 from tests.support.tiny_models import PICTURES, RECURRENT, sees_images, tiny, tiny_batch
 
@@ -43,7 +43,7 @@ def test_jacobians_of_every_token_are_those_of_plain_autograd(name, padding):
 
 @pytest.mark.parametrize("name", RECURRENT[::2])
 def test_a_state_space_has_no_attention_to_expand_and_says_that_it_takes_longer(name, monkeypatch):
-    monkeypatch.setattr(routes, "_warned", set())
+    monkeypatch.setattr(block_jacobians, "_warned", set())
     trajectory = LayeredModel(tiny(name)).trajectory(tiny_batch(name, batch=1, tokens=3))
     block, hidden = trajectory.block(2), trajectory.hidden[1]
     with pytest.warns(RuntimeWarning, match=r"Jacobians of Mamba2?Block are computed by plain reverse mode, exactly"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.layerwise import Key, joined
+from lit_layers.analyses.blockwise import Key, joined
 from lit_layers.analyses.readouts.readout_scores import MAX_LOGITS
 from lit_layers.analyses.states import evenly_spread, real_tokens
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_layers.analyses import catalogue
+from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
@@ -84,7 +84,7 @@ class Command:
         self.options = options = self._recipe.options
         if options.metrics is not None and options.analyses:
             raise InputError("metrics and analyses: expected one of them, got both: leave one out")
-        self._names = None if options.metrics is None else [*catalogue.named(options.metrics.split(","))]
+        self._names = None if options.metrics is None else [*metric_names.named(options.metrics.split(","))]
         self._is_told = False
 
     @property
@@ -160,7 +160,7 @@ def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None)
     """The analyses that are named, on texts of the length that the model reads."""
     text = EvalText(corpus, tokenizer, num_sequences=64, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
-    return catalogue.made(names, text, few)
+    return metric_names.made(names, text, few)
 
 
 def _tell(outcome: Outcome) -> bool:

@@ -1,7 +1,7 @@
-"""Block Jacobians: how they are computed (`routes`), their leading singular directions (`singular`) and what they show
-by themselves (`summaries`)."""
+"""Block Jacobians: how they are computed (`block_jacobians`), their leading singular directions (`singular`), and what
+they show by themselves (`summaries`)."""
 
-from lit_layers.functional.jacobian.routes import block_jacobian, token_places
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
 from lit_layers.functional.jacobian.summaries import (
     Influence,
     JacobianSpectrum,

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lit_layers.functional._checks import check_option
 from lit_layers.functional.jacobian.block_attention import Expansion, record_attention, sum_heads
 from lit_layers.functional.jacobian.block_call import Call, Unsupported, as_call, evaluating, pull_back
+from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic, warn_once
 from lit_layers.functional.jacobian.linear_cut import CutBlock, Linear, Link, links_of
-from lit_layers.functional.jacobian.routes import exact_arithmetic, warn_once
 
 
 def rows_at_a_time(places: int, dim: int, device: torch.device) -> tuple[int, int]:

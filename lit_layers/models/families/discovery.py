@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lit_layers.models.block_calls import Layout, first, replaced
 from lit_layers.models.families.own_networks import OwnNetwork
-from lit_layers.models.families.probe import Probe, Watched, is_timm, watch
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
+from lit_layers.models.families.trial_batch import Probe, Watched, is_timm, watch
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 

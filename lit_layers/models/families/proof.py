@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.models.block_calls import BlockCall, hooked, replaced, softening
-from lit_layers.models.families.probe import CANNOT_CALL, Probe, Watched, watch
 from lit_layers.models.families.rows import Network, trunk_of
+from lit_layers.models.families.trial_batch import CANNOT_CALL, Probe, Watched, watch
 
 # Relative differences of float32 (of which parts of any model are), and of 16 bits.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2

@@ -27,18 +27,7 @@ from lit_layers.models.families.discovery import (
     row_of_blocks,
     with_parts_beside,
 )
-from lit_layers.models.families.one_read import Companions, EvidenceOfOneRead
 from lit_layers.models.families.own_networks import OwnNetwork, is_known, network_of
-from lit_layers.models.families.probe import (
-    CANNOT_CALL,
-    COLUMNS,
-    PositionTables,
-    Probe,
-    Watched,
-    is_timm,
-    probe_of,
-    watch,
-)
 from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, Pass, apart, in_float32
 from lit_layers.models.families.rows import (
     TIMM,
@@ -54,6 +43,17 @@ from lit_layers.models.families.rows import (
     trunk_by_name,
     trunk_of,
     without_mask,
+)
+from lit_layers.models.families.streamed_proof import Companions, EvidenceOfOneRead
+from lit_layers.models.families.trial_batch import (
+    CANNOT_CALL,
+    COLUMNS,
+    PositionTables,
+    Probe,
+    Watched,
+    is_timm,
+    probe_of,
+    watch,
 )
 
 META = torch.device("meta")

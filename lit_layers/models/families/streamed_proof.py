@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lit_layers.models.block_calls import BlockCall, entered, first, replaced, split_arguments
 from lit_layers.models.families.discovery import Structured
-from lit_layers.models.families.probe import CANNOT_CALL, Probe, Watched
 from lit_layers.models.families.proof import Evidence, NotShown, Pass, alike, apart, shifted
 from lit_layers.models.families.rows import Network, trunk_of
+from lit_layers.models.families.trial_batch import CANNOT_CALL, Probe, Watched
 
 _MOST_VALUES = 4  # that a block returns in a tuple
 
