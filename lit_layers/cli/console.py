@@ -45,7 +45,7 @@ def without_verbosity(words: Sequence[str]) -> list[str]:
     package.setLevel(logging.DEBUG if is_verbose else logging.NOTSET)
     if is_verbose and not package.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_OneLine("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         package.addHandler(handler)
     return [word for word in words[:end] if word not in QUIET + VERBOSE] + list(words[end:])
 
@@ -76,11 +76,42 @@ def _without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda each: repr(each[0])[1:-1], text)
 
 
+def note(sentence: str) -> None:
+    """Prints a line to standard error that may quote a name nobody typed, such as one of a downloaded folder."""
+    print(_line_of(sentence), file=sys.stderr)
+
+
+def _line_of(text: str) -> str:
+    return _without_controls(text).replace("\n", r"\n")
+
+
+class _OneLine(logging.Formatter):
+    """What is logged on one line, whatever it quotes; a traceback below it keeps its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _line_of(super().formatMessage(record))
+
+
+@contextmanager
+def _logged_plainly() -> Iterator[None]:
+    """For the handler that Python takes where there is no other."""
+    handler = logging.lastResort
+    before = None if handler is None else handler.formatter
+    if handler is not None:
+        handler.setFormatter(_OneLine())
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handler.setFormatter(before)
+
+
 @contextmanager
 def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
     """Inside, no name makes a terminal do anything: not those of the command line, whatever shows them, and with
     `results` nothing that is printed to standard output, whoever named it; what draws itself anew does so elsewhere.
-    A recipe that is printed to be run is left alone: YAML has escapes of its own, and its names are those of folders.
+    A line that is logged quotes none either. A recipe that is printed to be run is left alone: YAML has escapes of its
+    own, and its names are those of folders.
     """
     words = [*words]
     if any(word.partition("=")[0] == "--print_config" for word in words):
@@ -89,7 +120,7 @@ def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
     names = {name.strip("\n") for word in words for name in re.split(f"[={re.escape(os.sep)}]", word)}
     written = {name: _without_controls(name).replace("\n", r"\n") for name in sorted(names, key=len, reverse=True)}
     odd = {name: text for name, text in written.items() if text != name}
-    with _written_out("stdout", odd, results), _written_out("stderr", odd, False):
+    with _logged_plainly(), _written_out("stdout", odd, results), _written_out("stderr", odd, False):
         yield
 
 
@@ -145,8 +176,7 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
         is_text = name in (columns[0], *text)
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        cells = (_without_controls(str(row.get(name, ""))) for name in columns)
-        table.add_row(*(cell.replace("\n", r"\n") for cell in cells))  # of a name: a row is a line
+        table.add_row(*(_line_of(str(row.get(name, ""))) for name in columns))  # of a name: a row is a line
     console = Console(highlight=False, markup=False, color_system=None)  # names may hold what colours are made of
     # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
     width, console.width = console.width, 10_000
@@ -189,7 +219,7 @@ def bar(
         def show(done: int | None, total: int | None, what: str) -> None:
             nonlocal last
             raise_it()
-            changes: dict[str, Any] = {"description": what} if what else {}
+            changes: dict[str, Any] = {"description": _line_of(what)} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)
             if says_lines and console.get_time() - last >= LINE:
                 last = console.get_time()

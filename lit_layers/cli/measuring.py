@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli import threads
-from lit_layers.cli.console import bar, show_table
+from lit_layers.cli.console import bar, note, show_table
 from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
 from lit_layers.cli.verbs.audit import show_audit
@@ -81,7 +81,7 @@ class Outcome:
             )
         errors = [self._sentence(each) for each in self.result.measurements if each.error is not None]
         for error in errors + self.result.failures:
-            print(f"failed: {error}", file=sys.stderr)
+            note(f"failed: {error}")
         print(self.root / "measurements.jsonl")
         return bool(errors + self.result.failures)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from lit_layers.cli.console import note
 from lit_layers.cli.options import Recipe
 from lit_layers.errors import InputError, RunLostError
 from lit_layers.files import remote_copy, remote_runs
@@ -67,7 +68,7 @@ def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
         for copy in copies:
             copy.send()
     for url in dict.fromkeys(url for _, url in places) if is_first else ():
-        print(f"{url}: all is there", file=sys.stderr)
+        note(f"{url}: all is there")
 
 
 @contextlib.contextmanager

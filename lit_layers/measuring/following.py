@@ -65,7 +65,7 @@ def follow(
                 before = str(wrong)
                 wrong = error if isinstance(error, InputError) else _told(error, root)
                 if str(wrong) != before:
-                    logger.warning("%s", wrong)
+                    logger.warning("%s; it is tried again at each look", wrong)
         if is_news:
             last_change = time.monotonic()
         elif not (goes_on or waits) and patience is not None and time.monotonic() - last_change >= patience:

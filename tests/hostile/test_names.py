@@ -1,5 +1,6 @@
 """Names of somebody else's choosing: what is written stays in the folder that was asked for."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from lit_layers import records
-from lit_layers.cli.console import plainly
+from lit_layers.cli.console import note, plainly
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.select import results_folder
 from lit_layers.records import Measurement, Record
@@ -86,6 +87,24 @@ def test_no_name_makes_a_terminal_do_anything(tmp_path, capsys, monkeypatch):
     said = "".join(capsys.readouterr())
     assert r"series\x1b[31m\x9b" in said
     assert not set(said) & set("\x1b\x9b")
+
+
+def test_what_is_logged_and_noted_quotes_no_name_as_a_terminal_obeys_it(capsys):
+    """Where Python's own handler prints what is logged, as in a command without -v, and on a line of its own."""
+    name = "run\x1b]0;title\x07\nlit-layers: all is well\x9b"
+    logger, capturing = logging.getLogger("lit_layers.hostile"), logging.getLogger().handlers[:]
+    logging.getLogger().handlers.clear()  # of pytest
+    try:
+        with plainly(["report"], results=True):
+            logger.warning("%s cannot be read", name)
+            note(f"failed: {name}")
+            assert logging.lastResort is not None
+            assert logging.lastResort.formatter is not None
+    finally:
+        logging.getLogger().handlers[:] = capturing
+    assert logging.lastResort.formatter is None, "what this process logs elsewhere is its own"
+    written = r"run\x1b]0;title\x07\nlit-layers: all is well\x9b"
+    assert capsys.readouterr().err.splitlines() == [f"{written} cannot be read", f"failed: {written}"]
 
 
 def test_letters_of_every_script_are_printed_as_they_are(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED
+from lit_layers.cli.console import note
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
@@ -144,7 +144,7 @@ class Command:
 
     def _say_once(self, sentence: str) -> None:
         if not self._is_told:
-            print(sentence, file=sys.stderr)
+            note(sentence)
         self._is_told = True
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:

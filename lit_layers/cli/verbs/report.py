@@ -2,11 +2,10 @@
 
 import hashlib
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli.console import show_table
+from lit_layers.cli.console import note, show_table
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
 
@@ -73,9 +72,9 @@ def report(
     if not allow_suspect:
         for verdict, places in run_data.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
-            print(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them", file=sys.stderr)
+            note(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them")
     for sentence in run_data.other_settings(run):
-        print(f"other settings: {sentence}; --settings NAME draws them", file=sys.stderr)
+        note(f"other settings: {sentence}; --settings NAME draws them")
     if export is not None:
         from lit_layers import records
 
@@ -116,8 +115,8 @@ def _side_by_side(content: "SideBySide", out: Path, export: Path | None, picture
     from lit_layers.report.side_by_side import last_values, page_of, write_pictures
     from lit_layers.report.template import write_page
 
-    for note in content.notes:
-        print(note, file=sys.stderr)
+    for sentence in content.notes:
+        note(sentence)
     if export is not None:
         from lit_layers import records
 

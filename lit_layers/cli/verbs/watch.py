@@ -3,11 +3,11 @@
 import dataclasses
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from lit_layers.cli import FAILED, threads
+from lit_layers.cli.console import note
 from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe, given
 from lit_layers.cli.refusals import refuse_beside, refuse_unwritable
@@ -69,10 +69,10 @@ def watch(
         return result
 
     if follow(folder, measure, kept_in=root, every=every, settled=settled, patience=patience) is None:
-        print(f"{folder}: no checkpoint appeared, nothing is measured", file=sys.stderr)
+        note(f"{folder}: no checkpoint appeared, nothing is measured")
         return 0
     for failure in sorted(failures):
-        print(f"failed: {failure}", file=sys.stderr)
+        note(f"failed: {failure}")
     print(root / "measurements.jsonl", flush=True)  # torchrun may end this process as soon as another one ends
     if measuring.shard == AUTO:
         wait_for_the_others(os.environ)
