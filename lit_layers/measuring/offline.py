@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
-<<<<<<< HEAD
-from lit_layers.analyses.layerwise import layerwise
-from lit_layers.errors import InputError, is_full
-=======
 from lit_layers.analyses.blockwise import layerwise
-from lit_layers.errors import InputError
->>>>>>> 9523cc6 (names: no two files of the package bear one name, and each says what is inside)
+from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import refuse_other_code, settings_name, spelled_as, what_computes
 from lit_layers.measuring import canary
