@@ -1,5 +1,7 @@
 """Tiny random models of every family, with weights so large that no non-linearity and no norm can hide."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -183,6 +185,9 @@ EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
 _TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_BY_STRUCTURE, **_PICTURES}
 
 
+_made: dict[str, nn.Module] = {}
+
+
 def sees_images(name: str) -> bool:
     return name in _IMAGES or name in _PICTURES
 
@@ -192,8 +197,16 @@ def tiny(
 ) -> nn.Module:
     """A model of 3 blocks of width 32 in evaluation mode; `options` go to its constructor.
 
-    Attention is sdpa where the family has it (Gemma 2 has not), unless told otherwise.
+    Attention is sdpa where the family has it (Gemma 2 has not), unless told otherwise. Who asks again gets a copy of
+    the one that was made: the weights are those of the seed.
     """
+    asked = repr((name, dtype, attention, seed, sorted(options.items())))
+    if asked not in _made:
+        _made[asked] = _tiny(name, dtype, attention, seed, options)
+    return copy.deepcopy(_made[asked])
+
+
+def _tiny(name: str, dtype: torch.dtype, attention: str | None, seed: int, options: dict) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _vit(attention, **(_IMAGES[name] | options)) if name in _IMAGES else _plain(name, attention, options)
