@@ -110,7 +110,8 @@ def test_the_p_value_with_errors_is_that_of_the_statistics_written_out():
     assert emergence_times(steps, values, stderr=stderr).p_value == pytest.approx(min(1, expected), rel=1e-9)
 
 
-def test_no_power_of_ten_of_the_values_moves_a_time_or_overflows():
+@pytest.mark.parametrize("exponents", [(-1000, 1020), pytest.param((-400, 300), marks=pytest.mark.soak)])
+def test_no_power_of_ten_of_the_values_moves_a_time_or_overflows(exponents):
     rng = np.random.default_rng(3)
     rows = sigmoid(8, 1) + rng.normal(0, 0.1, (5, len(AXIS)))
     for given in (
@@ -119,7 +120,7 @@ def test_no_power_of_ten_of_the_values_moves_a_time_or_overflows():
         lambda _: {},
     ):
         expected = emergence_times(STEPS, rows.mean(0), **given(1))
-        for unit in (2.0**-1000, 2.0**-400, 2.0**300, 2.0**1020):
+        for unit in (2.0**exponent for exponent in exponents):
             assert emergence_times(STEPS, rows.mean(0) * unit, **given(unit)) == expected
     assert not emergence_times(STEPS, rows.mean(0), stderr=np.full(len(AXIS), 1e300)).emerges
     times = emergence_times(STEPS, rows.mean(0), stderr=[1e-9, 1e9, *[0.1] * (len(AXIS) - 2)])
