@@ -39,11 +39,14 @@ def named_shards(content: str | bytes) -> dict[str, str]:
     try:
         shards = json.loads(content)["weight_map"]
         names = [PurePosixPath(shard) for shard in shards.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        longest = max((len(os.fsencode(part)) for name in names for part in name.parts), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("is damaged") from error
     for name in names:  # links are followed: in a cache of the Hub every file is one
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
+    if longest > 255:
+        raise ValueError("names a file that no disk can have")
     return shards
 
 

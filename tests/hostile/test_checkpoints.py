@@ -334,3 +334,21 @@ def test_a_file_of_a_step_that_is_nested_without_end_is_damaged(name, tmp_path, 
     code = main(["audit", str(tmp_path)])
     assert code == (1 if name == "config.json" else 0)  # a state that says nothing counts no step
     assert ("its config.json is no JSON" in capsys.readouterr().out) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "is damaged"),
+        (json.dumps({"weight_map": {"wte.weight": "a" * 5000}}), "a file that no disk can have"),
+        (json.dumps({"weight_map": {"wte.weight": "\ud800"}}), "is damaged"),
+    ],
+    ids=["nested", "long", "no text"],
+)
+def test_an_index_that_is_none_is_refused_whoever_reads_it(content, said, tmp_path):
+    """In whole, and block by block."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / INDEX).write_text(content)
+    for reads in (load, lambda folder: ShardFiles(folder).shard_of):
+        with pytest.raises(InputError, match=said):
+            reads(tmp_path)
