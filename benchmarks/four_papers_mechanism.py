@@ -14,7 +14,7 @@ from lit_layers.clock.times_and_order import order_table
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence import EmergenceTimes
-from lit_layers.report.emergence_charts import LEAST_P, at_text, time_text, timeline
+from lit_layers.report.emergence_charts import LEAST_P, axis_text, time_text, timeline
 from lit_layers.report.side_by_side import Line, difference, over_training
 
 DATA = Path(__file__).parents[1] / "docs" / "studies" / "four_papers_mechanism.parquet"
@@ -115,7 +115,7 @@ class Mechanism:
         times = [times for curve, times in zip(self.each.curves, self.each.times, strict=True) if curve.key in keys]
         halfway = sorted(each.halfway.value for each in times if each.halfway is not None)
         share = f"{len(halfway)} of {len(self.curves)}"
-        return f"{share}: {at_text(halfway[0])} to {at_text(halfway[-1])}" if halfway else share
+        return f"{share}: {axis_text(halfway[0])} to {axis_text(halfway[-1])}" if halfway else share
 
 
 def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], last: bool) -> StepCurve:

@@ -25,7 +25,7 @@ from lit_layers.identity import UNKNOWN
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.report.emergence_charts import (
-    at_text,
+    axis_text,
     layer_fronts,
     order_matrix,
     sentence,
@@ -135,9 +135,9 @@ def test_figures_and_sentences_say_the_times(clock):
     assert (matrix[np.tril_indices(3, -1)] < 0.01).all()
     curve, found = emerged_in_order(clock, "planted")[0]
     halfway = found.halfway
-    text = f"half-way at step {at_text(halfway.value)} ({at_text(halfway.low)} to {at_text(halfway.high)})"
-    assert sentence(curve, found) == f"Coupling: {text}, peak at {at_text(found.peak.value)}"
-    assert [at_text(number) for number in (0.2, 7, 9.96, 12.4, 1444, 25_000)] == [
+    text = f"half-way at step {axis_text(halfway.value)} ({axis_text(halfway.low)} to {axis_text(halfway.high)})"
+    assert sentence(curve, found) == f"Coupling: {text}, peak at {axis_text(found.peak.value)}"
+    assert [axis_text(number) for number in (0.2, 7, 9.96, 12.4, 1444, 25_000)] == [
         "0.2",
         "7",
         "10",

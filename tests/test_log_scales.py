@@ -12,7 +12,7 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.figures import Chart, Series
 from lit_layers.figures.axes import Axis, log_axis
-from lit_layers.figures.profiles import fixed_ends
+from lit_layers.figures.profiles import fixed_limits
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts
@@ -92,7 +92,7 @@ def test_a_log_axis_of_less_than_a_decade_has_numbers_to_read_it_by(ratio):
         assert [float(text.replace(",", "")) for text in axis.labels.values()] == pytest.approx(places)
 
 
-@pytest.mark.parametrize("ends", [None, fixed_ends([3.00001, 3.00002], log=True)], ids=["one checkpoint", "several"])
+@pytest.mark.parametrize("ends", [None, fixed_limits([3.00001, 3.00002], log=True)], ids=["one checkpoint", "several"])
 def test_a_log_axis_of_equal_values_has_numbers_around_them(ends):
     axis = log_axis(Axis(log=True, ends=ends), [3.00001, 3.00002])
     low, high = axis.ends

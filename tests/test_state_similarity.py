@@ -62,7 +62,7 @@ def run_of(root: Path, *, seed: int = 0, steps: tuple[int, ...] = STEPS, megabyt
     return root
 
 
-def kept_of(root: Path):
+def shares_of_full_model(root: Path):
     (kept,) = kept_states(root, root.name, [*Store(root / "measurements.jsonl")])
     return kept
 
@@ -126,7 +126,7 @@ def test_chance_is_that_of_other_prompts(tmp_path):
     table = similar_states([run_of(tmp_path / "run")])
     chance = table[table["layer"] == 2].groupby("metric")["chance"].first()
     order = torch.randperm(PROMPTS, generator=torch.Generator().manual_seed(0)).numpy()
-    steps = [step.astype(np.float64) for step in kept_of(tmp_path / "run").layers[2]]
+    steps = [step.astype(np.float64) for step in shares_of_full_model(tmp_path / "run").layers[2]]
     assert chance[SUBSPACE] == 8 / 32  # in expectation, of independent directions
     for metric in (CKA, PROCRUSTES):
         expected = sorted(truth(metric, step, step[order]) for step in steps)[1]  # the lower of the middle two
@@ -134,7 +134,7 @@ def test_chance_is_that_of_other_prompts(tmp_path):
 
 
 def test_a_prompt_without_states_is_left_out_and_a_broken_step_is_a_gap(tmp_path):
-    kept = kept_of(run_of(tmp_path / "run"))
+    kept = shares_of_full_model(run_of(tmp_path / "run"))
     states = kept.layers[1].copy()
     states[2, 5] = np.nan  # one prompt at one step
     states[0] = np.inf  # a step
@@ -171,12 +171,12 @@ def test_files_of_somebody_else_are_told_and_left_out(tmp_path, caplog, content,
     if content == "torn":
         path.write_bytes(whole[: len(whole) // 2])
     elif content == "other weights":
-        save_file({f"layer-{layer}": drawn for layer in kept_of(root).layers}, path)
+        save_file({f"layer-{layer}": drawn for layer in shares_of_full_model(root).layers}, path)
     elif content == "other weights, a prompt less":
         drawn[3] = np.nan
-        save_file({f"layer-{layer}": drawn for layer in kept_of(root).layers}, path)
+        save_file({f"layer-{layer}": drawn for layer in shares_of_full_model(root).layers}, path)
     elif content == "turned":
-        save_file({f"layer-{layer}": drawn.T.copy() for layer in kept_of(root).layers}, path)
+        save_file({f"layer-{layer}": drawn.T.copy() for layer in shares_of_full_model(root).layers}, path)
     elif content == "a terabyte of nothing":
         save_file({"layer-1": np.zeros((2**40, 0), dtype=np.float32)}, path)
     elif content == "other shape":
@@ -195,7 +195,7 @@ def test_files_of_somebody_else_are_told_and_left_out(tmp_path, caplog, content,
 
 
 def test_the_number_of_steps_is_bounded_and_without_room_none_are_kept(tmp_path, monkeypatch):
-    kept = kept_of(run_of(tmp_path / "long", steps=tuple(range(MOST_STEPS + 6))))
+    kept = shares_of_full_model(run_of(tmp_path / "long", steps=tuple(range(MOST_STEPS + 6))))
     assert len(kept.steps) == MOST_STEPS
     assert (kept.steps[0], kept.steps[-1]) == (0, MOST_STEPS + 5)
     root = run_of(tmp_path / "none", steps=(0, 1), megabytes=0)

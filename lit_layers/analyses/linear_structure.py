@@ -18,8 +18,8 @@ from lit_layers.analyses.statistics import (
     gap,
     left_out,
     nothing_defined,
+    records_with_halves,
     summarize,
-    with_halves,
     without_texts,
 )
 from lit_layers.data.batches import Batches
@@ -176,7 +176,7 @@ class NextTokenResidual(Analysis):
         self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
         tags = tags | ({"num_half_texts": rows.num_texts // 2} if len(halves) else {})
-        return with_halves(metric, value.item(), halves, n, layer=layer, tags=tags)
+        return records_with_halves(metric, value.item(), halves, n, layer=layer, tags=tags)
 
     def _tags(self, rows: "_Rows") -> TagDict:
         return {"num_texts": rows.num_texts, **self.tags_of("states")}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.analyses.blockwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.states import States, without_first
-from lit_layers.analyses.statistics import complete, left_out, over_halves, records_of_layers, summarize_layers
+from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
@@ -185,7 +185,7 @@ class Representation(StatesAnalysis):
         if not n:
             return
         whole = self._dataset_entropy(pooled)  # (layers + 1,)
-        of_halves = over_halves(self._dataset_entropy, pooled, self.num_halves)
+        of_halves = values_of_halves(self._dataset_entropy, pooled, self.num_halves)
         for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
             if most == 0:
@@ -324,7 +324,7 @@ class StateMetric(StatesAnalysis):
             return summarize_layers(metric, rows, tags=tags)
         _, kept = complete(~rows.isnan().any(-1))
         pooled, tags = rows[:, kept], tags | left_out("", ~kept)
-        of_halves = over_halves(self._of_layers, pooled, self.num_halves)
+        of_halves = values_of_halves(self._of_layers, pooled, self.num_halves)
         return records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
 
     def _of_layers(self, states: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from lit_layers.analyses.statistics import (
     complete,
     left_out,
     mean_of_defined,
-    over_halves,
     random_halves,
     records_of_layers,
     summarize_layers,
+    values_of_halves,
     without_texts,
 )
 from lit_layers.data.batches import Batches
@@ -245,7 +245,7 @@ class PooledStates(StatesAnalysis):
                 )
         tags = self.tags_of("pooling", "states") | left_out("", ~kept)
         finite = pooled[:, kept]
-        of_halves = over_halves(_dimensions, finite, self.num_halves)
+        of_halves = values_of_halves(_dimensions, finite, self.num_halves)
         for record in records_of_layers(DIMENSION, _dimensions(finite), of_halves, finite.shape[1], tags):
             is_kept = record.metric == DIMENSION and record.layer is not None
             yield replace(record, states=pooled[record.layer].float().numpy()) if is_kept else record

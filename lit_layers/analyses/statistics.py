@@ -293,7 +293,7 @@ def random_halves(n: int, num_halves: int) -> list[Tensor]:
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
 
 
-def over_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
+def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
     """Values (layers + 1, halves) of random halves of the prompts of (layers + 1, prompts, dim); None of too few."""
     values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
     return torch.stack(values, -1) if values else None
@@ -324,10 +324,10 @@ def records_of_layers(
         if spread is not None:
             spread = spread[~spread.isnan()]  # a half may lack what the whole has
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
-        yield from with_halves(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
+        yield from records_with_halves(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
 
 
-def with_halves(
+def records_with_halves(
     metric: str,
     value: float,
     of_halves: Tensor | None,

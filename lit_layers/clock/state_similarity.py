@@ -18,7 +18,7 @@ from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import count
 from lit_layers.figures.labels import value as number_text
-from lit_layers.figures.maps import slider_map, tabled
+from lit_layers.figures.maps import as_matrix, slider_map
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
 from lit_layers.identity import Measurement, Settings, settings_of
@@ -361,7 +361,7 @@ def _matrix(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) ->
     pairs = {(row[down], row[across]): row["value"] for row in table.to_dict("records")}
     pairs |= {(b, a): each for (a, b), each in pairs.items()}
     best = _BEST[str(table["metric"].iloc[0])]
-    return tabled({**pairs, **{(key, key): best for key in keys}}, keys, keys)
+    return as_matrix({**pairs, **{(key, key): best for key in keys}}, keys, keys)
 
 
 def _intervals(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[str]]:

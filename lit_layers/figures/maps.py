@@ -170,7 +170,7 @@ def row_height(labels: Iterable[str]) -> int:
     return 27 if any("\n" in label for label in labels) else 18
 
 
-def tabled(
+def as_matrix(
     values: Mapping[Any, float], rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> list[list[Any]]:
     """Returns values by row and column as lists, None where there is none."""
@@ -183,7 +183,7 @@ def _by_step(
     """The values by row and column at each place of the slider."""
     by_step = tables.grouped(points, lambda point: point.step)
     steps = spread(sorted(by_step), FRAMES)
-    return {step: tabled({cell(p): p.value for p in by_step[step]}, rows, columns) for step in steps}
+    return {step: as_matrix({cell(p): p.value for p in by_step[step]}, rows, columns) for step in steps}
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:

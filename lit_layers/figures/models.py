@@ -123,7 +123,7 @@ def symbol_of(index: int) -> str:
     return SYMBOLS[index // len(COLORS) % len(SYMBOLS)]
 
 
-def look_of(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
+def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
     """Returns how the series of one of so many runs looks; one alone needs no name."""
     several = {"name": name, "legend": True} if of > 1 else {"name": "", "legend": False}
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}

@@ -230,10 +230,10 @@ def sample_size_curves(
     points, tags = drawable(frame, metric, has_rows, "values per layer and number of training rows", **chosen)
     points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
     rows = sorted({point.tags[TRAIN_ROWS] for point in points})
-    ends = fixed_ends([*map(float, rows)], log=True, pad=0.04)
+    ends = fixed_limits([*map(float, rows)], log=True, pad=0.04)
     axis = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
     lines, others = (_LAYER, _ROWS) if over == "rows" else (_ROWS, _LAYER)
-    ends = fixed_ends(end for point in points for end in (point.value, point.low, point.high))
+    ends = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
     return _by_slider(
         points,
         lines,
@@ -270,7 +270,7 @@ def _lists(
     is_listed = lambda point: ordinal in point.tags and point.layer is not None  # noqa: E731
     points, tags = drawable(frame, metric, is_listed, missing, **chosen)
     points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
-    ends = fixed_ends([p.value for p in points], log=log, zero=not log)
+    ends = fixed_limits([p.value for p in points], log=log, zero=not log)
     return points, tags, value_axis(metric, log=log, ends=ends)
 
 
@@ -314,7 +314,7 @@ def unbroken(points: Iterable[Point], number: str) -> tuple[list[Point | None], 
     return [by_number.get(each) for each in numbers], numbers
 
 
-def fixed_ends(
+def fixed_limits(
     values: Iterable[float], *, log: bool = False, zero: bool = False, pad: float = 0.05
 ) -> tuple[float, float] | None:
     """Returns ends of an axis that are the same at every checkpoint, so that the slider shows what moves."""

@@ -10,9 +10,9 @@ import pandas as pd
 from lit_layers.figures.axes import Axis, AxisName, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import in_sentence, tag_text, wrapped
-from lit_layers.figures.maps import colored, key_axis, slider_map, tabled
+from lit_layers.figures.maps import as_matrix, colored, key_axis, slider_map
 from lit_layers.figures.models import color_of, short_names, symbol_of
-from lit_layers.figures.profiles import FRAMES, fixed_ends, framed, level, series_of, value_axis
+from lit_layers.figures.profiles import FRAMES, fixed_limits, framed, level, series_of, value_axis
 from lit_layers.figures.tables import Chosen, Point, grouped, rows_of, steps_of, title_of
 from lit_layers.figures.theme import INK, MISSING, rounded, spread
 from lit_layers.figures.training import Curves
@@ -26,7 +26,6 @@ from lit_layers.figures.variant_scores import (
     cell_of,
     depth_of,
     full_model,
-    kept_of,
     last_of,
     lines_of,
     looped,
@@ -35,6 +34,7 @@ from lit_layers.figures.variant_scores import (
     middles_of,
     pareto,
     random_level,
+    shares_of_full_model,
     variant_name,
     variant_points,
 )
@@ -147,7 +147,7 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
     last = {(loops_of(p), middle_of(p) or 0): p.value for p in looped(last_of(points))}
     loops, middles = (sorted({*side}) for side in zip(*last, strict=True))
     by_step = {step: {(loops_of(p), middle_of(p)): p.value for p in looped(points) if p.step == step} for step in steps}
-    values = {step: tabled(part, loops, middles, 4) for step, part in by_step.items()}
+    values = {step: as_matrix(part, loops, middles, 4) for step, part in by_step.items()}
     best = best_looped(framed(points, steps), metric)
     dots = {"frame": [steps.index(p.step) for p in best], "mark": "circle-open", "size": 9, "color": "black"}
     dotted = [Series(x=[middle_of(p) for p in best], y=[loops_of(p) for p in best], hover=False, **dots)]
@@ -183,7 +183,7 @@ def variants_over_training(
         raise ValueError(
             f"metric {metric!r} has no variant of {middle} middle blocks; it has: {', '.join(map(str, recorded))}"
         )
-    points = kept_of(points) if kept else points
+    points = shares_of_full_model(points) if kept else points
     curves = Curves(points)
     shown = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
     for line in lines_of(shown, [*LOOKS], lambda point: 0):
@@ -383,4 +383,4 @@ def _ends(
 ) -> tuple[float, float] | None:
     """The same at every checkpoint, where there are several."""
     values = [end for p in drawn for end in (p.value, p.low, p.high)] + ([] if guess is None else [guess])
-    return fixed_ends(values, log=look_up(metric).log) if len(steps) > 1 else None
+    return fixed_limits(values, log=look_up(metric).log) if len(steps) > 1 else None

@@ -183,7 +183,7 @@ def middles_of(points: Iterable[Point]) -> list[int]:
     return sorted({middle for point in points if (middle := middle_of(point)) is not None})
 
 
-def kept_of(points: Sequence[Point]) -> list[Point]:
+def shares_of_full_model(points: Sequence[Point]) -> list[Point]:
     """Returns values over the full model's at the same checkpoint; NaN where that is 0 or missing.
 
     Intervals are gone: those of the variant and of the full model belong to the same texts.

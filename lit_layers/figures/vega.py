@@ -17,7 +17,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.theme import INK
 from lit_layers.files.durable import replace_file
-from lit_layers.files.isolated_python import own_python
+from lit_layers.files.isolated_python import isolated_command
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
@@ -222,7 +222,7 @@ def _drawing(*arguments: str, task: str = "") -> str:
     Raises:
         InputError: it cannot be started, dies, or takes too long.
     """
-    command = own_python(Path(__file__).with_name("drawing.py"), ["vl_convert"], *arguments)
+    command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"], *arguments)
     try:
         done = subprocess.run(
             command,

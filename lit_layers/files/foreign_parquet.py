@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.files import parquet_process
-from lit_layers.files.isolated_python import own_python
+from lit_layers.files.isolated_python import isolated_command
 
 PATIENCE = 300.0  # seconds for all files
 MOST_VALUES = 2**28  # of a table that is read whole into this process
@@ -58,7 +58,7 @@ def _answered(requests: Sequence[dict[str, Any]]) -> Iterator[Any]:
 
 def _ask(request: bytes) -> bytes:
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
-    command = own_python(Path(parquet_process.__file__), ("numpy", "pyarrow"))
+    command = isolated_command(Path(parquet_process.__file__), ("numpy", "pyarrow"))
     try:
         done = subprocess.run(command, input=request, capture_output=True, timeout=PATIENCE, env=environment)
     except subprocess.TimeoutExpired as late:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def own_python(program: Path, packages: Sequence[str], *arguments: str) -> list[str]:
+def isolated_command(program: Path, packages: Sequence[str], *arguments: str) -> list[str]:
     """The command line of a Python that finds the standard library, what is installed with it, and these packages
     where this process finds them.
 

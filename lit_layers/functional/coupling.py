@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_layers.functional._checks import check_option, finite_matrices, wide_matrices
-from lit_layers.functional.jacobian.singular import EPS, Factors, likely_turns, singular_factors
+from lit_layers.functional.jacobian.singular import EPS, Factors, expected_rotations, singular_factors
 
 Sign = Literal["signed", "absolute"]
 Bases = Literal["uv", "vu"]
@@ -159,7 +159,7 @@ def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Si
 
 
 class _Turns(NamedTuple):
-    """Likely angles between the directions of the bases: see `likely_turns`."""
+    """Likely angles between the directions of the bases: see `expected_rotations`."""
 
     common: Tensor  # (*n, others, K, K)
     differing: Tensor  # the same
@@ -168,7 +168,7 @@ class _Turns(NamedTuple):
 
 def _turns(factors: Factors, counts: Sequence[int]) -> _Turns:
     count, dtype = max(counts), factors.left.dtype
-    common, differing = likely_turns(factors)
+    common, differing = expected_rotations(factors)
     squares, strays = common + common.mT, factors.strays.square()
     outside = [
         (squares[..., :number, number:].sum(-1) + strays[..., :number]).clamp(max=1.0).to(dtype) for number in counts

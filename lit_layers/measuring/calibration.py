@@ -64,7 +64,7 @@ class Bench:
         def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self.device, dtype)
 
-        def shrunk(rows: int, of: Callable[[int], Part]) -> int:
+        def fewest_rows(rows: int, of: Callable[[int], Part]) -> int:
             """So few rows that it is done soon."""
             while rows > 8 and flop(self.model, of(rows)) > LONGEST:
                 rows //= 2
@@ -73,7 +73,7 @@ class Bench:
         match part.kind:
             case "blocks":
                 texts, tokens = part.size
-                texts = shrunk(texts, lambda rows: Part("blocks", 1, (rows, tokens)))
+                texts = fewest_rows(texts, lambda rows: Part("blocks", 1, (rows, tokens)))
                 block, _ = self._block(tokens)
                 hidden = random(texts, tokens, dim)
                 return lambda: block(hidden), flop(self.model, Part("blocks", 1, (texts, tokens)))
@@ -89,15 +89,15 @@ class Bench:
                 matrix = random(1, dim, dim) * torch.arange(1, dim + 1, device=self.device) ** -0.7
                 return lambda: singular_factors(matrix, part.size[0]), flop(self.model, part)
             case "spectra" if min(part.size[0], dim) <= 1024:
-                rows = shrunk(part.size[0], lambda rows: Part("spectra", 1, (rows,)))
+                rows = fewest_rows(part.size[0], lambda rows: Part("spectra", 1, (rows,)))
                 states, mask = random(1, rows, dim), torch.ones(1, rows, dtype=torch.bool, device=self.device)
                 return lambda: spectrum(states, mask).effective_rank(), flop(self.model, Part("spectra", 1, (rows,)))
             case "calls" if part.call is not None:
-                rows = shrunk(part.size[0], lambda rows: Part("calls", 1, (rows,)))
+                rows = fewest_rows(part.size[0], lambda rows: Part("calls", 1, (rows,)))
                 points = random(rows, dim, dtype=torch.float64)
                 return functools.partial(part.call, points), flop(self.model, Part("calls", 1, (rows,)))
             case "evaluations":
-                rows = shrunk(part.size[0], lambda rows: Part("evaluations", 1, (rows, part.size[1])))
+                rows = fewest_rows(part.size[0], lambda rows: Part("evaluations", 1, (rows, part.size[1])))
                 inputs, weights = random(rows, dim), random(dim, part.size[1])
                 return lambda: inputs.T @ _slope(inputs @ weights), flop(
                     self.model, Part("evaluations", 1, (rows, part.size[1]))

@@ -147,7 +147,7 @@ def _in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return forward
 
 
-def hand_on(num_values: int, last: Tensor | None = None, layout: Layout | None = None) -> Callable[..., Any]:
+def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout | None = None) -> Callable[..., Any]:
     """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
     values, or (0) by itself."""
 

@@ -177,7 +177,7 @@ class _Order:
         hidden = call.hidden if layout is None else layout.taken(call.hidden, first_args)
         for number, (args, kwargs) in enumerate(call.arguments, 1):
             for value in (*args, *kwargs.values()):
-                caches.lengthen(value, number, hidden)
+                caches.advance_cache(value, number, hidden)
         slot = 0
         for step in self.steps:
             if isinstance(step, tuple) and (stack := self.stacks.get(step)) is not None:
@@ -217,7 +217,7 @@ class _Slots:
     def __init__(self, num_blocks: int, kind: str) -> None:
         self.num_blocks, self.kind = num_blocks, kind
 
-    def lengthen(self, value: Any, number: int, hidden: Tensor) -> None:
+    def advance_cache(self, value: Any, number: int, hidden: Tensor) -> None:
         """Has a cache say, of block `number`, that the tokens at hand are in it: masks and positions go by that."""
         if not is_cache(value):
             return

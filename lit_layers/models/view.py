@@ -16,7 +16,7 @@ from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models.block_calls import BlockCall, Layout, cut, first, hooked, replaced, softening, split_arguments
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, trunk_of
-from lit_layers.models.families.own_networks import OwnNetwork, as_known
+from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
 from lit_layers.models.families.structure import UNPROVEN, is_proven
 
 Batch = Mapping[str, Tensor]
@@ -36,7 +36,7 @@ class LayeredModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Network = as_known(plain_model(model))  # hooks added after torch.compile do not fire
+        self.model: Network = wrapped_if_own(plain_model(model))  # hooks added after torch.compile do not fire
         self.family = family_of(self.model)
         self.blocks = self.family.block_list(self.model)
 
@@ -153,12 +153,12 @@ class LayeredModel:
 
     def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-        with replaced(self.blocks, self.family.handing_on(self.num_layers, in_tuple=in_tuple)):
+        with replaced(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, hidden)
 
     def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
-        with replaced(self.blocks, self.family.handing_on(self.num_layers, in_tuple=in_tuple)):
+        with replaced(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, as_far_as_0=True)
 
     def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
@@ -276,7 +276,7 @@ class LayeredModel:
     def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor, *, in_tuple: bool) -> Tensor:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
         self.refuse_reordered()
-        forwards = self.family.handing_on(self.num_layers, in_tuple=in_tuple, last=hidden)
+        forwards = self.family.as_identity(self.num_layers, in_tuple=in_tuple, last=hidden)
         handed_on = replaced(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._logits(inputs)

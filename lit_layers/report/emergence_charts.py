@@ -14,7 +14,7 @@ from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import count, p_equation, value, wrapped
 from lit_layers.figures.maps import named_matrix, row_height
-from lit_layers.figures.models import in_rows, look_of
+from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import rounded
 from lit_layers.functional.emergence import EmergenceTimes, Time
@@ -24,7 +24,7 @@ LEAST_P = 1e-4  # that is written out
 MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
 
 
-def at_text(number: float) -> str:
+def axis_text(number: float) -> str:
     """Returns a step or a number of tokens as text: whole ones, below 10 with a digit behind the point."""
     return f"{number:.1f}".removesuffix(".0") if number < 10 else count(round(number))
 
@@ -33,8 +33,8 @@ def time_text(time: Time | None) -> str:
     """Returns `43 (38 to 50)`, or nothing where there is no time."""
     if time is None:
         return ""
-    low, high = at_text(time.low), at_text(time.high)
-    return at_text(time.value) if low == high else f"{at_text(time.value)} ({low} to {high})"
+    low, high = axis_text(time.low), axis_text(time.high)
+    return axis_text(time.value) if low == high else f"{axis_text(time.value)} ({low} to {high})"
 
 
 def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step") -> str:
@@ -42,7 +42,7 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
     if times.halfway is None or times.peak is None:
         return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
     where = "step" if axis == "step" else "token"
-    return f"{curve.title}: half-way at {where} {time_text(times.halfway)}, peak at {at_text(times.peak.value)}"
+    return f"{curve.title}: half-way at {where} {time_text(times.halfway)}, peak at {axis_text(times.peak.value)}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -69,7 +69,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(times.halfway)}" for row, times in of_run]
         half, peak = ([getattr(times, name) for _, times in of_run] for name in ("halfway", "peak"))
         ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
-        look = look_of(number, run, of=several, tells_texts=True, size=6.5)
+        look = style_of_run(number, run, of=several, tells_texts=True, size=6.5)
         series.append(
             Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
         )
@@ -95,7 +95,7 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
             half = [_halfway(times) for _, times in of_run]
             texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in of_run]
             ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
-            look = look_of(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
+            look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
             layers = [curve.layer for curve, _ in of_run]
             series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))
         if max(len(one.x) for one in series) > 1:
@@ -125,10 +125,10 @@ def monotonicity_charts(
             if run in runs:
                 line = runs[run]
                 ends = {"low": rounded(line.low), "high": rounded(line.high)}
-                look = look_of(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
+                look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
                 x = rounded(place(at) for at in line.curve.at)
                 points = zip(line.curve.at, line.curve.values, strict=True)
-                texts = [f"{at_text(at)}: {value(number)}" for at, number in points]
+                texts = [f"{axis_text(at)}: {value(number)}" for at, number in points]
                 series.append(Series(x=x, y=rounded(line.curve.values), texts=texts, **look))
         named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
         chart = Chart(
@@ -192,5 +192,5 @@ def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.
     low = max((tick for tick in ticks if tick < low), default=0)
     high = min((tick for tick in ticks if tick > high), default=last)
     ticks, pad = [tick for tick in ticks if low <= tick <= high], 0.02 * (place(high) - place(low))
-    labels = {place(tick): at_text(tick) for tick in ticks}
+    labels = {place(tick): axis_text(tick) for tick in ticks}
     return Axis(title=TITLES[axis], labels=labels, ends=(place(low) - pad, place(high) + pad))

@@ -215,7 +215,7 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield tuple(hole[:-1])
 
 
-def odd_names(listed: Listed) -> Iterator[Finding]:
+def unreadable_names(listed: Listed) -> Iterator[Finding]:
     """Branches that look like steps and are not understood, or mean the same one."""
     listing = listed.listing
     if listing.strangers:
@@ -242,7 +242,7 @@ def reported(listed: Listed) -> Iterator[Finding]:
             yield finding("reported", f"{defect.says} ({defect.source}): there is {steps}", (), note=True)
 
 
-OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, odd_names, reported)
+OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, unreadable_names, reported)
 
 
 def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
@@ -319,7 +319,7 @@ def changes(
     read = [(one, prints[one.name]) for one in chosen if one.name in prints]
     yield from other_config(chosen)
     yield from other_tokenizer(chosen)
-    yield from other_step([one for one in chosen if one.source.is_here])
+    yield from mislabelled_steps([one for one in chosen if one.source.is_here])
     shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
     yield from _findings("other tensors", shapes, _tensor_differences)
     yield from _findings(
@@ -446,7 +446,7 @@ def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
     return f"{name} is {here[name]}, not {there[name]}"
 
 
-def other_step(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
+def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps that say of themselves that they are another one; where most do, another count is meant."""
     recorded = {one.name: one.source.recorded_step() for one in chosen}
     shifts = [

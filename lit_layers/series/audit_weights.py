@@ -2,7 +2,7 @@
 
 Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
 Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
-reported, and `undecided_order` names it.
+reported, and `ambiguous_steps` names it.
 """
 
 import itertools
@@ -214,7 +214,7 @@ def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
     return sum(int((here != there).sum()) for here, there in pairs) / total if total else 1.0
 
 
-def off_the_way(path: Path) -> tuple[list[Finding], frozenset[str]]:
+def path_findings(path: Path) -> tuple[list[Finding], frozenset[str]]:
     """What is wrong with the way from step to step, and the checkpoints whose place on it the weights do not show.
 
     An explanation has to be a whole one: without what it names the rest is a way like any other. Otherwise several
@@ -222,14 +222,14 @@ def off_the_way(path: Path) -> tuple[list[Finding], frozenset[str]]:
     """
     exchange = swapped(path)
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
-    strays = list(out_of_line(straight))
+    strays = list(outlying_steps(straight))
     names = {name for each in strays for name in each.names}
     rest = straight.leaving_out(names)
-    if (found or strays) and (swapped(rest) or any(out_of_line(rest)) or _comes_back(rest.distance)):
+    if (found or strays) and (swapped(rest) or any(outlying_steps(rest)) or _comes_back(rest.distance)):
         says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
         return [Finding("out of line", says)], frozenset(one.name for one in path.steps)
     named = {name for each in found for name in each.names}
-    undecided = undecided_order(straight, names) if named or not found else {one.name for one in path.steps}
+    undecided = ambiguous_steps(straight, names) if named or not found else {one.name for one in path.steps}
     return [*found, *strays], frozenset(undecided - named)
 
 
@@ -296,7 +296,7 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
             yield _Exchange(first, second, order, new / old, old - new)
 
 
-def undecided_order(path: Path, without: Collection[str]) -> frozenset[str]:
+def ambiguous_steps(path: Path, without: Collection[str]) -> frozenset[str]:
     """Checkpoints that could change places with a neighbour and nobody would see it; some are left out of the path."""
     kept = [place for place, one in enumerate(path.steps) if one.name not in without]
     count = len(kept)
@@ -321,7 +321,7 @@ def _detour(distance: np.ndarray, place: int) -> float:
     return float(distance[place - 1, place + 1] / longest) if longest > 0 else np.inf
 
 
-def out_of_line(path: Path) -> Iterator[Finding]:
+def outlying_steps(path: Path) -> Iterator[Finding]:
     """Steps that lie off the way between their neighbours, as weights of another training do, or a tensor of them."""
     count, whole = len(path.steps), path
     if count < 3:

@@ -208,7 +208,7 @@ def _findings_of_values(
     findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
     suspects = _names(each for each in findings if not each.note)
     rest = [one for one in read if one.name not in suspects]
-    of_path, undecided = audit_weights.off_the_way(audit_weights.Path.of(rest, prints))
+    of_path, undecided = audit_weights.path_findings(audit_weights.Path.of(rest, prints))
     named = _names(of_path)
     returned = audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)
     return [*findings, *of_path, *returned], undecided

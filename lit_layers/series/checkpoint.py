@@ -94,7 +94,7 @@ def _number(text: str) -> int:
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 
-def understood(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:
+def parsed_names(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:
     """The names that are steps, and those that look as if they meant one, in whatever grammar, and are none."""
     steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
     strangers = set(filter(_STEPLIKE.match, names)) - {step.name for step in steps}

@@ -25,8 +25,8 @@ from lit_layers.series.checkpoint import (
     Series,
     StepName,
     ordered,
+    parsed_names,
     recognize,
-    understood,
 )
 from lit_layers.series.checkpoint_sources import HubSource
 
@@ -212,7 +212,7 @@ class HubRevisions(Series):
         grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
         no_steps = (MAIN, *facts.others)
         names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
-        steps, strangers = understood(names, grammar)
+        steps, strangers = parsed_names(names, grammar)
         if not steps:
             first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
             raise InputError(

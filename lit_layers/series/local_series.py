@@ -16,7 +16,7 @@ from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
-from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize, understood
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
 from lit_layers.series.weight_files import Memory, on_disk
 
@@ -70,7 +70,7 @@ class StepFolders(_LocalSeries):
             raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
         folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
-        steps, strangers = understood(names, self._grammar or recognize(names))
+        steps, strangers = parsed_names(names, self._grammar or recognize(names))
         if not steps:
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
         kept, doubles = ordered(steps)

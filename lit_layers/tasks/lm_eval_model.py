@@ -131,7 +131,7 @@ def longest_first(request: Request) -> tuple[int, Sequence[int], Sequence[int]]:
 
 
 @functools.cache
-def speaker() -> Any:
+def lm_eval_class() -> Any:
     """lm-eval's wrapper of transformers' models, made so that many orders of one model are scored quickly.
 
     Texts become tokens once, logits are computed where a continuation stands alone, padding rows of the vocabulary

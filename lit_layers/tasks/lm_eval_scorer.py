@@ -33,10 +33,10 @@ from lit_layers.tasks.lm_eval_model import (
     Likelihood,
     OrderLikelihoods,
     Request,
+    lm_eval_class,
     longest_first,
     nothing_computed,
     num_tokens,
-    speaker,
 )
 
 INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
@@ -274,7 +274,7 @@ class LmEvalScorer:
         """The model as lm-eval takes it; the same for every order of its blocks."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
-            wrapped = speaker()(
+            wrapped = lm_eval_class()(
                 pretrained=model,
                 tokenizer=name,
                 revision=revision,

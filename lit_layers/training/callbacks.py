@@ -104,7 +104,7 @@ class _AtSteps(L.Callback):
         """Acts on the plain model after `step` optimizer steps."""
 
     @abstractmethod
-    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         """Acts on the sharded model, on every rank, where the whole one does not fit into memory."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,7 +132,7 @@ class _AtSteps(L.Callback):
             # On every rank alike, before anything that depends on the rank.
             whole = whole_copy(model, strategy, step) if is_sharded(model) else model
         except NoRoomError as error:
-            self.without_room(trainer, model, step, str(error))
+            self.act_on_shards(trainer, model, step, str(error))
         else:
             self.at_step(trainer, whole, step)
 
@@ -188,7 +188,7 @@ class SeriesCheckpoint(_AtSteps):
         write = functools.partial(save_step, model, self.root, step, tokenizer, resumed_at=self._resumed_at)
         self._ranks.from_first(write)
 
-    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         strategy: Any = trainer.strategy
         whole = whole_on_first_rank(model, strategy)
         self.at_step(trainer, model if whole is None else whole, step)  # only the first rank looks at its model
@@ -395,7 +395,7 @@ class EmergenceCallback(_AtSteps):
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
         self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
 
-    def without_room(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
+    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:
             self.measurer.fail(step, self._tokens(trainer, step), reason, loggers=trainer.loggers)
 

@@ -35,7 +35,7 @@ from lit_layers.training.checkpoints import (
     step_folder,
     write_folder,
 )
-from lit_layers.training.sharding import SHARDED, are_sharded, load_shards_, put_in_shards, take_out_shards
+from lit_layers.training.sharding import SHARDED, are_sharded, extract_shards, load_shards_, put_in_shards
 from lit_layers.training.trainer import Termination
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        state, shards = take_out_shards(connector.dump_checkpoint(weights_only=False))  # all ranks take part
+        state, shards = extract_shards(connector.dump_checkpoint(weights_only=False))  # all ranks take part
         files: dict[str, Any] = {STATE: state} if trainer.is_global_zero else {}
         if shards:
             files[_SHARD_FILE.format(f"{trainer.global_rank:05d}")] = shards

@@ -58,7 +58,7 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
     return strategy.device_mesh["data_parallel"]
 
 
-def take_out_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def extract_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """A state with a tensor on "meta" in the place of each that is spread over the ranks, and this rank's rows of
     those, by their place in the state.
 
@@ -82,7 +82,7 @@ def take_out_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh | None = None) -> Any:
-    """The state that `take_out_shards` took apart on as many ranks: with whole tensors, or with those that are spread
+    """The state that `extract_shards` took apart on as many ranks: with whole tensors, or with those that are spread
     over the ranks of `mesh`, which may be more or fewer. Rows of other ranks are not read."""
 
     def filled(path: Any, leaf: Any) -> Any:
@@ -106,7 +106,7 @@ def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: De
 
 
 def load_shards_(strategy: Any, state: dict[str, Any], of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Gives the sharded model and the optimizers of a strategy what `take_out_shards` took from theirs; the state."""
+    """Gives the sharded model and the optimizers of a strategy what `extract_shards` took from theirs; the state."""
     state = put_in_shards(state, of_ranks, sharding_mesh(strategy))
     set_model_state_dict(strategy.model, state["state_dict"])
     for optimizer, values in zip(strategy.optimizers, state["optimizer_states"], strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.functional.coupling import miscoupling, miscoupling_from_factors, miscoupling_with_error
 from lit_layers.functional.jacobian import singular
-from lit_layers.functional.jacobian.singular import Factors, likely_turns, singular_factors
+from lit_layers.functional.jacobian.singular import Factors, expected_rotations, singular_factors
 
 KINDS = ("power", "exponential", "flat", "clustered", "deficient", "tied")
 
@@ -328,7 +328,7 @@ def test_the_measured_error_of_the_triples_is_that_of_their_matrix():
     matrix = left @ torch.diag(values[0]) @ right.mT
     found = singular._residuals(matrix[None], turned[0][None], values, turned[1][None], 4)
     factors = Factors(turned[0][None], values, turned[1][None], values, found.errors, values * 0)
-    for squares, angles in zip(likely_turns(factors), (common, differing), strict=True):
+    for squares, angles in zip(expected_rotations(factors), (common, differing), strict=True):
         torch.testing.assert_close(squares[0].sqrt(), angles.abs().triu(1), rtol=1e-4, atol=1e-11)
 
 
@@ -337,7 +337,7 @@ def test_ties_leave_the_directions_open_and_what_both_have_in_the_same_place_doe
     bases = [torch.linalg.qr(gaussian(5, 5, seed=seed))[0] for seed in range(4)]
     matrices = torch.stack([u @ torch.diag(values[0]) @ v.mT for u, v in zip(bases[::2], bases[1::2], strict=True)])
     factors = singular_factors(matrices, 5)
-    turns = likely_turns(factors)[0]
+    turns = expected_rotations(factors)[0]
     assert bool((turns[:, 1, 2] > 1e-5).all())
     assert float(turns.sum() - turns[:, 1, 2].sum()) < 1e-25
     ks = (1, 2, 3, 4)

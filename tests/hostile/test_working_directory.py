@@ -15,7 +15,7 @@ from pyarrow import parquet
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files.foreign_parquet import read_lists
-from lit_layers.files.isolated_python import own_python
+from lit_layers.files.isolated_python import isolated_command
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory
@@ -83,7 +83,7 @@ def test_foreign_tables_are_read_and_figures_drawn_by_a_python_that_heeds_no_var
     Path("program.py").write_text(
         "import numpy, sys, vl_convert\nprint(numpy.__file__, vl_convert.__file__, sys.argv[1])\n"
     )
-    line = own_python(planted / "program.py", ["numpy", "vl_convert"], "word")
+    line = isolated_command(planted / "program.py", ["numpy", "vl_convert"], "word")
     said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
     drawing = find_spec("vl_convert")  # which is imported nowhere in the tests' processes
     assert drawing is not None

@@ -474,7 +474,7 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     of_tensor = dict.fromkeys("abc", apart) | {"w": turned}
     norms = {name: np.full(4, 5.0) for name in of_tensor}
     path = audit_weights.Path(steps, apart, np.ones((4, 4)), of_tensor, norms, 1e-5)
-    (found,) = audit_weights.out_of_line(path)
+    (found,) = audit_weights.outlying_steps(path)
     assert (found.steps, found.note) == ((2, 3), False)
     assert found.message == "w alone jumps between step 2 and step 3: rows of one of them in another order?"
 
@@ -505,4 +505,4 @@ def test_a_matrix_that_comes_from_several_steps_names_all_of_them(tmp_path):
     steps = [Checkpoint(series="s", name=f"step{step}", source=source, step=step) for step in range(12)]
     path = audit_weights.Path(steps, whole, np.ones((12, 12)), {"w": apart}, {"w": np.full(12, 20.0)}, 1e-5)
     says = "hold the same w, which moved between: a part of another step's file?"
-    assert [each.steps for each in audit_weights.out_of_line(path) if says in each.message] == [(1, 5), (3, 7, 10)]
+    assert [each.steps for each in audit_weights.outlying_steps(path) if says in each.message] == [(1, 5), (3, 7, 10)]

@@ -7,7 +7,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.records import Measurement, Record
-from lit_layers.series.audit_files import other_step
+from lit_layers.series.audit_files import mislabelled_steps
 from lit_layers.series.auditing import SeriesMeasurements
 
 
@@ -55,6 +55,6 @@ def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, toda
     ],
 )
 def test_a_step_that_says_it_is_another_is_suspect_and_a_count_that_begins_afresh_is_not(recorded, suspects, notes):
-    found = list(other_step([checkpoint(step, said) for step, said in enumerate(recorded, start=1)]))
+    found = list(mislabelled_steps([checkpoint(step, said) for step, said in enumerate(recorded, start=1)]))
     assert [step for each in found if not each.note for step in each.steps] == suspects
     assert [step for each in found if each.note for step in each.steps] == notes

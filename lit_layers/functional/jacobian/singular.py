@@ -188,7 +188,7 @@ def _likely_strays(values: Tensor, lengths: Tensor, dim: int) -> Tensor:
     return towards.clamp(max=1.0).sqrt()
 
 
-def likely_turns(factors: Factors) -> tuple[Tensor, Tensor]:
+def expected_rotations(factors: Factors) -> tuple[Tensor, Tensor]:
     """Squared angles (*n, count, count), above the diagonal, by which two directions are likely turned into each other:
     common to both sides, and by which the left turns more and the right less.
 

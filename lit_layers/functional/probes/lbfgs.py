@@ -68,7 +68,7 @@ def minimize(
     return Minimum(point, value, slope, done, num_iterations)
 
 
-def left_to_gain(slope: Tensor, direction: Tensor) -> Tensor:
+def remaining_decrease(slope: Tensor, direction: Tensor) -> Tensor:
     """Of the value, by the step that L-BFGS would take: half its product with the gradient, (problems,)."""
     return -_dot(slope, direction).flatten() / 2
 

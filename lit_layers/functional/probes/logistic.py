@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
-from lit_layers.functional.probes.lbfgs import Minimum, left_to_gain, minimize
+from lit_layers.functional.probes.lbfgs import Minimum, minimize, remaining_decrease
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ def _minimum(
         start = softmax.better(softmax.point(weight, bias), start)
 
     def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
-        near = left_to_gain(slope, direction) <= 0.03 * tolerance * value.abs()
+        near = remaining_decrease(slope, direction) <= 0.03 * tolerance * value.abs()
         # where classes are nearly separable the estimate is 20 times too low; telling the gradient may cost much more
         return near & (softmax.largest_gradient(slope) <= tolerance) if near.any() else near
 

@@ -124,7 +124,7 @@ class _Calibrated(NamedTuple):
     prior: Tensor  # (rows, classes)
     logits: Tensor  # (rows, classes)
 
-    def says_something(self, targets: Tensor) -> bool:
+    def beats_class_shares(self, targets: Tensor) -> bool:
         """Whether the rows gain over the class shares, by more than 0.001 nats and two standard errors."""
         gain = cross_entropy(self.prior, targets, reduction="none")
         gain = gain - cross_entropy(self.logits, targets, reduction="none")
@@ -180,7 +180,7 @@ def _fit(rows: PrincipalRows, spaces: Sequence[Sequence[_Space]], problem: _Prob
     point = torch.stack(points)
     c = torch.tensor([each.c * (each.loud or 1) for each in closed], dtype=torch.float64, device=targets.device)
     num_iterations = torch.zeros_like(c, dtype=torch.long)
-    done = torch.tensor([not (masks and each.says_something(truth)) for each in closed], device=targets.device)
+    done = torch.tensor([not (masks and each.beats_class_shares(truth)) for each in closed], device=targets.device)
     if not done.all() and masks[0].any():
         steps = _Steps(rows, targets, masks[0], c, torch.stack(starts), closed, done)
         minimum = minimize(steps.evaluate, steps.none, steps.precondition, steps.look, STEPS)

@@ -6,9 +6,9 @@ from lit_layers.models.families.rows import (
     Network,
     causal_by_flag,
     class_named,
-    one_side,
     propose_blocks,
     short_length,
+    side_length,
     text_config,
     trunk_of,
 )
@@ -21,9 +21,9 @@ __all__ = [
     "causal_by_flag",
     "class_named",
     "family_of",
-    "one_side",
     "propose_blocks",
     "short_length",
+    "side_length",
     "text_config",
     "trunk_of",
 ]

@@ -67,7 +67,7 @@ class Structured(Family):
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
         states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
-        with replaced(blocks, self.handing_on(len(blocks), in_tuple=False, last=states)):
+        with replaced(blocks, self.as_identity(len(blocks), in_tuple=False, last=states)):
             logits = self.logits(model, self._any_inputs(model, states))
         return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
 

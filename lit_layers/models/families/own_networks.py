@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.families.rows import Network, one_side, row_of
+from lit_layers.models.families.rows import Network, row_of, side_length
 from lit_layers.models.families.trial_batch import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
@@ -140,7 +140,7 @@ _FACTS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Facts]]" = weakref.Wea
 _KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref.WeakKeyDictionary()
 
 
-def as_known(model: nn.Module) -> Network:
+def wrapped_if_own(model: nn.Module) -> Network:
     """A model of transformers or timm as it is, any other network in their words.
 
     Raises:
@@ -185,7 +185,7 @@ def _of_images(network: nn.Module, size: Any, like: Tensor) -> _Facts:
     for sides, what in ((size, "images"), (patches, "patches")):
         if isinstance(sides, tuple | list) and len({*sides}) != 1:
             raise _refusal(network, f"its {what} are not squares: {tuple(sides)}")
-    side = one_side(size)
+    side = side_length(size)
     channels = next((part.in_channels for part in network.modules() if isinstance(part, nn.Conv2d)), 3)
     facts = _Facts("pixel_values" if "pixel_values" in takes else None, PretrainedConfig())
     noise = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0)).to(like)

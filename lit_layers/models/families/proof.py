@@ -171,7 +171,7 @@ class Evidence:
 
     def arguments_alone(self) -> None:
         """What blocks are called with besides their state depends on the batch, and on no state."""
-        with replaced(self.blocks, self.family.handing_on(len(self.blocks), in_tuple=False)):
+        with replaced(self.blocks, self.family.as_identity(len(self.blocks), in_tuple=False)):
             calls = self._passed(self.probe.call)
         refusal = None
         # The last block first: what one leaves in an argument that all share, those before it have not put there yet.
@@ -205,7 +205,7 @@ class Evidence:
                 "states depend on what else is in a batch, or on chance",
             )
 
-    def begins_once(self) -> None:
+    def refuse_layer_0_beside_states(self) -> None:
         """No block is called with layer 0 besides its state."""
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):

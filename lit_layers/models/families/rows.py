@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import Layout, hand_on, replaced
+from lit_layers.models.block_calls import Layout, identity_forward, replaced
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
 
 
-def one_side(size: Any) -> int:
+def side_length(size: Any) -> int:
     """The side of square images or patches, whether a config gives one number or two."""
     return int(size) if isinstance(size, int | float) else int(size[0])
 
@@ -57,9 +57,9 @@ TIMM = Vision(
 
 TRANSFORMERS = Vision(
     width=lambda model: model.config.hidden_size,
-    fixed_side=lambda model: one_side(model.config.image_size),
-    usual_side=lambda model: one_side(model.config.image_size),
-    patch_side=lambda model: one_side(model.config.patch_size),
+    fixed_side=lambda model: side_length(model.config.image_size),
+    usual_side=lambda model: side_length(model.config.image_size),
+    patch_side=lambda model: side_length(model.config.patch_size),
     channels=lambda model: model.config.num_channels,
     class_token=lambda model: True,
     prefix=lambda model: 1 + getattr(model.config, "num_register_tokens", 0),
@@ -216,7 +216,7 @@ def from_zero(config: Any) -> int:
     return 0
 
 
-def behind_padding(config: Any) -> int:
+def positions_of_padding(config: Any) -> int:
     """Of RoBERTa's positions the first ones, up to the number of the padding token, belong to no token."""
     return config.pad_token_id + 1
 
@@ -288,10 +288,10 @@ class Family:
         """The norm behind the last block."""
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
-    def handing_on(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
+    def as_identity(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
         numbers = self.num_returned(num_blocks, in_tuple=in_tuple)
-        return [hand_on(number, last, self.layout) for number in numbers]
+        return [identity_forward(number, last, self.layout) for number in numbers]
 
     def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
         """Of each block, how many values it returns in a tuple; 0: the state alone."""
@@ -347,7 +347,7 @@ FAMILIES = (
              features=partial(unscaled, trunk=True)),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
-           first_position=behind_padding),
+           first_position=positions_of_padding),
     # Without weights, images tell nothing of their model: read block by block and counted they need a row.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
            vision=TIMM, call=by_pixels, features=timm_features),

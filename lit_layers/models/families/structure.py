@@ -226,7 +226,7 @@ def _shown(evidence: Evidence) -> Structured:
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.alone()
-        evidence.begins_once()
+        evidence.refuse_layer_0_beside_states()
     replayed = evidence.replayed()
     chained = evidence.chained() if replayed else 0.0  # blocks that give exactly what they gave are a chain
     evidence.arguments_alone()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import Layout, first, hooked, split_arguments
-from lit_layers.models.families.rows import Network, by_name, by_pixels, one_side, text_config, without_mask
+from lit_layers.models.families.rows import Network, by_name, by_pixels, side_length, text_config, without_mask
 
 NUM_TOKENS = 12
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
@@ -92,7 +92,7 @@ def probe_of(model: Network, device: torch.device | None = None) -> Probe:
             f"no layered view of {type(model).__name__}: it takes neither texts (input_ids) nor images of a size that "
             "its config says (pixel_values)"
         )
-    noise = _noise(model, int(_from_configs(model.config, "num_channels") or 3), one_side(side))
+    noise = _noise(model, int(_from_configs(model.config, "num_channels") or 3), side_length(side))
     return Probe({"pixel_values": noise}, ("pixel_values",), (), by_name)
 
 
@@ -123,7 +123,7 @@ def _timm_size(model: Network) -> tuple[int, int]:
     """Side and channels of a timm model's images."""
     patches: Any = getattr(model, "patch_embed", None)
     if getattr(patches, "img_size", None) is not None and hasattr(patches, "proj"):
-        return one_side(patches.img_size), patches.proj.in_channels
+        return side_length(patches.img_size), patches.proj.in_channels
     channels, side, _ = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
     return side, channels
 
