@@ -25,7 +25,8 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
-from tests.support.measured_series import sorted_lines, trained, two_groups
+from tests.support.labelled_texts import saved_gpt2
+from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
 KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 20))
@@ -225,6 +226,58 @@ def test_each_worker_has_a_gpu_for_itself_and_none_is_idle(tmp_path):
     for used in "01":
         spans = sorted((began, ended) for gpu, began, ended in times if gpu == used)
         assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
+
+
+# What each worker gets as it is typed, and what is refused by it or before.
+REACHES = ("--dtype=float64", "--stream-blocks")
+REFUSED = {
+    "--device=cuda": "device: cuda was asked for and no machine of the Ray cluster has a GPU",
+    "--kept_mb=1e20": "kept_mb: ",
+    "--shard=0/2": "shard: ",
+    "--root=/dev/full/x": "/dev/full",
+}
+
+
+def analyzed(run: Path, analyses: Path, root: Path, *options: str) -> subprocess.CompletedProcess:
+    """`lit-layers analyze` in a process of its own: one that is forked from this one cannot join a cluster again."""
+    words = ["analyze", str(run), "--config", str(analyses), "--root", str(root), "--allow-suspect", *options]
+    command = [sys.executable, "-P", "-m", "lit_layers.cli.main", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def refusal(ended: subprocess.CompletedProcess) -> str:
+    (said,) = (line for line in ended.stderr.splitlines() if line.startswith("lit-layers analyze: error: "))
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
+    return said
+
+
+def test_odd_values_of_options_reach_workers_or_are_refused(tmp_path, monkeypatch):
+    """What workers measure is what this process measures with the same options."""
+    analyses, run = of_texts(tmp_path), tmp_path / "series"
+    for step in (0, 1, 2):
+        saved_gpt2(run / f"step-{step:09d}", n_layer=step + 1)
+    with cluster(1) as made:
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        for number, option in enumerate(REACHES):
+            lines = []
+            for engine in ("ray", "process"):
+                root = tmp_path / engine / str(number) / "run"
+                ended = analyzed(run, analyses, root, option, f"--engine={engine}")
+                assert ended.returncode == 0, (option, ended.stderr)
+                lines.append(sorted_lines(root))
+            assert [line.records for line in lines[0]] == [line.records for line in lines[1]], option
+            assert lines[0], option
+        for option, said in REFUSED.items():
+            assert said in refusal(analyzed(run, analyses, tmp_path / "out", "--engine=ray", option)), option
+
+
+def test_an_address_where_no_cluster_answers_is_a_sentence(run, tmp_path, monkeypatch):
+    """Ray asks for a minute and a half."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    said = refusal(analyzed(run, of_texts(tmp_path), tmp_path / "out", "--engine=ray"))
+    assert "engine: no Ray cluster can be had: " in said
+    assert said.endswith("RAY_ADDRESS=local starts one here")
+    assert not (tmp_path / "out" / "measurements.jsonl").exists()
 
 
 def test_killed_workers_nodes_and_drivers_cost_nothing_but_time(run, alone, tmp_path):
