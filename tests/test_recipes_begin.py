@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from lit_layers import records
 from lit_layers.analyses import NextTokenProbe, Probe
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.probes.task_probes import OnTask
@@ -178,6 +179,28 @@ def test_each_list_is_planned_on_a_model_of_the_hubs_kind_as_documented(name, to
     words = ["analyze", tmp_path / "model", "--config", ROOT / LISTS / f"{name}.yaml", "--root", tmp_path / "out"]
     assert main([*map(str, words), "--plan"]) == 0, capsys.readouterr().err
     assert "small steps" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.realdata
+def test_probes_run_to_their_end_behind_the_quickstart_which_trains_its_own_tokenizer(realdata, tmp_path, capsys):
+    """Every number that the list promises is there at the one step that is measured, and in its range."""
+    probes = tmp_path / "probes.yaml"
+    content = (ROOT / LISTS / "probes.yaml").read_text().replace("max_tokens: 128", "max_tokens: 16")  # less time
+    probes.write_text(content.replace("task: banking77,", f"task: banking77, folder: {realdata},"))
+    words = ["fit", "--config", ROOT / "recipes/quickstart/gpt2.yaml", "--config", probes, "--root", tmp_path / "run"]
+    assert main([*map(str, words), "--trainer.max_steps=1", "--steps=[1]"]) == 0, capsys.readouterr().err
+    found = {m.analysis: m for m in records.read(tmp_path / "run" / "measurements.jsonl")}
+    assert [m.error for m in found.values()] == [None] * 4
+    assert {m.step for m in found.values()} == {1}
+    names = {name.partition("/")[0] for name in found}
+    assert names == {"probe", "sample_sizes", "prediction_residual", "lens"}
+    (probe,) = (m for name, m in found.items() if name.partition("/")[0] == "probe")
+    of_layers = [record for record in probe.records if record.metric == "accuracy" and record.layer is not None]
+    accuracies = {record.layer: record.value for record in of_layers}
+    assert accuracies.keys() == {*range(7)}
+    assert all(1 / 77 < value <= 1 for value in accuracies.values()), "better than one class alone, untrained as it is"
 
 
 @pytest.fixture(scope="module")
