@@ -12,12 +12,15 @@ def main(argv: list[str] | None = None) -> int:
         _leave_working_directory()
     from lit_layers.cli import command_line  # it loads modules of Python, for which none of that folder may stand in
 
-    code = command_line.run(argv, is_own_process=is_own_process)
-    aside = sys.modules.get("lit_layers.report.wandb_aside")
-    if is_own_process and aside is not None and aside.abandoned:  # W&B would wait at the interpreter's end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return command_line.run(argv, is_own_process=is_own_process)
+
+
+def run_and_end() -> int:
+    """What `lit-layers` on a command line is: `main`, and the process ends with it."""
+    code = main()
+    from lit_layers.cli import stopping
+
+    stopping.end_process(code)
     return code
 
 
@@ -37,4 +40,4 @@ def _leave_working_directory() -> None:
 if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]  # where `python -m` puts the working directory
-    sys.exit(main())
+    sys.exit(run_and_end())

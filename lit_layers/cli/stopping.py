@@ -1,10 +1,12 @@
-"""SIGTERM ends a command wherever it is: by itself if it can, within a minute in any case, a second one at once."""
+"""The end of a command: by SIGTERM wherever it is, within a minute, a second one at once; or with its exit code."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -123,3 +125,35 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+
+
+def end_process(code: int) -> None:
+    """Ends this process as Python does, threads, what is registered for the end and output, but for taking apart all
+    that was imported: with torch and transformers that takes a second or two.
+
+    Returns, for Python to end it, where output cannot be written or more than this command goes on here.
+    """
+    if _is_looked_into():
+        return
+    aside = sys.modules.get("lit_layers.report.wandb_aside")
+    if aside is None or not aside.abandoned:  # W&B would wait at the end for what it was given up for
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - the one that also ends pools of threads
+        atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _is_looked_into() -> bool:
+    """Whether this process is more than the command: ranks may need one another until Python itself ends, and a
+    debugger, a profiler or a prompt goes on behind the last line."""
+    distributed = sys.modules.get("torch.distributed")
+    tools = getattr(sys, "monitoring", None)
+    return bool(
+        (distributed is not None and distributed.is_available() and distributed.is_initialized())
+        or sys.gettrace()
+        or sys.getprofile()
+        or (tools is not None and any(map(tools.get_tool, range(6))))
+        or sys.flags.interactive
+    )

@@ -108,6 +108,31 @@ def test_verbose_tells_where_a_refusal_comes_from_and_quiet_does_not(option, is_
     assert ended.stderr.splitlines()[-1].startswith("lit-layers audit: error: ")
 
 
+ENDING = """
+import atexit, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from lit_layers.cli.stopping import end_process
+
+{before}
+ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print("thread")))
+atexit.register(print, "registered")
+print("printed", end=" ")
+end_process(3)
+print("Python ends it")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "ends_at_once"),
+    [("", True), ("sys.setprofile(lambda *_: None)", False), ("sys.settrace(lambda *_: None)", False)],
+)
+def test_a_command_ends_after_its_threads_and_what_is_registered_and_not_under_a_profiler(before, ends_at_once):
+    ended = subprocess.run([sys.executable, "-c", ENDING.format(before=before)], capture_output=True, text=True)
+    at_once, by_python = "printed thread\nregistered\n", "printed Python ends it\nthread\nregistered\n"
+    assert (ended.stdout, ended.returncode) == ((at_once, 3) if ends_at_once else (by_python, 0))
+    assert ended.stderr == ""
+
+
 @pytest.mark.parametrize("verb", sorted(COMMANDS))
 def test_the_help_of_every_command_has_them(verb, capsys):
     with contextlib.suppress(SystemExit):
