@@ -105,19 +105,33 @@ def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
     Raises:
         InputError: naming the first.
     """
+    for why in odd_files(folder).values():
+        raise InputError(why)
+
+
+def odd_files(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """What `refuse_odd_files` refuses of a folder: the names, each with why."""
+    found: dict[str, str] = {}
     for name in _OF_A_MODEL:
-        path = os.path.join(folder, name)
-        if not os.path.lexists(path):
-            continue
-        if not os.path.exists(path):
-            raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
-        if os.path.isdir(path):
-            raise InputError(f"expected a file, {path} is a folder")
-        refuse_pipe(path)
-        if (size := os.path.getsize(path)) > _LARGEST_OF_A_MODEL:
-            raise InputError(f"{path} has {size:,} bytes, at most {_LARGEST_OF_A_MODEL:,} are read of such a file")
-        with refused(f"cannot read {path}"), open(path, "rb") as file:
-            file.read(1)
+        try:
+            _refuse_odd_file(os.path.join(folder, name))
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def _refuse_odd_file(path: str) -> None:
+    if not os.path.lexists(path):
+        return
+    if not os.path.exists(path):
+        raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
+    if os.path.isdir(path):
+        raise InputError(f"expected a file, {path} is a folder")
+    refuse_pipe(path)
+    if (size := os.path.getsize(path)) > _LARGEST_OF_A_MODEL:
+        raise InputError(f"{path} has {size:,} bytes, at most {_LARGEST_OF_A_MODEL:,} are read of such a file")
+    with refused(f"cannot read {path}"), open(path, "rb") as file:
+        file.read(1)
 
 
 def whole_path(path: str | Path) -> Path:

@@ -120,9 +120,11 @@ def audit(
         raise InputError(f"level: expected auto, listing, files or weights, got {level!r}")
     chosen = [one for one in series.checkpoints if one.name not in without]
     listed = Listed.of(series, chosen)
-    findings = [each for rule in OF_A_LISTING for each in rule(listed)]
+    odd = [finding("damaged", why, [one]) for one in chosen if (why := one.source.damage()) is not None]
+    findings = odd + [each for rule in OF_A_LISTING for each in rule(listed)]
     steps = [one for one in chosen if one.step is not None]
-    lost = _names(each for each in findings if not each.note and each.kind in ("no weights", "missing shard"))
+    unloaded = ("no weights", "missing shard")
+    lost = _names(each for each in findings if each in odd or (not each.note and each.kind in unloaded))
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lit_layers.errors import InputError, refuse_odd_files
+from lit_layers.errors import InputError, odd_files
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.series.weight_files import STEMS, Memory, formats, on_disk
 
@@ -93,6 +93,10 @@ class Source(ABC):
         for path in sorted(self.weights()):
             yield from tensors_in(folder / path)
 
+    def damage(self) -> str | None:
+        """Why the checkpoint cannot be loaded, where something in the place of a file beside its weights is none."""
+        return None
+
     def recorded_step(self) -> int | None:
         """The optimizer step that the checkpoint itself says it is of, where it does."""
         return None
@@ -113,6 +117,9 @@ class FolderSource(Source):
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
         return companions(self.folder, self.memory, weights=True)
+
+    def damage(self) -> str | None:
+        return next(iter(odd_files(self.folder).values()), None)
 
     def identity(self) -> Any:
         return {path: on_disk(self.folder / path) for path in self.weights()}
@@ -211,10 +218,10 @@ class HubSource(Source):
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
     """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
-    refuse_odd_files(folder)
+    odd = odd_files(folder)
     names = tuple(stem for stem, _ in STEMS.values())
     listed: dict[str, ListedFile] = {}
-    for path in sorted(each for each in folder.iterdir() if each.is_file()):
+    for path in sorted(each for each in folder.iterdir() if each.name not in odd and each.is_file()):
         is_weights = path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
         if (weights and is_weights) or _is_companion(path.name, path.stat().st_size):
             hash_ = content_hash(path) if memory is None else memory.hash_of(path, lambda path=path: content_hash(path))

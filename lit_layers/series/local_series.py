@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
@@ -341,6 +341,7 @@ class LightningSource(Source):
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
         """As a folder would hold them; the weights' hash leaves the optimizer out, so that copies are seen."""
+        refuse_odd_files(self.config)  # which all steps share
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
         digest = self._memory.hash_of(self.path, self._hash, part=self._prefix)
         return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, digest)}

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.series import StepFolders
 from lit_layers.series.auditing import UNSEEN
 from tests.support.fake_hub import FakeHub
+from tests.support.random_text import RandomText
 from tests.support.series_hub import make_series, make_step, served, template
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +86,24 @@ def test_a_first_step_that_is_cut_is_noted_by_its_size_and_found_where_files_are
         said = " ".join(capsys.readouterr().out.split())
         assert f"suspect: 0 (level: {level})" in said
         assert "damaged 0 model.safetensors cannot be read" in said
+
+
+@pytest.mark.parametrize("step", [2, 8], ids=["between", "last"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "trainer_state.json"])
+def test_a_step_with_what_is_no_file_is_damaged_and_the_others_are_measured(name, step, run, tmp_path, capsys):
+    odd = run / f"step-{step:09d}" / name
+    odd.unlink(missing_ok=True)
+    os.mkfifo(odd) if name == "trainer_state.json" else odd.symlink_to("nowhere")  # a pipe would be waited for
+    assert main(["audit", str(run)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"first: 5 checkpoints, suspect: {step} (level: weights)" in said
+    assert f"damaged {step} " in said
+    assert f"{odd} is a " in said
+    result = analyze_series(StepFolders(run), [Trajectory(batches=RandomText(tokens=6))], root=tmp_path / "out")
+    assert {measured.step for measured in result.measurements} == {0, 1, 2, 4, 8} - {step}
+    (failure,) = result.failures
+    assert failure.startswith(f"{odd.parent.name} cannot be loaded: ")
+    assert f"{odd} is a " in failure
 
 
 def test_notes_alone_are_clean(run, capsys):

@@ -148,7 +148,9 @@ def test_what_lies_beside_weights_and_is_no_file_is_named_and_not_taken_for_miss
             (folder / there).write_text("{}")
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
-        for reads in (load, open_plainly, ShardFiles, load_tokenizer, lambda folder: FolderSource(folder).files):
+        assert said.format(folder / name) in str(FolderSource(folder).damage())
+        assert name not in FolderSource(folder).files
+        for reads in (load, open_plainly, ShardFiles, load_tokenizer):
             reader = str if reads is load_tokenizer else Path
             with pytest.raises(InputError) as sentence:
                 reads(reader(folder))
