@@ -2,10 +2,13 @@
 
 import atexit
 import contextlib
+import gc
+import io
 import multiprocessing
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -139,10 +142,21 @@ def end_process(code: int) -> None:
     if aside is None or not aside.abandoned:  # W&B would wait at the end for what it was given up for
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - the one that also ends pools of threads
         atexit._run_exitfuncs()
+    _write_out_files()
     with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # None: it was closed before Python started
+                stream.flush()
         os._exit(code)
+
+
+def _write_out_files() -> None:
+    """Of files that somebody's code left open, as Python does when it takes them apart."""
+    for each in gc.get_objects():
+        if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):
+                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe might be waited for
+                    each.flush()
 
 
 def _is_looked_into() -> bool:

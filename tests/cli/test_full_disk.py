@@ -20,14 +20,19 @@ import pytest
 import yaml
 
 from lit_layers import records
+from lit_layers.analyses import Lens
 from lit_layers.cli.command_line import COMMANDS
 from lit_layers.errors import InputError, is_full
 from lit_layers.files.durable import naming, replace_file, write_json
+from lit_layers.measuring.offline import analyze_series
 from lit_layers.prompt_values import ValueFiles
+from lit_layers.series import StepFolders
 from tests.cli.test_fit import RECIPE
 from tests.support.fuzzing import run_limited
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv
+from tests.support.random_text import RandomText
 from tests.support.runs import make_run
+from tests.support.series_hub import make_step, template
 from tests.tasks.tiny_tasks import write_tiny_data
 
 CELL = """
@@ -269,6 +274,23 @@ def test_a_full_disk_is_known_behind_the_sentence_that_says_so() -> None:
     assert is_full(OSError(errno.EROFS, ""))
     assert not is_full(raised(OSError(errno.ENOENT, "")))
     assert not is_full(None)
+
+
+def test_a_full_disk_ends_a_series_at_its_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else cannot be measured of one is noted, and the next one is measured."""
+    tried = []
+
+    def full(*_: object) -> None:
+        tried.append(True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = template(tmp_path / "template")
+    for step in (0, 1, 2):
+        make_step(model, tmp_path / "series" / f"step-{step:09d}", step / 16)
+    monkeypatch.setattr("lit_layers.prompt_values.replace_file", full)
+    with pytest.raises(InputError, match="cannot write .*: no space left on device"):
+        analyze_series(StepFolders(tmp_path / "series"), [Lens(batches=RandomText(tokens=6))], root=tmp_path / "out")
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("insist", [True, False])

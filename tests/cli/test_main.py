@@ -133,6 +133,22 @@ def test_a_command_ends_after_its_threads_and_what_is_registered_and_not_under_a
     assert ended.stderr == ""
 
 
+def test_what_code_of_ones_own_left_in_an_open_file_is_written(tmp_path):
+    """Python does so as it takes everything apart; the process is ended before."""
+    left_open = "left = open('log.csv', 'w'); left.write('step 1'); raw = open('log.bin', 'wb'); raw.write(b'step 1')"
+    ended = subprocess.run([sys.executable, "-c", ENDING.format(before=left_open)], cwd=tmp_path)
+    assert ended.returncode == 3
+    assert [path.read_text() for path in (tmp_path / "log.csv", tmp_path / "log.bin")] == ["step 1"] * 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of POSIX")
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_command_whose_stream_is_closed_ends_as_it_would(closed):
+    line = f"{sys.executable} -P -m lit_layers.cli.main --version {closed}"
+    ended = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("verb", sorted(COMMANDS))
 def test_the_help_of_every_command_has_them(verb, capsys):
     with contextlib.suppress(SystemExit):
