@@ -95,6 +95,7 @@ _OF_A_MODEL = (
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json"),
 )
 _LARGEST_OF_A_MODEL = 2**28  # bytes: the largest tokenizers take 2**25
+_LARGEST_STATE = 2**31  # a trainer's, with a row for each step that it logged
 
 
 def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
@@ -128,8 +129,9 @@ def _refuse_odd_file(path: str) -> None:
     if os.path.isdir(path):
         raise InputError(f"expected a file, {path} is a folder")
     refuse_pipe(path)
-    if (size := os.path.getsize(path)) > _LARGEST_OF_A_MODEL:
-        raise InputError(f"{path} has {size:,} bytes, at most {_LARGEST_OF_A_MODEL:,} are read of such a file")
+    most = _LARGEST_STATE if path.endswith("trainer_state.json") else _LARGEST_OF_A_MODEL
+    if (size := os.path.getsize(path)) > most:
+        raise InputError(f"{path} has {size:,} bytes, at most {most:,} are read of such a file")
     with refused(f"cannot read {path}"), open(path, "rb") as file:
         file.read(1)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import sync
+from lit_layers.files.durable import naming, sync
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly
@@ -292,7 +292,7 @@ def _draft_of(folder: Path) -> Iterator[Path]:
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:
-        with refused(f"cannot write {folder}"):
+        with naming(folder):
             yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
