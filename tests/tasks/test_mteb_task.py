@@ -202,7 +202,9 @@ def test_records_say_what_they_are(scored):
     }
 
 
-@pytest.mark.parametrize("name", ["Banking77Classification", "StackOverflowTitles"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Banking77Classification", marks=pytest.mark.soak), "StackOverflowTitles"]
+)
 def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path):
     one = task(name, *home, tmp_path)
     view = saved_model(home[1])

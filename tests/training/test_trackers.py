@@ -223,7 +223,7 @@ def test_trackio_has_them_in_its_own_database(tmp_path, monkeypatch):
     assert json.loads(config)["lit_layers"]["analyses"]["coupling"]["init_args"]["k"] == [2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # what runs get is tested above with some that a user began
 def test_a_trainer_of_transformers_shares_the_runs_that_it_reports_to(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     mlflow = pytest.importorskip("mlflow")
