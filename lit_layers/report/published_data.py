@@ -23,6 +23,7 @@ PUBLIC = (
 )
 OF_THE_HUB = ("checkpoint", "revision", "commit", "weight_files")  # where there is a commit: of a public repository
 _CARD, _NUMBERS, _MEASUREMENTS = "README.md", "numbers", "measurements"
+_DRAFTS = f".{_CARD}.*"  # of a process that was killed as it wrote the card
 _PARTS = (_NUMBERS, _MEASUREMENTS)
 _RUNS = "lit_layers_runs"  # field of the card: whose files this command wrote
 
@@ -52,6 +53,8 @@ def write_data_set(roots: Sequence[Path], folder: Path, *, title: str) -> int:
             (folder / part).mkdir(parents=True, exist_ok=True)
         for stale in earlier - files.keys():
             (folder / stale).unlink(missing_ok=True)
+        for draft in folder.glob(_DRAFTS):
+            draft.unlink(missing_ok=True)
     records.write_files(
         folder, {_CARD: _card(title, names, metrics), **files}
     )  # the card first: it says whose they are
@@ -72,7 +75,8 @@ def _earlier(folder: Path) -> set[str]:
             raise InputError(neither)
         card = folder / _CARD
         earlier = _tables_of(card.read_text(encoding="utf-8", errors="replace") if card.is_file() else "")
-        if earlier is None and any(each.name not in _PARTS for each in folder.iterdir()):
+        others = {each.name for each in folder.iterdir()} - {*_PARTS, *(draft.name for draft in folder.glob(_DRAFTS))}
+        if earlier is None and others:
             raise InputError(neither)
         there = {path.relative_to(folder).as_posix() for part in _PARTS for path in (folder / part).glob("*.parquet")}
     if foreign := sorted(there - (earlier or set())):

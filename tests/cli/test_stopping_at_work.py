@@ -59,7 +59,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
 
     started = time.monotonic()
     code = run_forked(slowly)
-    assert code == (143 if name != "compact" or writes == 1 else 0)  # which writes one file
+    assert code == (143 if writes <= {"compact": 1, "report": 2}.get(name, 3) else 0)  # so many files are written
     assert time.monotonic() - started < 45
     left = files(folder)
     assert {place: left[place] for place in given} == given
@@ -67,7 +67,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
     expected = files(undisturbed)
     tables = [place for place in left if place in expected and place.endswith((".csv", ".parquet"))]
     assert all(left[place] == expected[place] for place in tables), "a table is whole or not there"
-    if len(signals) == 1:
+    if len(signals) == 1 and name != "prepare":  # which knows that of its progress by name
         drafts = [place for place in left if ".draft" in place or place.rpartition(".")[2].isdigit()]
         assert not drafts
     assert run_forked(lambda: main(case.to_go_on(home, folder))) == 0
