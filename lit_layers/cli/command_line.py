@@ -77,8 +77,12 @@ def _imported(name: str) -> ModuleType:
             gc.enable()
 
 
-def run_verb(command: str, rest: list[str]) -> int:
-    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed."""
+def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int:
+    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed.
+
+    Raises:
+        InputError, OSError: a disk takes no more, which with `passes_full` ends the command around this one, too.
+    """
     code = 0
     try:
         for word in rest:
@@ -96,11 +100,15 @@ def run_verb(command: str, rest: list[str]) -> int:
             with remote_roots.in_local_copies(recipe := options.Recipe(verb, rest), os.environ):
                 code = options.run(recipe)
     except InputError as error:
+        if passes_full and is_full(error):
+            raise
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         refused = _refuse(str(error), command)
         return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
     except OSError as error:
         full = is_full(error)  # what a write says of it names no file
+        if passes_full and full:
+            raise
         if error.filename is None and not full and error.errno not in _LOST:  # not about a file that was named
             raise
         where = "" if error.filename is None else str(error.filename)[:200]

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Task
 
+    from lit_layers.series import Audit
+
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 LINE = 60.0  # seconds between two lines where no bar can be seen
+_STEPS = 6  # of a finding, at each end
 _LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
 # What a terminal obeys, but for the end of a line and the tab; what turns the order of letters round, or ends a line;
 # bytes of a name that are no text, which cannot be printed. Blanks and joiners of scripts are parts of names.
@@ -185,6 +188,39 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
     with console.capture() as shown:
         console.print(table)
     print(*(line.rstrip() for line in shown.get().splitlines()), sep="\n")
+
+
+def show_audit(result: "Audit") -> None:
+    """Prints the verdict, what it does not cover, and a table of what was found."""
+    from lit_layers.series.auditing import UNSEEN
+
+    noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
+    verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
+    print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
+    print(f"not checked at this level: {UNSEEN[result.level]}")
+    unchecked: dict[str, list[str]] = {}
+    for name, rest in result.unchecked.items():
+        for what in rest:
+            unchecked.setdefault(what, []).append(name)
+    for what, names in unchecked.items():
+        print(f"not checked: {what} of {_some(names)}")
+    rows = [
+        {
+            "finding": f"note: {finding.kind}" if finding.note else finding.kind,
+            "steps": _some(finding.steps or finding.names),
+            "what it means": finding.message,
+        }
+        for finding in sorted(result.findings, key=lambda finding: finding.note)
+    ]
+    if rows:
+        show_table(rows, text=("steps", "what it means"))
+
+
+def _some(steps: Any) -> str:
+    words = [str(step) for step in steps]
+    if len(words) > 2 * _STEPS:
+        words = [*words[:_STEPS], f"... ({len(words)} in all) ...", *words[-_STEPS:]]
+    return ", ".join(words)
 
 
 @contextmanager

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.cli import threads
-from lit_layers.cli.console import bar, note, show_table
+from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
-from lit_layers.cli.verbs.audit import show_audit
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions

@@ -33,6 +33,13 @@ _OUTLINED = {  # whose options, words and classes the help tells
         "training/__init__.py",
         "training/trainer.py",
     ),
+    "watch": (
+        "cli/verbs/watch.py",
+        "cli/verbs/analyze.py",
+        "measuring/measuring_options.py",
+        "measuring/following.py",
+        "analyses/__init__.py",
+    ),
 }
 
 
@@ -84,8 +91,8 @@ def _outline(source: str) -> str:
 
 def recorded(verb: str) -> dict[str, Any] | None:
     """What is recorded of a verb, if it holds for what is installed."""
-    record = json.loads(RECORDS.read_text(encoding="utf-8"))[verb]
-    return record if record["made_from"] == made_from(verb) else None
+    record = json.loads(RECORDS.read_text(encoding="utf-8")).get(verb, {})
+    return record if record.get("made_from") == made_from(verb) else None
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -138,16 +138,24 @@ def end_process(code: int) -> None:
     """
     if _is_looked_into():
         return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(OSError, ValueError):
+            _flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the user's next Ctrl-C ends the process by itself
     aside = sys.modules.get("lit_layers.report.wandb_aside")
     if aside is None or not aside.abandoned:  # W&B would wait at the end for what it was given up for
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - the one that also ends pools of threads
         atexit._run_exitfuncs()
     _write_out_files()
     with contextlib.suppress(OSError, ValueError):
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # None: it was closed before Python started
-                stream.flush()
+        _flush()
         os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: it was closed before Python started
+            stream.flush()
 
 
 def _write_out_files() -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import yaml
 from lit_layers import records
 from lit_layers.analyses import Lens
 from lit_layers.cli.command_line import COMMANDS
+from lit_layers.cli.main import main
 from lit_layers.errors import InputError, is_full
 from lit_layers.files.durable import naming, replace_file, write_json
 from lit_layers.measuring.offline import analyze_series
@@ -224,7 +225,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_
             else:
                 assert said, about
                 assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # a task fails by itself
-                assert len(refusals) == (outcome.code == 2) or name == "reproduce", about  # which runs another one
+                assert len(refusals) == (outcome.code == 2), about
             there = files(disk.folder)
             assert {place: there[place] for place in given} == given, about
             kept = measured(disk.folder)  # each line can be read
@@ -291,6 +292,32 @@ def test_a_full_disk_ends_a_series_at_its_first_checkpoint(tmp_path: Path, monke
     with pytest.raises(InputError, match="cannot write .*: no space left on device"):
         analyze_series(StepFolders(tmp_path / "series"), [Lens(batches=RandomText(tokens=6))], root=tmp_path / "out")
     assert len(tried) == 1
+
+
+def test_a_full_disk_ends_all_steps_of_a_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A step that fails for another reason ends itself alone, and the next one begins."""
+    recipe = yaml.safe_load(POINTS.read_text())
+    recipe["steps"] = [*recipe["steps"], {"correlate": {"data": "published"}}]
+    (tmp_path / "points.yaml").write_text(yaml.safe_dump(recipe))
+
+    def reproduced(number: int) -> tuple[int, list[str]]:
+        error = OSError(number, os.strerror(number), "correlation.csv")
+        monkeypatch.setattr("lit_layers.correlate.correlation_page.write_files", raising(error))
+        code = main(["reproduce", str(tmp_path / "points.yaml"), "--root", str(tmp_path / "out")])
+        return code, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("lit-", "step 2"))]
+
+    full = "lit-layers reproduce: error: cannot write correlation.csv: no space left on device"
+    assert reproduced(errno.ENOSPC) == (2, [full])
+    code, said = reproduced(errno.EACCES)
+    assert (code, len(said)) == (2, 4), said
+    assert said[0] == "lit-layers correlate: error: correlation.csv: permission denied"
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fails(*_: object) -> None:
+        raise error
+
+    return fails
 
 
 @pytest.mark.parametrize("insist", [True, False])

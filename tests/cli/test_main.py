@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_a_command_ends_after_its_threads_and_what_is_registered_and_not_under_a
     at_once, by_python = "printed thread\nregistered\n", "printed Python ends it\nthread\nregistered\n"
     assert (ended.stdout, ended.returncode) == ((at_once, 3) if ends_at_once else (by_python, 0))
     assert ended.stderr == ""
+
+
+def test_a_second_ctrl_c_as_a_command_ends_is_no_traceback():
+    """The first one has been told; what had been printed by then is there."""
+    waits = "atexit.register(lambda: (print('ending', flush=True), time.sleep(600)))"
+    command = [sys.executable, "-c", ENDING.format(before=waits)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ending:
+        said = [ending.stdout.readline() for _ in range(3)]
+        ending.send_signal(signal.SIGINT)
+        assert (ending.wait(), ending.stderr.read()) == (-signal.SIGINT, "")
+    assert said == ["printed thread\n", "registered\n", "ending\n"]
 
 
 def test_what_code_of_ones_own_left_in_an_open_file_is_written(tmp_path):

@@ -32,17 +32,18 @@ def test_the_record_is_what_the_parsers_say_at_every_width():
 def test_help_and_an_unknown_option_import_nothing_heavy():
     code = "import sys; from lit_layers.cli.main import main\n"
     code += "for words in (['--help'], ['-h'], ['--root', 'x', '--trainer.max_step=3']): main(['fit', *words])\n"
+    code += "main(['watch', '--help'])\n"
     code += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         done.stderr == "lit-layers fit: error: unknown option --trainer.max_step; did you mean --trainer.max_steps?\n"
     )
-    assert done.stdout.count("usage: lit-layers fit") == 2
-    assert done.stdout.count("--analyses, --analyses+ [ITEM,...]") == 2
+    assert (done.stdout.count("usage: lit-layers fit"), done.stdout.count("usage: lit-layers watch")) == (2, 1)
+    assert done.stdout.count("--analyses, --analyses+ [ITEM,...]") == 3
 
 
 def test_classes_are_listed_by_the_names_that_recipes_may_call_them_by(capsys):
-    for verb in ("analyze", "fit"):
+    for verb in ("analyze", "fit", "watch"):
         assert main([verb, "--help"]) == 0
         words = " ".join(capsys.readouterr().out.split("--analyses+ [ITEM,...]")[1].split())
         listed = words.partition("(classes: ")[2].partition(")")[0].split(", ")

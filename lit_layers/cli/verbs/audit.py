@@ -3,17 +3,13 @@
 import json as json_format
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from lit_layers.cli.console import show_table
+from lit_layers.cli.console import show_audit
 from lit_layers.cli.options import Steps
 from lit_layers.errors import InputError, refused
 
-if TYPE_CHECKING:
-    from lit_layers.series import Audit
-
 FINDINGS = 1
-_SHOWN = 6  # steps of a finding, at each end
 
 
 def audit(
@@ -63,36 +59,3 @@ def audit(
         with refused(f"json: cannot write {json}"):  # in place, as it may be a pipe
             json.write_text(text + "\n", encoding="utf-8")
     return 0 if all(one.is_clean for one in audits) else FINDINGS
-
-
-def show_audit(result: "Audit") -> None:
-    """Prints the verdict, what it does not cover, and a table of what was found."""
-    from lit_layers.series.auditing import UNSEEN
-
-    noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
-    verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
-    print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
-    print(f"not checked at this level: {UNSEEN[result.level]}")
-    unchecked: dict[str, list[str]] = {}
-    for name, rest in result.unchecked.items():
-        for what in rest:
-            unchecked.setdefault(what, []).append(name)
-    for what, names in unchecked.items():
-        print(f"not checked: {what} of {_some(names)}")
-    rows = [
-        {
-            "finding": f"note: {finding.kind}" if finding.note else finding.kind,
-            "steps": _some(finding.steps or finding.names),
-            "what it means": finding.message,
-        }
-        for finding in sorted(result.findings, key=lambda finding: finding.note)
-    ]
-    if rows:
-        show_table(rows, text=("steps", "what it means"))
-
-
-def _some(steps: Any) -> str:
-    words = [str(step) for step in steps]
-    if len(words) > 2 * _SHOWN:
-        words = [*words[:_SHOWN], f"... ({len(words)} in all) ...", *words[-_SHOWN:]]
-    return ", ".join(words)

@@ -85,7 +85,7 @@ def _options(number: int, argv: list[str]) -> Container[str]:
 
 def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, engine: str) -> int:
     """Runs all steps; one that failed or diverged, or whose model cannot be had, ends nothing: the others have numbers,
-    too.
+    too. A disk that takes no more ends all.
     """
     commands, whole = [*commands], 0
     for number, (argv, options) in enumerate(commands, start=1):
@@ -94,7 +94,7 @@ def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, en
         argv = [*argv, *(["--plan"] if plan else [])]
         argv += ["--engine", engine] if engine != "process" and "engine" in options else []
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
-        code = run_verb(argv[0], argv[1:])
+        code = run_verb(argv[0], argv[1:], passes_full=True)
         if code > _STOPPED:
             return code
         if code:
