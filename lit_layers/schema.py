@@ -283,6 +283,15 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
                 raise InputError(f"{place}{name}: expected {expected}, got {value}")
 
 
+def refuse_below_one(place: str = "", **counts: int | None) -> None:
+    """`refuse_outside` of options that are counts, of at least 1.
+
+    Raises:
+        InputError: naming the first that is none.
+    """
+    refuse_outside(place, dict.fromkeys(counts, COUNT), counts)
+
+
 def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
     """Refuses what is no share (i, n) of the work of n processes.
 

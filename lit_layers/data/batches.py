@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_layers.data.preparing import at_least_one, prepared, prepared_before
+from lit_layers.data.preparing import prepared, prepared_before
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.schema import refuse_below_one
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class EvalText(Batches):
         self.documents = (first, last)  # a recipe brings a list
         if not 0 <= first < last <= 1:
             raise InputError(f"documents must be a share such as (0.0, 0.5), within 0 and 1, not {self.documents}")
-        at_least_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
+        refuse_below_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
         if self.min_sequences is not None and not 1 <= self.min_sequences <= self.num_sequences:
             limits = f"1 to num_sequences ({self.num_sequences})"
             raise InputError(f"min_sequences must be {limits}, or none, not {self.min_sequences}")
@@ -316,7 +317,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, shards: TokenShards, split: str = "train", *, num_tokens: int = 1024):
-        at_least_one(num_tokens=num_tokens)
+        refuse_below_one(num_tokens=num_tokens)
         self.shards, self.split, self.num_tokens = shards, split, num_tokens
         self._tokens: np.ndarray | None = None
         if len(self) < 1:

@@ -29,9 +29,9 @@ from lit_layers.data.image_files import (
     python_batches,
     python_splits,
 )
-from lit_layers.data.preparing import at_least_one
 from lit_layers.errors import InputError, whole_path
 from lit_layers.files.hub import asking_the_hub
+from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -250,7 +250,7 @@ class EvalImages(Batches):
             raise InputError(f"expected the split train or test, not {self.split!r}")
         if self.normalisation not in (*STATISTICS, "source"):
             raise InputError(f"expected the normalisation imagenet, half or source, not {self.normalisation!r}")
-        at_least_one(num_images=self.num_images, image_size=self.image_size, batch_size=self.batch_size)
+        refuse_below_one(num_images=self.num_images, image_size=self.image_size, batch_size=self.batch_size)
 
     def images(self) -> tuple[Tensor, Tensor]:
         """All images and their labels; reads the source on the first call."""

@@ -39,22 +39,13 @@ from lit_layers.data.shards import (
 from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
 from lit_layers.errors import InputError
 from lit_layers.files.durable import draft_of, sync, write_json
+from lit_layers.identity import hash_of
+from lit_layers.schema import refuse_below_one
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
-
-
-def at_least_one(**counts: int | None) -> None:
-    """Refuses a count below 1; None is none.
-
-    Raises:
-        InputError: naming it.
-    """
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise InputError(f"{name} must be at least 1, not {count}")
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
@@ -112,7 +103,7 @@ def prepare(
     Raises:
         InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
     """
-    at_least_one(workers=workers, max_documents=max_documents)
+    refuse_below_one(workers=workers, max_documents=max_documents)
     folder = Path(out)
     corpus = open_source(source, column=column, separator=separator, validation=validation)
     loaded = None if tokenization.bpe_size(tokenizer) else tokenization.load_tokenizer(tokenizer)
@@ -335,8 +326,7 @@ def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path
     made_by = tokenizer
     if tokenization.bpe_size(tokenizer) is None and Path(tokenizer).exists():
         made_by = tokenization.tokenizer_hash(tokenization.load_tokenizer(tokenizer).tokenizer)
-    described = [VERSION, open_source(corpus).describe(), made_by]
-    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    key = hash_of([VERSION, open_source(corpus).describe(), made_by])
     names = [re.sub(r"[^\w.]+", "-", Path(name).name) for name in (corpus, tokenizer)]
     return root / "text" / "-".join([*names, key])
 

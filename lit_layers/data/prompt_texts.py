@@ -19,9 +19,9 @@ from lit_layers.data.batches import (
     encode_texts,
     tokenizer_of,
 )
-from lit_layers.data.preparing import at_least_one
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.schema import refuse_below_one
 from lit_layers.tasks.catalogue import ScoredTask, find, find_task, tasks_of
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_splits import TaskSplit, draw
@@ -86,7 +86,7 @@ class TaskTexts(Texts):
     def __post_init__(self) -> None:
         if self.part not in ("train", "validation", "test"):
             raise InputError(f"expected the part train, validation or test, not {self.part!r}")
-        at_least_one(num_texts=self.num_texts)
+        refuse_below_one(num_texts=self.num_texts)
 
     def texts(self) -> Sequence[str]:
         return self._drawn[0]
@@ -126,7 +126,7 @@ class CorpusTexts(Texts):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least_one(num_texts=self.num_texts)
+        refuse_below_one(num_texts=self.num_texts)
         self._windows()  # refuses what is out of range
 
     def texts(self) -> Sequence[str]:
@@ -180,7 +180,7 @@ class TextBatches(Batches):
     batch_size: int = 16
 
     def __post_init__(self) -> None:
-        at_least_one(max_tokens=self.max_tokens, batch_size=self.batch_size)
+        refuse_below_one(max_tokens=self.max_tokens, batch_size=self.batch_size)
 
     @functools.cached_property
     def _encoded(self) -> EncodedTexts:
@@ -276,7 +276,7 @@ class BenchmarkPrompts(Batches):
     def __post_init__(self) -> None:
         if self.padding not in ("left", "right"):
             raise InputError(f"padding: expected left or right, got {self.padding!r}")
-        at_least_one(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
+        refuse_below_one(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
 
     def texts(self) -> list[str]:
         """The prompts as text, in their order."""

@@ -1,7 +1,6 @@
 """Tokenizers: found, trained on a corpus, saved beside a checkpoint; and text to token ids on several cores."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from lit_layers.errors import InputError, panics_as_errors, refuse_odd_files
 from lit_layers.files.durable import naming
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import asking_the_hub
+from lit_layers.identity import hash_of
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
@@ -152,7 +152,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
     added = [[token["id"], token["content"], token["special"]] for token in parts["added_tokens"]]
     deciding = [model, added, _without_offsets(parts["normalizer"]), _without_offsets(parts["pre_tokenizer"])]
-    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+    return hash_of(deciding)
 
 
 @contextlib.contextmanager

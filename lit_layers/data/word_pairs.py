@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lit_layers.data.batches import Batches, tokenizer_of
-from lit_layers.data.preparing import at_least_one
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.foreign_parquet import refuse_vast
+from lit_layers.schema import refuse_below_one
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
 LABELS = ["category", "category_id", "group"]
@@ -76,7 +76,7 @@ class WordPairs(Batches):
     batch_size: int = 256
 
     def __post_init__(self) -> None:
-        at_least_one(batch_size=self.batch_size)
+        refuse_below_one(batch_size=self.batch_size)
         for name in ("categories", "columns"):  # a recipe brings lists
             value = getattr(self, name)
             if isinstance(value, str):

@@ -15,7 +15,7 @@ from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import refuse_other_code, settings_name, spelled_as, what_computes
-from lit_layers.measuring import canary
+from lit_layers.measuring import canary, one_model
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
 from lit_layers.prompt_values import ValueFiles
@@ -207,9 +207,7 @@ class _Measuring:
             raise InputError(next(iter(self.unmeasured.values())))
 
     def _refuse(self, analyses: Sequence[Analysis]) -> None:
-        names = [analysis.name for analysis in analyses]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+        one_model.refuse_same_names(analyses)
         if not analyses:
             raise InputError("analyses: expected at least one, got none")
         for analysis in analyses:

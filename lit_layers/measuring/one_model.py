@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import itertools
 import logging
 import math
 import pickle
@@ -63,6 +64,17 @@ def measure(
     if raises and attempt.failure is not None:
         raise attempt.failure
     return _measurement(attempt, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
+
+
+def refuse_same_names(analyses: Iterable[Analysis]) -> None:
+    """Refuses analyses two of which would write under one name.
+
+    Raises:
+        InputError: with that name.
+    """
+    names = sorted(analysis.name for analysis in analyses)
+    if double := next((name for name, following in itertools.pairwise(names) if name == following), None):
+        raise InputError(f"analyses: two are named {double!r}; give each a name of its own")
 
 
 Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **facts): facts are those of `measure`

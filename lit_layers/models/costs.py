@@ -23,6 +23,7 @@ from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import bytes_of_weights, import_code_of, open_plainly
 from lit_layers.models.view import Batch, LayeredModel, evaluating
+from lit_layers.schema import refuse_below_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,7 @@ def measure_costs(
             takes, models of texts beside models of images.
         RuntimeError: a process that measures memory failed.
     """
-    counts = {"num_tokens": num_tokens, "batch_size": batch_size, "num_rounds": num_rounds}
-    for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name} must be at least 1, not {count}")
+    refuse_below_one(num_tokens=num_tokens, batch_size=batch_size, num_rounds=num_rounds)
     if not variants:
         raise InputError("variants: expected at least one model to measure, got none")
     if strange := sorted(set(trunks) - set(variants)):

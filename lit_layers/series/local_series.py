@@ -15,7 +15,7 @@ from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import run_facts
+from lit_layers.schema import refuse_below_one, run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
 from lit_layers.series.weight_files import Memory, on_disk
@@ -33,8 +33,7 @@ class _LocalSeries(Series):
     def __init__(
         self, root: str | Path, steps: Steps, tokens_per_step: int | None, kept_in: Path | None = None
     ) -> None:
-        if tokens_per_step is not None and tokens_per_step < 1:
-            raise InputError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
+        refuse_below_one(tokens_per_step=tokens_per_step)
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.name = self.root.resolve().name
         self.memory: Memory = Memory(kept_in or self.root)

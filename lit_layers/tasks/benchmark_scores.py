@@ -1,8 +1,6 @@
 """A benchmark task as an analysis: its score while the model's blocks run in other orders."""
 
 import contextlib
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +17,13 @@ from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
+from lit_layers.identity import hash_of
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import SharedPrefixes, running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
+from lit_layers.schema import refuse_below_one
 from lit_layers.tasks.benchmark_rows import (
     NORMALIZED,
     SCORE,
@@ -290,10 +290,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
             raise InputError(f"{self.name}: expected a language model, got {type(network).__name__}")
         if not network.can_generate():
             raise InputError(f"{self.name}: expected a causal language model, got {type(network).__name__}")
-        for option in ("limit", "batch_size", "max_new_tokens"):
-            value = getattr(self, option)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InputError(f"{option}: expected at least 1, got {value!r}")
+        refuse_below_one(limit=self.limit, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
 
     @property
     def _is_local(self) -> bool:
@@ -317,8 +314,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         options |= {"architecture": architecture_hash(model.model)}
         if self._is_local:  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}
-        key = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return self.results / weights_hash(model.model) / self.task_name / key
+        return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
         facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}

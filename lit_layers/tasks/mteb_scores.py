@@ -1,7 +1,6 @@
 """Tasks of MTEB as analyses: the official score of every layer of a model, and means over tasks at each layer."""
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
-from lit_layers.identity import settings_of
+from lit_layers.identity import hash_of, settings_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
@@ -220,7 +219,7 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
         # the path of a tokenizer decides nothing, the tokenizer does
         options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": self.precision_of(model)}
         options |= {"data": self.data_hash(), "attention": model.attention}
-        return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return hash_of(options)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

@@ -5,7 +5,7 @@ import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,7 +103,8 @@ def hold_out(
     documents may be, those that bring the counts of the strata closer to the shares are held out, too. Returns False
     throughout if there is but one unit.
     """
-    units = sorted(_units(keys, groups), key=lambda unit: _place(seed, purpose, min(keys[row] for row in unit)))
+    labels = zip(keys) if groups is None else zip(keys, [("group", group) for group in groups], strict=True)
+    units = sorted(connected(labels), key=lambda unit: _place(seed, purpose, min(keys[row] for row in unit)))
     counts = [Counter(strata[row] for row in unit) for unit in units]
     sizes = Counter(strata)
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
@@ -145,21 +146,24 @@ def _quotas(sizes: Counter[Hashable], share: float) -> dict[Hashable, int]:
     return quotas
 
 
-def _units(keys: Sequence[str], groups: Sequence[Hashable] | None) -> list[list[int]]:
-    """Rows that belong together: connected by equal keys or equal groups."""
-    parent = list(range(len(keys)))
+def connected(labels_of_items: Iterable[Iterable[Hashable]]) -> list[list[int]]:
+    """Numbers of items that belong together: an equal label connects two, and with them what else either is
+    connected to. Sets stand in the order of their first items.
+    """
+    parent: list[int] = []
+    first: dict[Hashable, int] = {}  # by label
 
-    def root(row: int) -> int:
-        while parent[row] != row:
-            parent[row] = parent[parent[row]]
-            row = parent[row]
-        return row
+    def root(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
 
-    for labels in (keys, groups or ()):
-        first: dict[Hashable, int] = {}
-        for row, label in enumerate(labels):
-            parent[root(row)] = root(first.setdefault(label, row))
-    units: dict[int, list[int]] = {}
-    for row in range(len(keys)):
-        units.setdefault(root(row), []).append(row)
-    return list(units.values())
+    for item, labels in enumerate(labels_of_items):
+        parent.append(item)
+        for label in labels:
+            parent[root(item)] = root(first.setdefault(label, item))
+    sets: dict[int, list[int]] = {}
+    for item in range(len(parent)):
+        sets.setdefault(root(item), []).append(item)
+    return list(sets.values())

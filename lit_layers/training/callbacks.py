@@ -25,7 +25,7 @@ from lit_layers.models.build import submodule
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.view import LayeredModel
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT, KEPT_MB, VALUES_MB, refuse_outside
+from lit_layers.schema import KEPT_MB, VALUES_MB, refuse_below_one
 from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
@@ -261,7 +261,7 @@ class EmergenceCallback(_AtSteps):
         self._budget_at_start = budget
         sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
-        refuse_outside("", {"tokens_per_step": COUNT}, {"tokens_per_step": tokens_per_step})
+        refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
 

@@ -18,6 +18,7 @@ from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import flop
 from lit_layers.records import Measurement
+from lit_layers.tasks.task_splits import connected
 
 _PATIENCE = datetime.timedelta(hours=12)
 _NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
@@ -47,7 +48,8 @@ def assign_parts(
     the longest part. Parts that read a common text stay together, so that it goes through the blocks once, unless that
     would break this bound.
     """
-    units = _with_common_texts(texts)
+    in_order = [*texts]
+    units = [[in_order[number] for number in unit] for unit in connected(texts.values())]
     bound = sum(seconds.values()) / num_ranks + max(seconds.values(), default=0.0)
 
     def length(unit: list[Part]) -> float:
@@ -66,23 +68,6 @@ def assign_parts(
             return before if before and stays else assigned
         longest = max(several, key=length)
         units = [unit for unit in units if unit is not longest] + [[part] for part in longest]
-
-
-def _with_common_texts(texts: Mapping[Part, Sequence[Any]]) -> list[list[Part]]:
-    above: dict[Any, Any] = {}  # a forest of parts and texts, a tree for each set that hangs together
-
-    def root(node: Any) -> Any:
-        while above.setdefault(node, node) != node:
-            above[node] = node = above[above[node]]
-        return node
-
-    for part, its_texts in texts.items():
-        for text in its_texts:
-            above[root(text)] = root(part)
-    units: dict[Any, list[Part]] = {}
-    for part in texts:
-        units.setdefault(root(part), []).append(part)
-    return [*units.values()]
 
 
 class OneProcess:

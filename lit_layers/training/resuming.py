@@ -130,8 +130,7 @@ class ResumeCheckpoint(L.Callback):
     """
 
     def __init__(self, root: str | Path, *, every: int | None, keep: int = 2) -> None:
-        if every is not None and every < 1:
-            raise InputError(f"resume_every: expected at least 1, got {every}")
+        schema.refuse_below_one(resume_every=every)
         self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
         self.paused_seconds = 0.0
         self._termination = Termination()

@@ -90,9 +90,7 @@ class StepMeasurer:
         for watcher in watchers:
             if not (hasattr(watcher, "measuring") and hasattr(watcher, "measured")):
                 raise InputError(f"watchers: expected methods measuring and measured, got {_named(watcher)}")
-        names = [analysis.name for analysis in analyses]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise InputError(f"analyses: two are named {sorted(double)[0]!r}; give each a name of its own")
+        one_model.refuse_same_names(analyses)
         for analysis in analyses:
             analysis.adopt_batches_()
         self.root = _local(root)

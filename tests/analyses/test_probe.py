@@ -291,7 +291,7 @@ def test_a_sweep_of_sizes_fits_scikit_learns_probe_on_each_subset(model, tokeniz
         ({"pooling": "max"}, "probe/colours: expected pooling"),
         ({"fit_on": "test"}, "probe/colours: expected fit_on"),
         ({"cache": __file__}, "probe/colours: expected cache to be a folder, .* is a file"),
-        ({"max_tokens": 0}, "probe/colours: expected max_tokens of at least 1, got 0"),
+        ({"max_tokens": 0}, "probe/colours: max_tokens: expected at least 1, got 0"),
         ({"task": "banking78"}, "task: there is no 'banking78'; did you mean banking77"),
     ],
 )

@@ -146,9 +146,9 @@ def test_a_folder_a_file_or_a_column_that_is_missing_is_one_sentence(tmp_path, t
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_prompts": 0}, "num_prompts must be at least 1, not 0"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        ({"batch_size": -1}, "batch_size must be at least 1, not -1"),
+        ({"num_prompts": 0}, "num_prompts: expected at least 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ({"batch_size": -1}, "batch_size: expected at least 1, got -1"),
         ({"padding": "both"}, "padding: expected left or right, got 'both'"),
     ],
 )

@@ -94,7 +94,7 @@ def test_resizing_keeps_a_constant_image_constant():
     ("options", "sentence"),
     [
         ({"split": "validation"}, "expected the split train or test, not 'validation'"),
-        ({"num_images": 0}, "num_images must be at least 1, not 0"),
+        ({"num_images": 0}, "num_images: expected at least 1, got 0"),
         ({"normalisation": "clip"}, "expected the normalisation imagenet, half or source, not 'clip'"),
     ],
 )

@@ -372,7 +372,7 @@ def test_a_damaged_note_of_progress_is_named(jsonl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("workers", "workers must be at least 1"), ("max_documents", "max_documents must")]
+    ("option", "message"), [("workers", "workers: expected at least 1"), ("max_documents", "max_documents: expected")]
 )
 def test_counts_below_one_are_refused(jsonl, tmp_path, option, message):
     with pytest.raises(InputError, match=message):

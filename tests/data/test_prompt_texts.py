@@ -44,11 +44,11 @@ def test_given_texts_are_told_by_their_hash_and_not_by_their_words():
         (lambda: GivenTexts(["one", " \n"]), r"texts: expected a text with words, text 1 is ' \\n': leave it out"),
         (lambda: GivenTexts("one"), "texts: expected a list of texts, got one text"),
         (lambda: TaskTexts("banking77", part=DEV), "expected the part train, validation or test, not 'dev'"),
-        (lambda: TaskTexts("banking77", num_texts=0), "num_texts must be at least 1, not 0"),
-        (lambda: CorpusTexts("python", "bpe:300", num_texts=0), "num_texts must be at least 1, not 0"),
+        (lambda: TaskTexts("banking77", num_texts=0), "num_texts: expected at least 1, got 0"),
+        (lambda: CorpusTexts("python", "bpe:300", num_texts=0), "num_texts: expected at least 1, got 0"),
         (lambda: CorpusTexts("python", "bpe:300", split="dev"), "expected the split train or validation, not 'dev'"),
-        (lambda: TextBatches(GivenTexts(TEXTS), "t", max_tokens=0), "max_tokens must be at least 1, not 0"),
-        (lambda: TextBatches(GivenTexts(TEXTS), "t", batch_size=0), "batch_size must be at least 1, not 0"),
+        (lambda: TextBatches(GivenTexts(TEXTS), "t", max_tokens=0), "max_tokens: expected at least 1, got 0"),
+        (lambda: TextBatches(GivenTexts(TEXTS), "t", batch_size=0), "batch_size: expected at least 1, got 0"),
     ],
 )
 def test_texts_without_words_and_options_out_of_range_are_refused(make, sentence):

@@ -118,9 +118,9 @@ def test_making_one_reads_nothing(monkeypatch):
         ({"split": "val"}, "expected the split train or validation, not 'val'"),
         ({"documents": (0.5, 0.5)}, r"documents must be a share .* not \(0.5, 0.5\)"),
         ({"documents": (-0.1, 1)}, "documents must be a share"),
-        ({"num_sequences": 0}, "num_sequences must be at least 1, not 0"),
-        ({"num_tokens": 0}, "num_tokens must be at least 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"num_sequences": 0}, "num_sequences: expected at least 1, got 0"),
+        ({"num_tokens": 0}, "num_tokens: expected at least 1"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused_at_once(options, message):

@@ -61,7 +61,7 @@ def test_a_split_too_short_for_one_block_is_refused(made):
         InputError, match=rf"validation split of .* has {total} tokens, too few for one block of {total} \+ 1"
     ):
         TokenBlocks(made, "validation", num_tokens=total)
-    with pytest.raises(InputError, match="num_tokens must be at least 1"):
+    with pytest.raises(InputError, match="num_tokens: expected at least 1"):
         TokenBlocks(made, num_tokens=0)
 
 

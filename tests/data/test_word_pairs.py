@@ -153,7 +153,7 @@ def test_nothing_is_read_before_it_is_needed():
 
 def test_options_out_of_range_are_refused():
     for options, sentence in (
-        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
         ({"categories": "I01"}, "categories: expected a list of names, got 'I01'"),
         ({"categories": []}, "categories: expected at least one, or none at all for every one"),
         ({"columns": ["word"]}, r"columns: expected the names of two columns of words, got \['word'\]"),

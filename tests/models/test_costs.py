@@ -150,8 +150,8 @@ def test_what_cannot_be_measured_is_refused(folders, tmp_path):
     for variants, options, message in (
         ({}, {}, "variants: expected at least one model"),
         (cut, {"trunks": ["cat"]}, "trunks: cat is none of the models: cut"),
-        (cut, {"num_rounds": 0}, "num_rounds must be at least 1, not 0"),
-        (cut, {"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        (cut, {"num_rounds": 0}, "num_rounds: expected at least 1, got 0"),
+        (cut, {"batch_size": 0}, "batch_size: expected at least 1, got 0"),
         (cut, {"num_tokens": 65}, "num_tokens: cut takes at most 64 tokens, got 65"),
         (both, {}, "expected models of texts or of images alone, got both: text, images"),
         ({"none": tmp_path}, {}, r"expected a model in .*, found no config\.json there"),

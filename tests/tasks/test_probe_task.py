@@ -16,7 +16,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import TASKS, find_task
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
+from lit_layers.tasks.task_splits import TaskData, TaskSplit, connected, draw, hold_out, normalised
 from tests.support.data_mapping import copies, with_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
@@ -813,3 +813,8 @@ def test_cells_of_a_csv_stand_in_a_text_as_they_are_written(tmp_path):
     data = ProbeTask("t", str(tmp_path / "all.csv"), text="{q} costs {costs}", test=None).load()
     texts = {text for part in (data.train, data.validation, data.test) for text in part.texts}
     assert texts == {f"{number:03} costs 0.50" for number in range(40)}
+
+
+def test_what_equal_labels_connect_is_one_set_also_by_a_third():
+    labels = ["a", "b"], ["c"], ["b", "d"], ["e"], ["d"], ["c"], []
+    assert connected(labels) == [[0, 2, 4], [1, 5], [3], [6]]  # 0 and 4 by 2, which has a label of each

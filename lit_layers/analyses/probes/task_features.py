@@ -88,8 +88,7 @@ class TaskReader:
         folder: str | None = None,
         max_tokens: int = 512,
     ) -> None:
-        if max_tokens < 1:
-            raise InputError(f"{name}: expected max_tokens of at least 1, got {max_tokens}")
+        schema.refuse_below_one(f"{name}: ", max_tokens=max_tokens)
         self.task, self._name, self._folder = find_task(task), name, folder
         self._tokenizer = tokenizer_of(tokenizer, corpus)
         self._max_tokens = max_tokens
