@@ -1,6 +1,7 @@
 """The help of verbs whose parsers import torch or Lightning, for seconds: replayed from `quick_help.json`.
 
-It holds where it was recorded from these versions and sources, elsewhere the parser itself speaks.
+It holds where it was recorded from these sources, on any Python; elsewhere the parser itself speaks. What an unknown
+option is, it says only beside the versions that it was recorded with: others may take more.
 `python -m tests.support.record_help` records.
 """
 
@@ -8,15 +9,15 @@ import argparse
 import ast
 import functools
 import hashlib
+import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).with_suffix(".json")
-_LIBRARIES = ("docstring-parser", "jsonargparse", "lightning")
+_LIBRARIES = ("jsonargparse", "lightning")  # decide which options there are
 _WHOLE = ("cli/options.py", "cli/recipes.py")  # make parsers: what their functions do matters, too
 _OUTLINED = {  # whose options, words and classes the help tells
     "analyze": (
@@ -53,6 +54,8 @@ def answer(verb: str, argv: list[str]) -> str | None:
         return None
     if argv[:1] in (["-h"], ["--help"]) and (layout := record["layouts"].get(" ".join(argv[1:]))) is not None:
         return replayed(record["prog"], layout)
+    if record["versions"] != versions():
+        return None
     words = [word.partition("=")[0] for word in argv]
     if any(word == "-h" or word.endswith("help") for word in words):  # of a class, or beside other options
         return None
@@ -71,13 +74,27 @@ def _groups(option: str) -> set[str]:
     return {option[:place] for place, letter in enumerate(option) if letter == "."}
 
 
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in _LIBRARIES}
+
+
 def made_from(verb: str) -> str:
-    """A hash of what shapes a verb's help: versions of Python and libraries, signatures, docstrings and constants."""
+    """A hash of what shapes a verb's help: signatures, docstrings and constants."""
     package = Path(__file__).parents[1]
-    parts = [*map(str, sys.version_info[:2]), *(version(name) for name in _LIBRARIES)]
-    parts += [(package / name).read_text(encoding="utf-8") for name in _WHOLE]
+    parts = [(package / name).read_text(encoding="utf-8") for name in _WHOLE]
     parts += [_outline((package / name).read_text(encoding="utf-8")) for name in _OUTLINED[verb]]
+    if verb == "fit":
+        parts.append(_options_of_trainer())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _options_of_trainer() -> str:
+    """Signature and docstring of Lightning's Trainer, read without an import."""
+    spec = importlib.util.find_spec("lightning")
+    if spec is None or spec.origin is None:
+        return ""
+    source = (Path(spec.origin).parent / "pytorch/trainer/trainer.py").read_text(encoding="utf-8")
+    return source.partition("\nclass Trainer")[2].partition("def __init__(")[2].partition("super().__init__()")[0]
 
 
 @functools.cache
@@ -86,7 +103,17 @@ def _outline(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.body = [ast.Expr(ast.Constant(ast.get_docstring(node)))]
-    return ast.dump(tree)
+    return _dumped(tree)
+
+
+def _dumped(node: Any) -> str:
+    """As `ast.dump`, which tells more or less of what is empty from one Python to the next."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dumped, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [f"{name}={_dumped(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
+    return f"{type(node).__name__}({', '.join(fields)})"
 
 
 def recorded(verb: str) -> dict[str, Any] | None:

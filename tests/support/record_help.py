@@ -33,7 +33,11 @@ def record(verb: str) -> tuple[dict[str, Any], dict[tuple[str, str], str]]:
 
     Of all its options but those of classes (""), and of those of each class.
     """
-    content: dict[str, Any] = {"made_from": quick_help.made_from(verb), "layouts": {}}
+    content: dict[str, Any] = {
+        "made_from": quick_help.made_from(verb),
+        "versions": quick_help.versions(),
+        "layouts": {},
+    }
     shown_at: dict[tuple[str, str], str] = {}
 
     def listening(parser: Any) -> str:
