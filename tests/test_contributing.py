@@ -1,6 +1,8 @@
 """What the pages for contributors name is there."""
 
 import re
+import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -24,6 +26,24 @@ EXACT = re.compile(
     r"(?<!not )(?:torch|np)\.(?:array_)?equal\(|assert_array_equal\(|rtol=0(?:\.0)?, atol=0(?:\.0)?[,)]|"
     r"\.(?P<records>records) == \S+\.records\b"
 )
+
+
+def test_what_the_package_imports_is_required_and_has_a_least_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_users = [
+        rows for extra, rows in project["optional-dependencies"].items() if extra not in ("dev", "site", "real")
+    ]
+    required = [row for rows in (project["dependencies"], *of_users) for row in rows]
+    assert [row for row in required if ">=" not in row] == []
+    names = {re.match(r"[\w.-]+", row)[0].lower().replace("_", "-") for row in required}
+    names |= {"omegaconf", "pydantic-core", "requests"}  # come with jsonargparse[omegaconf], pydantic and wandb
+    other = {"PIL": "pillow", "sklearn": "scikit-learn", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
+    imported = set[str]()
+    for path in (ROOT / "lit_layers").rglob("*.py"):
+        imported |= {*re.findall(r"^\s*(?:import|from) (\w+)[\w.]*(?: import| as|$)", path.read_text(), re.MULTILINE)}
+    imported -= {*sys.stdlib_module_names, "lit_layers"}
+    assert len(imported) > 25
+    assert {other.get(name, name).replace("_", "-") for name in imported} - names == set()
 
 
 def test_what_is_compared_to_the_last_digit_has_its_reason_in_the_list():
