@@ -24,6 +24,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.tasks.glue_rows import GLUE
 from tests.support.paper_plans import all_plans
 from tests.support.paper_tables import PAGE, PLANS, ROOT, read, recipe_paths, with_tables
+from tests.support.papers_place import FILES
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 FIELDS = {"paper": "coupling", "item": "Figure 0", "shows": "nothing", "status": "here"}
@@ -106,6 +107,12 @@ def test_every_recipe_that_needs_a_gpu_says_what_it_takes():
     needs = {name for name, path in RECIPES.items() if read(path).status == "gpu"}
     assert needs <= plans.keys() <= RECIPES.keys()
     assert all(plan["flop"] > 0 for plan in plans.values())
+
+
+def test_every_paper_has_a_file_of_tests_that_runs_its_recipes():
+    tests = {path.stem for path in (Path(__file__).parent / "cli").glob("test_published_*.py")}
+    assert {f"test_published_{name}" for name in FILES} <= tests
+    assert sorted(paper for papers in FILES.values() for paper in papers) == sorted(PAPERS)
 
 
 @pytest.mark.soak

@@ -22,7 +22,7 @@ from tests.support.documented_commands import PAGES, ROOT, documented_commands
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
-# By test_published_series, test_published_papers, test_following, test_task_commands; on a store by test_remote_roots.
+# By test_published_*, test_following, test_task_commands; on a store by test_remote_roots.
 OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
 ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "watch", "reproduce")
 GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")
@@ -85,7 +85,7 @@ def test_no_command_and_no_example_stands_in_a_block_that_nothing_runs():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=[pytest.mark.soak] if each.startswith("emerge") else [])
+        pytest.param(each, marks=[] if each == "report checkpoints/study" else [pytest.mark.soak])
         for each in HERE
         if each.startswith(("report", "emerge"))
     ],

@@ -1,8 +1,7 @@
-"""Every recipe of a published figure runs: its command, and the names and branches that it has as published.
+"""Runs a recipe of a published figure: its command, and the names and branches that it has as published.
 
 The world is a stand-in (`tests.support.papers_world`): repositories by their own names with as many blocks, with tiny
-weights;
-data sets with as many rows. Trainings and grids, which take minutes, are planned alone.
+weights; data sets with as many rows. Trainings and grids, which take minutes, are planned alone.
 """
 
 import re
@@ -24,9 +23,13 @@ from tests.support.paper_tables import ROOT, recipe_paths
 from tests.support.papers_world import MODELS, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+# The papers of each file of tests, tests/cli/test_published_NAME.py: a file runs in one process.
+FILES = {
+    "coupling_and_layers": ("coupling", "layers"),
+    "monotonicity": ("monotonicity",),
+    "painters": ("painters",),
+}
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
-RUN = [name for name, path in RECIPES.items() if read_recipe(path).steps]
 # Of recipes that train, however small the model is.
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
 LIMITS |= {"num_tokens": 24, "batch_size": 4}
@@ -67,6 +70,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def recipes_of(file: str) -> list[str]:
+    """The recipes of a file of tests, but for items that cannot be measured."""
+    return [name for name, path in RECIPES.items() if path.parent.name in FILES[file] and read_recipe(path).steps]
+
+
 def as_published(path: Path) -> dict[str, Any]:
     """The recipe with the published models, their layers, steps and branches, and all else reduced."""
     content = yaml.safe_load(path.read_text())
@@ -81,9 +89,8 @@ def names_models(value: Any) -> bool:
     return bool(each) and all(isinstance(name, str) and name in MODELS for name in each)
 
 
-@pytest.mark.parametrize("sizes", ["reduced", "names"])
-@pytest.mark.parametrize("name", RUN)
-def test_a_recipe_runs_as_it_is_written(name: str, sizes: str, place: Path, capsys: pytest.CaptureFixture) -> None:
+def run_as_written(name: str, sizes: str, capsys: pytest.CaptureFixture) -> None:
+    """At `reduced` sizes, or with the published `names`, in the working folder of `place`."""
     recipe = read_recipe(RECIPES[name])
     file = f"recipes/papers/{name}{'' if sizes == 'reduced' else '_names'}.yaml"
     root = Path("out", name, sizes)
