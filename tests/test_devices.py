@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no backends written in Python",
 )
 CPU = torch.device("cpu")
-LONG = {"prompt_studies", "next_token_probe", "sample_sizes/moods", "mteb/STSBenchmark"}  # soak: on other models
+LONG = {"prompt_studies", "next_token_probe", "sample_sizes/moods", "mteb/STSBenchmark"}  # on other models
 
 
 def apart(function: Callable, *arguments: Any) -> Any:
@@ -119,7 +119,8 @@ def test_the_list_of_every_analysis_is_whole(tmp_path):
     assert {type(analysis) for analysis in [*of_images(), *of_text(save_inputs(tmp_path))]} == kinds()
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("vit", "gemma2"))])
+@pytest.mark.soak  # two analyses on the device, and training, are of the short tests
+@pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2"])
 def test_every_analysis_keeps_the_rules_of_a_device_and_its_numbers(tmp_path, name):
     on_device, violations = apart(measured_on_device, name, tmp_path / "device")
     assert violations == {}

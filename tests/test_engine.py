@@ -316,6 +316,7 @@ def test_one_model_is_divided_by_its_analyses_whole_and_block_by_block(run, tmp_
     assert [len(workers.sent) for workers in pretended] == [2, 1]
 
 
+@pytest.mark.soak
 def test_a_series_of_the_hub_is_fetched_by_the_workers_and_judged_by_what_they_read(tmp_path, monkeypatch, pretended):
     make_series(template(tmp_path / "model"), tmp_path / "hub" / "lab" / "tiny", (0, 1, 2, 4))
     results = {}

@@ -176,6 +176,7 @@ def test_what_has_a_name_only_in_loggers_has_another_one(mixed: Path) -> None:
     assert identity.logged_name(other(4, "lens", settings="c"), plain) == "lens@c"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path: Path) -> None:
     """A run that goes on with another k from its step 2 on, under the same name."""

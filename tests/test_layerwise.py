@@ -81,6 +81,7 @@ def test_coupling_is_drawn_over_distances(model, batches):
     assert coupling.plot().title
 
 
+@pytest.mark.soak
 def test_every_metric_that_was_measured_can_be_drawn(model, batches):
     names = ["trajectory", "coupling", "layer_similarity", "paths_in_plane", "token_coupling", "attention"]
     result = lit_layers.layers(model, names, batches=[batches[0]["input_ids"][:2]], name="tiny")
@@ -201,6 +202,7 @@ def test_a_model_of_images_is_given_images():
     assert "line_shape_score" in lit_layers.layers(model, ["trajectory"], batches=[(images, torch.arange(4))]).metrics
 
 
+@pytest.mark.soak
 def test_every_metric_that_can_be_named_is_given_by_its_analysis():
     model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))

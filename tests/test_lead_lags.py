@@ -91,6 +91,7 @@ def test_numbers_are_those_of_the_function_and_q_is_over_all_pairs(clock, table)
     assert table["q_value"].to_numpy()[rank][known] == pytest.approx(expected[known])
 
 
+@pytest.mark.soak
 def test_over_seeds_the_curves_of_all_seeds_count_and_those_that_one_lacks_do_not(tmp_path):
     rows = [row for seed in range(4) for row in planted(f"s{seed}", seed)]
     whole = curves_of(write(rows, tmp_path / "whole.csv"))

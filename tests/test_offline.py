@@ -48,6 +48,7 @@ def test_both_ways_write_the_same_measurements(model, tmp_path):
     assert sorted(path.name for path in (tmp_path / "streamed" / "run").iterdir()) == ["measurements.jsonl", "values"]
 
 
+@pytest.mark.soak
 def test_a_page_is_drawn_of_the_results(model, tmp_path):
     analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -104,6 +105,7 @@ def test_a_kill_between_two_lines_loses_no_block(model, tmp_path, monkeypatch):
     assert [m.analysis for m in lines] == ["trajectory", "representation", "coupling"]
 
 
+@pytest.mark.soak
 def test_other_weights_or_options_do_not_go_on_from_these_blocks(tmp_path, monkeypatch):
     def interrupt(done, total, what):
         if done == 2:

@@ -177,7 +177,7 @@ def test_all_that_two_lists_measure_passes_each_text_once(monkeypatch):
     assert len(read & entered.keys()) == 8 * 3  # of text, coupling and mechanism; a probe's up to their last place
 
 
-@pytest.mark.parametrize("tokens", [32, 128])
+@pytest.mark.parametrize("tokens", [pytest.param(32, marks=pytest.mark.soak), 128])
 def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_its_texts(tokens):
     """In FLOP of products, at the proportions of GPT-2 small on texts of 256 and 1,024 tokens: width and tokens are an
     eighth, blocks a quarter, and the vocabulary a 32nd, so that the head has its share."""

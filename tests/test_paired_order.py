@@ -136,6 +136,7 @@ def paired_of(folder) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in zip(*names, strict=True)}
 
 
+@pytest.mark.soak
 def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_path, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
     assert main(["emerge", str(run), "--out", str(tmp_path / "out"), "--metrics", "shown,unkept"]) == 0

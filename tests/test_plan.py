@@ -192,6 +192,7 @@ def test_passes_that_are_timed_are_counted_as_torch_counts_them(name, options):
     assert sum(flop(model, part) for part in analysis.work(model).parts) == pytest.approx(operations, rel=0.1)
 
 
+@pytest.mark.soak
 def test_texts_that_a_study_leaves_as_they_are_may_be_passed_once_for_all_levels():
     model, analysis = LayeredModel(tiny("gpt2")), PromptStudies(batches=TEXTS)
     runs, _ = counted(model, analysis)
@@ -565,6 +566,7 @@ def test_seconds_of_a_recipe_are_those_of_a_plan_within_a_factor_of_two(name, tm
     assert 0.5 < case.plan().seconds / case.measure() < 2
 
 
+@pytest.mark.soak
 def test_memory_is_that_of_torch_within_a_factor_of_two():
     model, probe = LayeredModel(tiny("gpt2", n_embd=128)), {"num_classes": 8, "estimator": "watch", "min_context": 8}
     texts = Windows(32, 48, 16)

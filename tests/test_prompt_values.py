@@ -226,6 +226,7 @@ def test_a_file_without_rows_has_no_values_and_the_next_one_is_read(tmp_path):
     assert [len(found) for found in read_values(tmp_path, steps)] == [0, 3]
 
 
+@pytest.mark.soak
 def test_a_file_that_ends_the_process_that_reads_it_is_named_and_the_next_are_read(tmp_path, monkeypatch):
     files, steps = ValueFiles(tmp_path), [measured(step) for step in range(8)]
     for m in steps:

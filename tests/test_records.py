@@ -232,6 +232,7 @@ def test_no_measurements_make_an_empty_table_with_all_columns() -> None:
     assert str(table["step"].dtype) == "Int64"
 
 
+@pytest.mark.soak
 def test_fifty_thousand_records_are_a_table(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     for step in range(50):

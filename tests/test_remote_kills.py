@@ -103,17 +103,17 @@ def refuse_torn(root: Path) -> None:
             assert json.loads(content.splitlines()[-1])["step"] == facts["step"]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.soak)])
-def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_nothing(bucket, tmp_path, kills):
-    url, draws, done, moves, steps, code = f"{bucket}/{kills}/run", random.Random(kills), 0, 0, 40 * kills, -9
+@pytest.mark.soak  # two kills at chosen moments are in the next one
+def test_killed_at_random_it_goes_on_here_or_elsewhere_and_loses_and_doubles_nothing(bucket, tmp_path):
+    url, draws, done, moves, steps, code = f"{bucket}/{KILLS}/run", random.Random(KILLS), 0, 0, 40 * KILLS, -9
     here, onlooker = tmp_path / "0", tmp_path / "onlooker"
-    while done < kills or code or not is_whole(url, onlooker, steps):  # the last one ends by itself, and tidies up
+    while done < KILLS or code or not is_whole(url, onlooker, steps):  # the last one ends by itself, and tidies up
         with machine(here):
-            after = draws.uniform(0.5, 2.5) if done < kills else float("inf")
+            after = draws.uniform(0.5, 2.5) if done < KILLS else float("inf")
             code = run_forked(functools.partial(train, url, steps), kill_after=after)
         assert code in (0, -9)
         done += code == -9
-        if code == 0 and done < kills:
+        if code == 0 and done < KILLS:
             steps += 40  # it was over before it could be killed
         shutil.rmtree(onlooker, ignore_errors=True)
         with machine(onlooker), contextlib.suppress(records.InputError):  # killed before anything was there

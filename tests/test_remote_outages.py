@@ -32,7 +32,8 @@ try:
 except RunLostError as error:
     sys.exit(str(error))
 """
-pytestmark = pytest.mark.timeout(120)
+# The short form: commands whose store is away at their end, in tests/cli/test_remote_roots.py.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ class Run:
         return "".join(self.store.read(name).decode() for name in parts)
 
 
-@pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("silent", [True, False])
 def test_a_store_that_was_away_has_all_afterwards(bucket, tmp_path, way, silent):
     run = Run(f"{bucket}/back/{silent}", tmp_path, way)
     run.write(1)
@@ -117,7 +118,7 @@ def test_a_store_that_was_away_has_all_afterwards(bucket, tmp_path, way, silent)
     assert json.loads(run.store.read(".writer/000001.json"))["is_over"]
 
 
-@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("silent", [False, True])
 def test_a_store_that_stays_away_ends_the_run_with_a_sentence_and_the_same_command_sends_the_rest(
     bucket, tmp_path, way, silent
 ):

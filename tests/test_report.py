@@ -687,6 +687,11 @@ def layerwise(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def layerwise_page(layerwise: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(layerwise, tmp_path_factory.mktemp("page") / "page.html")
+
+
+@pytest.fixture(scope="module")
 def layerwise_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models") / "run"
     for name, layers in (("lab/small", 3), ("lab/large", 4)):
@@ -695,9 +700,9 @@ def layerwise_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_they_hold(
-    layerwise: Path, tmp_path: Path
+    layerwise_page: Path,
 ) -> None:
-    page = write_report(layerwise, tmp_path / "page.html")
+    page = layerwise_page
     found = {name: part for name, part in sections_of(page).items() if 'class="plot"' in part}
     assert {name: titles_of(part) for name, part in found.items()} == {
         "Probe: topics": [
@@ -727,8 +732,8 @@ def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_
         assert 'class="lead"' in part, "every section says what it shows"
 
 
-def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(layerwise: Path, tmp_path: Path) -> None:
-    page = write_report(layerwise, tmp_path / "page.html")
+def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(layerwise_page: Path) -> None:
+    page = layerwise_page
     part = sections_of(page)["Probe: topics"]
     over_training, over_layers = re.findall(r'data-figures="([\d ]+)"', part)[:2]
     drawn = page_figures(page)
@@ -743,18 +748,18 @@ def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(la
 
 
 def test_the_map_of_categories_is_as_high_as_it_needs_and_what_stands_beside_it_is_not(
-    layerwise: Path, tmp_path: Path
+    layerwise_page: Path,
 ) -> None:
-    part = sections_of(write_report(layerwise, tmp_path / "page.html"))["Concept alignment"]
+    part = sections_of(layerwise_page)["Concept alignment"]
     heights = [int(height) for height in re.findall(r'class="plot" style="height: (\d+)px"', part)]
     assert heights[0] > 13 * len(CATEGORIES) > heights[1]
     assert 'class="metric wide tall"' in part
 
 
 def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(
-    layerwise: Path, tmp_path: Path
+    layerwise_page: Path,
 ) -> None:
-    text = shown(write_report(layerwise, tmp_path / "page.html"))
+    text = shown(layerwise_page)
     assert "Plateau layer test rows, of accuracy 3 2 to 4 3 2 to 4 0" in text
     results = text[text.index("Results Each") : text.index("Probe: topics What")]
     for left_out in ("macro F1", "Largest drop", "Inflection", "Leave-one-out", "Held-out", "halves", "noun - form"):
@@ -835,6 +840,7 @@ def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is
     assert "cannot make the folder" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys

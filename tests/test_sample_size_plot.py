@@ -218,9 +218,8 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "analysis", [pytest.param(name, marks=[pytest.mark.soak] if place else []) for place, name in enumerate(PICTURES)]
-)
+@pytest.mark.soak  # every figure of a page is written in the three formats by tests/test_surfaces.py
+@pytest.mark.parametrize("analysis", PICTURES)
 def test_pictures_are_png_svg_and_pdf_and_name_their_checkpoints_or_models(
     analysis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,12 +211,10 @@ def test_the_step_from_which_a_layer_stays_near_its_end():
     assert found.to_dict("records") == [{"run": "r", "analysis": "a", "layer": 1, "step": 4, "last": 16}]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("mix", "dim", "tails"),
-    [
-        (0.8, 16, 0.0),
-        *(pytest.param(*of, marks=pytest.mark.soak) for of in ((0.99, 16, 0.0), (0.0, 16, 0.0), (0.8, 48, 0.3))),
-    ],
+    [(0.8, 16, 0.0), (0.99, 16, 0.0), (0.0, 16, 0.0), (0.8, 48, 0.3)],
 )
 def test_intervals_hold_what_as_many_other_prompts_give_on_average(mix, dim, tails):
     """Of 60 draws of 32 prompts, a layer each; the truth is the mean over 300 others."""
@@ -241,6 +239,7 @@ def test_intervals_hold_what_as_many_other_prompts_give_on_average(mix, dim, tai
         assert 0.8 < widths.median() < (2.2 if metric == CKA and not mix else 1.5), (metric, widths.median())
 
 
+@pytest.mark.soak
 def test_means_over_seeds_have_intervals_over_seeds(tmp_path):
     rng = np.random.default_rng(5)
     names, held, count = [f"seed{number}" for number in range(6)], 0, 200
@@ -266,14 +265,18 @@ def test_means_over_seeds_have_intervals_over_seeds(tmp_path):
     assert over_the_runs(table.head(0), 6, "6 seeds").empty
 
 
-def test_emerge_writes_the_table_and_both_pages_have_the_maps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_emerge_writes_the_table_and_both_pages_have_the_maps(seeds, tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
-    roots = [run_of(tmp_path / f"seed{seed}", seed=seed, steps=(0, 1, 2, 4, 8, 16)) for seed in (0, 1, 2)]
-    assert main(["emerge", *map(str, roots), "--seeds", "--out", str(tmp_path / "out")]) == 0
-    table = similar_states(roots, together="3 seeds")
-    assert len(pd.read_csv(tmp_path / "out" / "states.csv")) == len(table)
-    assert len(table) - len(similar_states(roots)) == (table["over"] == "seeds").sum() > 0
-    assert (tmp_path / "out" / "states_cka_of_pooled_states_runs_at_equal_steps.pdf").is_file()
+    roots = [run_of(tmp_path / f"seed{seed}", seed=seed, steps=(0, 1, 2, 4, 8, 16)) for seed in range(seeds)]
+    words = ["--seeds", "--out"] if seeds > 1 else ["--out"]
+    assert main(["emerge", *map(str, roots), *words, str(tmp_path / "out")]) == 0
+    table = similar_states(roots, together=f"{seeds} seeds" if seeds > 1 else "")
+    assert len(pd.read_csv(tmp_path / "out" / "states.csv")) == len(table) > 0
+    assert len(table) - len(similar_states(roots)) == (table["over"] == "seeds").sum()
+    assert bool((table["over"] == "seeds").sum()) == (seeds > 1)
+    several = tmp_path / "out" / "states_cka_of_pooled_states_runs_at_equal_steps.pdf"
+    assert several.is_file() == (seeds > 1)
     assert "How alike are checkpoints and runs?" in (tmp_path / "out" / "emergence.html").read_text()
     assert "How alike the checkpoints are" in write_report(roots[0]).read_text()
 

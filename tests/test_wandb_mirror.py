@@ -321,21 +321,9 @@ def mirrored(root: Path, last: int, die_at: int, phase: str) -> int:
     return 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kills",
-    [
-        [(40, "between measurements")],
-        pytest.param(
-            [(23, "open row"), (40, "between measurements"), (62, "after the mirror")], marks=pytest.mark.soak
-        ),
-    ],
-    ids=len,
-)
-def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(
-    tmp_path: Path, kills: list[tuple[int, str]]
-) -> None:
-    last, deaths = 80, [*kills, (0, "")]
+@pytest.mark.soak
+def test_no_point_is_lost_or_doubled_when_the_process_is_killed_again_and_again(tmp_path: Path) -> None:
+    last, deaths = 80, [(23, "open row"), (40, "between measurements"), (62, "after the mirror"), (0, "")]
     for step, phase in deaths:
         ended = run_forked(functools.partial(mirrored, tmp_path, last, step, phase))
         assert ended == (-signal.SIGKILL if phase else 0)

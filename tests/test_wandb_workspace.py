@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "quickstart")
+    return make_run(tmp_path_factory.mktemp("runs") / "quickstart", steps=(0, 1, 2, 4), layers=3)
 
 
 def panels_in(spec: dict) -> list[dict]:

@@ -71,6 +71,7 @@ def test_images_are_probed_too():
     assert {r.layer for r in records} == {None, *range(view.num_layers + 1)}
 
 
+@pytest.mark.soak
 def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
     """As labelled rows given in Python, with the tokenizer's own account of each text."""
     model = saved_gpt2(tmp_path / "model").float()

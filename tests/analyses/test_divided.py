@@ -68,6 +68,9 @@ ANALYSES = [
 ]
 
 
+LONG = ("token_coupling", "cross_token_influence")  # of which the shares are looked at below
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny("gpt2")
@@ -75,7 +78,7 @@ def model():
 
 @pytest.mark.parametrize(
     "analysis",
-    [pytest.param(each, marks=[pytest.mark.soak] * (each.name == "token_coupling")) for each in ANALYSES],
+    [pytest.param(each, marks=[pytest.mark.soak] * (each.name in LONG)) for each in ANALYSES],
     ids=[each.name for each in ANALYSES],
 )
 def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis):

@@ -127,7 +127,7 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert model.training
 
 
-@pytest.mark.parametrize("estimator", ["watch", "record"])
+@pytest.mark.parametrize("estimator", ["watch", pytest.param("record", marks=pytest.mark.soak)])
 def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(split, estimator):
     model = tiny("vit", torch.float64)
     records = run(model, *split, estimator=estimator, random_labels=True)

@@ -129,6 +129,7 @@ def test_intervals_are_the_spread_of_random_halves_of_the_texts(model):
     assert records["prediction_residual", 2, "control"].low is None
 
 
+@pytest.mark.soak
 def test_the_spread_of_the_halves_is_about_that_of_other_texts(model):
     """Between independent sets of texts the value varies as the interval says, within a factor."""
     values, spreads = [], []

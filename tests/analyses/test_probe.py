@@ -1,5 +1,6 @@
 """Probes on tasks: against scikit-learn on features taken text by text, its metrics, its baselines."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -74,11 +75,13 @@ def written_task(folder: Path, kind: str = "classification", **options) -> Probe
 
 def features_of(model: LayeredModel, tokenizer: Path, texts: tuple[str, ...], layer: int) -> np.ndarray:
     found: TextTokenizer = load_tokenizer(str(tokenizer))
-    vectors = []
-    for text in texts:
-        ids = torch.tensor([found.tokenizer.encode(text).ids[:48]])
-        vectors.append(model.trajectory({"input_ids": ids}).hidden[layer, 0, -1].double().numpy())
-    return np.stack(vectors)
+    return np.stack([last_states(model, tuple(found.tokenizer.encode(text).ids[:48]))[layer] for text in texts])
+
+
+@functools.cache
+def last_states(model: LayeredModel, ids: tuple[int, ...]) -> np.ndarray:
+    """Of each layer, at the text's last token."""
+    return model.trajectory({"input_ids": torch.tensor([ids])}).hidden[:, 0, -1].double().numpy()
 
 
 def value_of(records, metric: str, layer: int | None = None, **tags):

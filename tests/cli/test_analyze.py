@@ -86,6 +86,7 @@ def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(
     assert {m.step for m in one} == {2}
 
 
+@pytest.mark.soak
 def test_a_folder_of_a_model_without_a_row_is_measured_streamed_or_whole_with_the_same_numbers(
     without_row, recipe, corpus, tmp_path
 ):

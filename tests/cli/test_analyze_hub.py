@@ -108,6 +108,7 @@ def on_the_spot(model, corpus, tmp_path_factory) -> dict:
     return measured_on_the_spot(folder, corpus, folder / "local", FEW)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_eight_steps_are_audited_measured_interrupted_and_continued(
     hub, repository, model, corpus, command, tmp_path, capsys, monkeypatch
@@ -215,6 +216,7 @@ def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
     assert found(tmp_path / "out") == on_the_spot
 
 
+@pytest.mark.soak
 def test_a_branch_that_moves_meanwhile_is_named_and_measured_the_next_time(
     hub, repository, model, corpus, on_the_spot, command, waits, tmp_path, capsys, monkeypatch
 ):

@@ -144,6 +144,7 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
     assert "allow_suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_series_is_measured_block_by_block_divided_with_the_same_numbers(trained, recipe, tmp_path, capsys):
     for shard in ("0/2", "1/2"):

@@ -99,12 +99,11 @@ def measured(root: Path) -> list[tuple[str, str]]:
     return [(m.run, m.analysis) for m in found]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [("gpt2", "llama", "falcon", "mpt"), pytest.param(SUITE, marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_models_of_every_family_are_measured_interrupted_continued_and_compared(
-    names, hub, repositories, prompts, suite, tmp_path, capsys, monkeypatch
+    hub, repositories, prompts, suite, tmp_path, capsys, monkeypatch
 ):
-    models = [f"lab/{name}" for name in names]
+    models = [f"lab/{name}" for name in SUITE]
     command = suite(*models)
     loads = []
     real = Checkpoint.load
@@ -133,14 +132,15 @@ def test_models_of_every_family_are_measured_interrupted_continued_and_compared(
         for alone in offline.analyze(folder, these, root=tmp_path / "alone" / name, device="cpu"):
             close_records(alone.records, found[f"lab/{name}", alone.analysis].records)
             assert alone.provenance["data_hash"] == found[f"lab/{name}", alone.analysis].provenance["data_hash"]
-    assert len({m.provenance["tokenizer_hash"] for m in found.values()}) == len(names)
+    assert len({m.provenance["tokenizer_hash"] for m in found.values()}) == len(SUITE)
     assert len({m.provenance["data_hash"] for m in found.values() if m.analysis == "trajectory"}) > 1
 
     assert main(["report", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all(re.search(rf"\b{name}\b", page) for name in names)
+    assert all(re.search(rf"\b{name}\b", page) for name in SUITE)
 
 
+@pytest.mark.soak
 def test_two_shards_measure_each_model_once(hub, suite, tmp_path):
     command = suite("lab/gpt2", "lab/llama", "lab/phi")
     for shard in ("0/2", "1/2"):
@@ -150,6 +150,7 @@ def test_two_shards_measure_each_model_once(hub, suite, tmp_path):
     assert len(runs) == 6
 
 
+@pytest.mark.soak
 def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositories, suite, tmp_path, capsys):
     lab = repositories / "lab"
     for number, name in enumerate(("untold", "broken")):

@@ -88,7 +88,7 @@ def test_a_first_step_that_is_cut_is_noted_by_its_size_and_found_where_files_are
         assert "damaged 0 model.safetensors cannot be read" in said
 
 
-@pytest.mark.parametrize("step", [2, 8], ids=["between", "last"])
+@pytest.mark.parametrize("step", [2, pytest.param(8, marks=pytest.mark.soak)], ids=["between", "last"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "trainer_state.json"])
 def test_a_step_with_what_is_no_file_is_damaged_and_the_others_are_measured(name, step, run, tmp_path, capsys):
     odd = run / f"step-{step:09d}" / name

@@ -72,6 +72,7 @@ def test_it_ends_with_three_names_the_step_and_keeps_what_was_computed(factor, c
     assert saved_steps(root) == list(range(0, LAST + 1, 2))
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_where_one_rank_diverges_all_end_with_three(command, tmp_path, monkeypatch):
     spoil(monkeypatch, math.nan, rank=1)

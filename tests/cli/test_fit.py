@@ -76,6 +76,7 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
     assert (root / "report.html").stat().st_size > 100_000
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_path, capsys):

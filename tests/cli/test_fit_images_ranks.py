@@ -37,7 +37,8 @@ def fit(recipe: Path, root: Path, *arguments: str) -> list[int]:
 SHARDED = ["--config", FSDP, "--model.ema_decay", "null"]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(DDP, marks=pytest.mark.soak), SHARDED], ids=["ddp", "fsdp"])
+@pytest.mark.soak  # two ranks on images, sharded, are also in test_first_rank_writes.py
+@pytest.mark.parametrize("strategy", [DDP, SHARDED], ids=["ddp", "fsdp"])
 def test_two_ranks_train_and_measure_as_one_does(strategy, recipe, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(one)])) == 0

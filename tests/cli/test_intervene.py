@@ -281,6 +281,7 @@ def test_a_limit_takes_the_first_rows(home, tmp_path):
         assert (record.n, record.value) == (2, sum(map(int.__eq__, taken, right)) / 2)
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
     plain, calls = LmEvalScorer.score, []
 

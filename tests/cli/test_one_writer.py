@@ -83,7 +83,9 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
             marks=pytest.mark.soak,
         ),
         (lambda root: (root / "measurements.jsonl").unlink(), "others removed or cut measurements.jsonl"),
-        (lambda root: (root / "run.json").unlink(), "others removed or cut run.json"),
+        pytest.param(
+            *(lambda root: (root / "run.json").unlink(), "others removed or cut run.json"), marks=pytest.mark.soak
+        ),
         (shutil.rmtree, "was removed or moved while this command wrote there"),
     ],
 )

@@ -172,6 +172,7 @@ def test_a_run_measures_at_the_steps_that_its_budget_allows_and_saves_all(recipe
     assert [each.step for each in records.read(root / "measurements.jsonl")] == [0, 4, 8]
 
 
+@pytest.mark.soak
 def test_a_run_that_goes_on_keeps_the_steps_of_its_budget_and_says_so(recipe, tmp_path, no_page, monkeypatch, caplog):
     """Broken off at step 5 of 8; a plan of the rest would measure every step."""
     root, strides = tmp_path / "run", iter([2])

@@ -67,7 +67,7 @@ def test_the_first_to_be_done_waits_for_the_last(tmp_path):
         assert len(list(tmp_path.iterdir())) == 2
 
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=end, args=(rank, 2.0 * rank)) for rank in range(2)]
+    processes = [context.Process(target=end, args=(rank, 0.5 * rank)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

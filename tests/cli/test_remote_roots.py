@@ -345,7 +345,10 @@ def test_without_permission_nothing_is_begun(bucket, capsys, monkeypatch):
     assert capsys.readouterr().err == f"lit-layers analyze: error: {bucket}/denied/run: no permission\n"
 
 
-@pytest.mark.parametrize(("ended", "code"), [(TERMINATED, TERMINATED), (DIVERGED, DIVERGED), (0, 1)])
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [(TERMINATED, TERMINATED), *(pytest.param(*of, marks=pytest.mark.soak) for of in ((DIVERGED, DIVERGED), (0, 1)))],
+)
 def test_a_command_whose_store_is_away_at_its_end_has_its_own_exit_code_and_without_one_1(
     ended, code, bucket, monkeypatch, capfd
 ):

@@ -155,7 +155,8 @@ def one(still, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("first", [2, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak  # what the ranks of another number read is in tests/training/test_sharding.py
+@pytest.mark.parametrize("first", [2, 1])
 def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(first, still, one, tmp_path):
     alone = ["fit", "--config", str(still), "--resume", "last"]
     root = tmp_path / "run"

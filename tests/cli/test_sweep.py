@@ -150,8 +150,8 @@ def test_a_command_that_is_not_there_is_a_failure_too(tmp_path):
     assert sweep.table["error"].tolist() == ["exit code 127: cannot start /nowhere/program: No such file or directory"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("finished_first", [pytest.param(0, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("finished_first", [0, 2])
 def test_a_killed_sweep_loses_no_finished_cell_and_runs_none_twice(finished_first, tmp_path):
     values = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     sweep = Sweep(tmp_path, {"model.lr": {"values": values}, "seconds": {"value": 1.2}})

@@ -293,6 +293,7 @@ def test_a_data_set_that_cannot_be_had_is_named():
         _ = image_source("nobody/nothing").train
 
 
+@pytest.mark.soak
 @pytest.mark.realdata
 def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
     source = image_source(str(realdata / "cifar10"))

@@ -136,6 +136,7 @@ def test_the_end_of_text_never_arises_from_a_text(texts, tmp_path):
     assert trained.tokenizer.decode(ids[: lengths[0] - 1].tolist()) == "a<|endoftext|>b"
 
 
+@pytest.mark.soak
 @pytest.mark.realdata
 def test_the_real_tokenizers_give_the_published_ids(realdata, tmp_path):
     for name, ids in (("gpt2", [15496, 995]), ("gpt_neox_20b", [12092, 1533])):

@@ -184,6 +184,7 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
     assert refusal("bats.parquet", categories=("I03",)) == "categories: bats.parquet has no 'I03'; it has I01, I02, L08"
 
 
+@pytest.mark.soak
 @pytest.mark.realdata
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_neox_20b", marks=pytest.mark.soak)])
 def test_bats_in_the_tokens_of_real_tokenizers(realdata, name):

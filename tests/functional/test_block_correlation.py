@@ -72,6 +72,7 @@ def test_what_has_no_coefficient_is_counted_and_nothing_at_all_is_refused():
         block_correlation([x], [y[:, :5]])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("runs", "given"), [(1, 0), (3, 0), (3, 1)])
 def test_five_percent_of_unrelated_blocks_are_called_related(runs, given):
     """Checkpoints are nearly copies of each other: counted one by one they would make nearly everything significant."""

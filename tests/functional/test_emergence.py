@@ -110,7 +110,8 @@ def test_the_p_value_with_errors_is_that_of_the_statistics_written_out():
     assert emergence_times(steps, values, stderr=stderr).p_value == pytest.approx(min(1, expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("exponents", [(-1000, 1020), pytest.param((-400, 300), marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("exponents", [(-1000, 1020), (-400, 300)])
 def test_no_power_of_ten_of_the_values_moves_a_time_or_overflows(exponents):
     rng = np.random.default_rng(3)
     rows = sigmoid(8, 1) + rng.normal(0, 0.1, (5, len(AXIS)))
@@ -343,6 +344,7 @@ def test_values_without_an_error_stand_beside_others():
     assert any(steps[8] <= point.value <= steps[9] for point in times.change_points)
 
 
+@pytest.mark.soak
 def test_flat_curves_do_not_emerge_more_often_than_the_level_says():
     for errors in ("stderr", "replicates", "neither"):
         rng = np.random.default_rng(0)
@@ -353,7 +355,8 @@ def test_flat_curves_do_not_emerge_more_often_than_the_level_says():
     assert emergence_times(STEPS, np.ones(19)).p_value == 1
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(250, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [250])
 def test_intervals_hold_as_often_as_they_say(count):
     inside = np.zeros(4)
     for given, options, truth in drawn(count, np.random.default_rng(11), "stderr"):

@@ -105,6 +105,7 @@ def test_units_and_the_order_of_models_do_not_matter():
         assert before[order] == pytest.approx(after)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("models", "wanted"), [(15, 0.8), (8, 7 / 8)])
 def test_of_exchangeable_models_four_fifths_of_the_intervals_hold(models, wanted):
     """Of K models the residual of rank ceil(0.8 K) is the end: 12 / 15, but 7 / 8. To 0.02, of 300 sets of models."""

@@ -183,6 +183,7 @@ def test_what_does_not_fit_is_refused():
 
 
 # Small versions of the table of docs/emergence_accuracy.md.
+@pytest.mark.soak
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize("kind", UNRELATED)
 def test_unrelated_curves_are_seldom_said_to_go_together(kind, runs):

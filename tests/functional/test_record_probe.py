@@ -140,6 +140,7 @@ def test_the_order_of_rows_the_numbers_of_classes_and_affine_features_change_not
     )
 
 
+@pytest.mark.soak
 def test_a_warm_start_gives_the_same_c_and_as_near_a_probe_and_tries_one_c_on_each_side(data, probes, monkeypatch):
     features, labels = data
     generator = torch.Generator().manual_seed(4)

@@ -34,6 +34,7 @@ def test_full_batches_give_the_same_logits_without_a_mask(name):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.soak
 def test_a_compiled_model_builds_a_mask_only_outside():
     model = causal_lm("gpt2", vocab_size=61, **SMALL["gpt2"]).eval()
     ids = torch.zeros(2, 12, dtype=torch.long)

@@ -145,6 +145,7 @@ def test_a_saved_folder_is_plain_transformers_and_gives_the_same_logits(name, pa
     assert load(tmp_path / "new" / "folder", dtype=torch.float64).dtype == torch.float64
 
 
+@pytest.mark.soak
 def test_a_model_can_be_saved_under_a_compiled_wrapper_and_in_bfloat16(tmp_path):
     model = causal_lm("gpt2", **GPT2).to(torch.bfloat16)
     save(torch.compile(model), tmp_path)

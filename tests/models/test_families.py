@@ -21,6 +21,7 @@ from tests.support.tiny_models import (
     LAYERS,
     PICTURES,
     RECURRENT,
+    by_kind,
     sees_images,
     tiny,
     tiny_batch,
@@ -90,7 +91,7 @@ def test_a_prompt_cut_from_a_batch_keeps_its_own_arguments(name, padding, attent
         torch.testing.assert_close(replayed, trajectory.logits[index : index + 1], rtol=0, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", by_kind(EVERY))
 def test_a_prompt_is_cut_rightly_from_as_many_prompts_as_there_are_heads(name):
     model = LayeredModel(tiny(name))
     trajectory = model.trajectory(tiny_batch(name, batch=HEADS))
@@ -338,7 +339,7 @@ def test_hidden_states_of_a_vit_are_its_raw_intermediates(name):
         torch.testing.assert_close(hidden[layer], tokens, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", by_kind(TEXTS))
 @pytest.mark.parametrize(
     ("attention", "dtype"),
     [
@@ -387,7 +388,7 @@ def test_padding_on_both_sides_and_between_and_columns_of_the_callers_own_are_mo
     torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", by_kind(EVERY))
 def test_families_run_in_bfloat16(name):
     model = LayeredModel(tiny(name, torch.bfloat16))
     trajectory = model.trajectory(tiny_batch(name))
@@ -397,7 +398,7 @@ def test_families_run_in_bfloat16(name):
     assert (trajectory.hidden.float() - full).norm() < 0.1 * full.norm()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", by_kind(EVERY))
 def test_only_blocks_of_bert_and_its_kin_are_no_residual_branch_added_to_their_input(name):
     model = LayeredModel(tiny(name))
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_layers.models.view import LayeredModel
-from tests.support.tiny_models import EVERY, VOCAB, sees_images, tiny, tiny_batch
+from tests.support.tiny_models import EVERY, VOCAB, by_kind, sees_images, tiny, tiny_batch
 
 
 def head_rows(network: torch.nn.Module) -> list[int]:
@@ -16,8 +16,8 @@ def head_rows(network: torch.nn.Module) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("name", [name for name in EVERY if not sees_images(name)])
+@pytest.mark.parametrize("padding", [*(pytest.param(side, marks=pytest.mark.soak) for side in (None, "right")), "left"])
+@pytest.mark.parametrize("name", by_kind(name for name in EVERY if not sees_images(name)))
 def test_logits_of_some_rows_are_those_rows_of_all(name, padding):
     network, batch = tiny(name, torch.float64), tiny_batch(name, padding=padding)
     view = LayeredModel(network)

@@ -70,7 +70,7 @@ def rewrite(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "gpt_neox", "gemma2", "bert", "roberta", "distilbert", "modernbert", *RECURRENT]
 )
-@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("padding", [pytest.param(None, marks=pytest.mark.soak), "left"])
 def test_the_states_are_those_of_the_whole_model(tmp_path, streamed, name, padding):
     saved(tmp_path, name)
     batch = tiny_batch(name, padding=padding)

@@ -116,7 +116,9 @@ def as_given(model_type: str, state: torch.Tensor) -> torch.Tensor:
     return state.flatten(2)
 
 
-@pytest.mark.parametrize("model_type", OTHER_STATES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(n, marks=[pytest.mark.soak] * (n == "longformer")) for n in OTHER_STATES]
+)
 def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_type):
     kind, dim, first = OTHER_STATES[model_type]
     view, batch = LayeredModel(tiny_model(kind, model_type)), texts()

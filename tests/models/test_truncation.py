@@ -13,25 +13,8 @@ from lit_layers.models.saved import load
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
-from tests.support.tiny_models import EVERY, LAYERS, sees_images, tiny, tiny_batch
+from tests.support.tiny_models import EVERY, KINDS, LAYERS, by_kind, sees_images, tiny, tiny_batch
 
-# Of each kind one: norms before, behind and in parallel, positions learnt, turned and added, kinds of attention by
-# block, encoders with a head and without, recurrent blocks, images of timm and of transformers. All: in the long tier.
-KINDS = (
-    "gpt2",
-    "gpt2_trunk",
-    "llama",
-    "olmo2",
-    "gemma2",
-    "gpt_neo",
-    "falcon_alibi",
-    "mpt",
-    "gpt_neox",
-    "bert",
-    "modernbert",
-)
-KINDS += ("bert_classifier", "roberta", "distilbert", "mamba_lm", "rwkv_lm", "vit", "vit_average", "picture_vit")
-KINDS += ("picture_dinov2", "picture_mae", "picture_clip")
 OF_TRANSFORMERS = [name for name in EVERY if not name.startswith("vit")]
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 VIT = {"depth": 4, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
@@ -41,9 +24,7 @@ def hidden(model, batch):
     return LayeredModel(model).trajectory(batch).hidden
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.soak) for name in EVERY]
-)
+@pytest.mark.parametrize("name", by_kind(EVERY))
 def test_the_states_of_the_kept_layers_are_those_of_the_whole_model_bit_by_bit(name):
     model = tiny(name)
     before, settings = copy.deepcopy(model.state_dict()), str(getattr(model, "config", ""))

@@ -8,7 +8,7 @@ from lit_layers.models.build import causal_lm, save, untrained, vit, weights_has
 from lit_layers.models.saved import load
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
-from tests.support.tiny_models import _TRANSFORMERS, tiny, tiny_batch
+from tests.support.tiny_models import _TRANSFORMERS, by_kind, tiny, tiny_batch
 
 SMALL = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
@@ -21,7 +21,7 @@ def test_the_weights_are_those_that_a_build_with_that_seed_has():
     assert weights_hash(untrained(images, seed=2)) == weights_hash(vit("deit_tiny_patch16_224", seed=2, **VIT))
 
 
-@pytest.mark.parametrize("name", _TRANSFORMERS)
+@pytest.mark.parametrize("name", by_kind(_TRANSFORMERS))
 def test_every_family_is_built_anew_from_its_config(name):
     model = tiny(name)
     before = weights_hash(model)

@@ -1,7 +1,10 @@
 """Tiny random models of every family, with weights so large that no non-linearity and no norm can hide."""
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -185,7 +188,30 @@ EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
 _TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_BY_STRUCTURE, **_PICTURES}
 
 
+# Of each kind one: norms before, behind and in parallel, positions learnt, turned and added, kinds of attention by
+# block, encoders with a head and without, recurrent blocks, images of timm and of transformers. All: in the long tier.
+KINDS = (
+    "gpt2",
+    "gpt2_trunk",
+    "llama",
+    "olmo2",
+    "gemma2",
+    "gpt_neo",
+    "falcon_alibi",
+    "mpt",
+    "gpt_neox",
+    "bert",
+    "modernbert",
+)
+KINDS += ("bert_classifier", "roberta", "distilbert", "mamba_lm", "rwkv_lm", "vit", "vit_average", "picture_vit")
+KINDS += ("picture_dinov2", "picture_mae", "picture_clip")
+
 _made: dict[str, nn.Module] = {}
+
+
+def by_kind(names: Iterable[str]) -> list[Any]:
+    """The names as parameters of a test, of which those of `KINDS` are of the short tier."""
+    return [pytest.param(name, marks=[] if name in KINDS else pytest.mark.soak) for name in names]
 
 
 def sees_images(name: str) -> bool:

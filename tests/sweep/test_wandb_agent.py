@@ -123,6 +123,7 @@ def test_the_seeds_name_options_that_fit_has_and_are_one_group(capsys, monkeypat
     assert printed["root"] == "checkpoints/gpt2_seeds/a1b2c3d4"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.usefixtures("no_page")

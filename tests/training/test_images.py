@@ -176,8 +176,9 @@ def test_validation_measures_the_trained_and_the_averaged_weights(tmp_path):
     assert row["validation/loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "accumulate"), [(0, 1), (2, 2), *(pytest.param(*of, marks=pytest.mark.soak) for of in ((0, 2), (2, 1)))]
+)
 def test_a_run_that_was_stopped_and_resumed_ends_in_the_bits_of_one_that_was_not(tmp_path, accumulate, workers):
     def run(root, steps, images, resume_from=None):
         averages, log = Averages(), RunLog(root, resume=resume_from is not None)

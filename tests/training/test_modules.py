@@ -62,6 +62,7 @@ def test_training_compiled_trains_the_eager_model_that_is_analysed_and_saved(tmp
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.soak
 def test_away_from_cpus_the_loss_is_part_of_the_one_compiled_graph(tmp_path, monkeypatch):
     graphs = []
 

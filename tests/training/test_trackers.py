@@ -372,6 +372,7 @@ def test_a_logger_that_raises_or_whose_server_does_not_answer_ends_no_training(t
     assert len(asked) == 1, "it is not asked again"
 
 
+@pytest.mark.soak
 def test_a_run_of_wandb_that_is_finished_gets_nothing_and_ends_no_training(tmp_path, caplog):
     wandb = pytest.importorskip("wandb")
     own = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))

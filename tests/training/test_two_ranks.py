@@ -53,6 +53,7 @@ def test_two_ranks_keep_the_values_of_all_prompts_in_the_order_of_one(runs):
             np.testing.assert_allclose(second[key], values, **tolerance or {"rtol": 0, "atol": 0})
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_ranks_go_on_with_the_same_dropout_and_end_in_the_same_bits(tmp_path):
     assert run_ranks(lambda: resumed_ranks_run.run(tmp_path)) == [0, 0]
