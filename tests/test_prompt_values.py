@@ -107,6 +107,7 @@ def test_a_watched_run_keeps_them_and_its_lines_and_weights_are_as_without(tmp_p
             )
 
 
+@pytest.mark.soak
 def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_ignored(tmp_path):
     store = Store(tmp_path / "measurements.jsonl", values=ValueFiles(tmp_path))
     first, again = measured(), measured(seed=1)

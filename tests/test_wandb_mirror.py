@@ -159,6 +159,7 @@ def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(roo
     assert len(mirror_all(root).history) == before + 3
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_is_over_begins_no_new_files_where_those_there_hold_all_of_it(
     root: Path, caplog: pytest.LogCaptureFixture
@@ -380,6 +381,7 @@ def test_without_a_key_auto_is_offline_and_says_so_in_one_line(
     assert read_back(tmp_path / "run").curve("train/loss") == [(1, 1.0)]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_an_unreachable_server_means_offline_under_the_same_id_within_seconds(tmp_path: Path) -> None:
     said = tmp_path / "said"

@@ -268,13 +268,13 @@ def run_cells(
                     waiting.clear()
                     for run in running.values():
                         run.stop(at_once=stop.count > 1 or stop.is_late())
-                for worker, run in list(running.items()):
-                    if run.has_ended():
-                        del running[worker]
-                        tell([each.cell for each in running.values()], run.cell)
+                ended = [worker for worker, run in running.items() if run.has_ended()]
+                for worker in ended:
+                    run = running.pop(worker)
+                    tell([each.cell for each in running.values()], run.cell)
                 if running:
                     time.sleep(_LOOK)
-                elif waiting:
+                elif waiting and not ended:  # what is left is another process's
                     tell([], None)
                     time.sleep(_LOOK_AGAIN)
         except BaseException:  # e.g. a full disk: nobody would look after the others

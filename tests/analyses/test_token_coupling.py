@@ -169,6 +169,7 @@ def test_a_short_prompt_takes_part_in_the_means_alone_and_one_token_is_counted(m
         found(model, one, k=(4,))
 
 
+@pytest.mark.soak
 def test_patches_give_the_coupling_of_blocks_averaged_over_them():
     model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
     batch["pixel_values"] = batch["pixel_values"].double()

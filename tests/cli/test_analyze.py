@@ -201,6 +201,7 @@ def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpu
     assert_same_numbers(one, other)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, recipe, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"

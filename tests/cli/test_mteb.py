@@ -179,6 +179,7 @@ def test_the_first_positions_of_a_roberta_are_no_tokens():
     assert length_limit({"model_type": "gpt2", "n_positions": -1}) is None  # loading refuses it
 
 
+@pytest.mark.soak
 def test_metrics_are_of_the_same_pooling(home, tmp_path):
     assert run(home, tmp_path, "--metrics", "--pooling", "last", tasks="STSBenchmark") == 0
     found = {each.analysis: each.records for each in records.read(tmp_path / "measurements.jsonl")}
@@ -187,6 +188,7 @@ def test_metrics_are_of_the_same_pooling(home, tmp_path):
         assert {record.tags["pooling"] for record in of_layers} == {"last"}
 
 
+@pytest.mark.soak
 def test_an_older_score_does_not_stand_in_for_a_task_that_failed_since(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="STSBenchmark,TrecQaAnswers") == 0
     shutil.copytree(home / "data", tmp_path / "data")

@@ -178,6 +178,7 @@ def test_the_commands_are_found():
         assert command in COMMANDS
 
 
+@pytest.mark.soak
 def test_the_published_series_is_measured_by_its_documented_command(place):
     assert main(words(QUICK)) == 0
     names = {"trajectory", "representation", "lens", "coupling", "next_token_probe"}

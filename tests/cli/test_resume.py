@@ -216,6 +216,7 @@ def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, 
     assert hidden == {path.name for path in uninterrupted.iterdir() if path.name.startswith(".")}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninterrupted, tmp_path):
     root = tmp_path / "preempted"

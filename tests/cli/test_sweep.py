@@ -18,7 +18,7 @@ from lit_layers.cli.main import main
 from lit_layers.correlate import read_runs
 from lit_layers.measuring import ray_workers
 from lit_layers.measuring.ray_workers import Event
-from lit_layers.sweep import CellFolder, read_grid
+from lit_layers.sweep import CellFolder, cells, read_grid
 from lit_layers.sweep.cells import take
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked, run_ranks
@@ -213,7 +213,8 @@ def test_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path):
 
 
 @pytest.mark.slow
-def test_shards_share_the_cells_and_the_last_writes_the_whole_table(tmp_path):
+def test_shards_share_the_cells_and_the_last_writes_the_whole_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(cells, "_LOOK_AGAIN", -1)  # no such wait where a cell is free
     sweep = Sweep(tmp_path, {"model.lr": {"values": [0.1, 0.2, 0.3, 0.4, 0.5]}})
     assert sweep.run("--shard", "1/2") == 0
     assert sweep.noted("trained") == ["lr=0.2", "lr=0.4"]

@@ -192,6 +192,7 @@ def test_unrelated_curves_are_seldom_said_to_go_together(kind, runs):
     assert sum(said) <= 6  # of tests at 5%, 7 of 40 or more are 0.3%
 
 
+@pytest.mark.soak
 def test_a_copy_of_a_curve_an_octave_later_is_found_to_follow_it():
     rng = np.random.default_rng(8)
     alone = [found(*following(rng, 0.1, 1)) for _ in range(30)]

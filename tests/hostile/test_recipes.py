@@ -50,8 +50,8 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-@pytest.fixture
-def weapons(tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
+@pytest.fixture(params=[3, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
     """What would write the canary, or empty a file of the user's, the moment it is made or called."""
     (tmp_path / "hubconf.py").write_text(f"{payload}\ndef x(): pass\n")
 
@@ -62,7 +62,7 @@ def weapons(tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
     stored = str(tmp_path / "x.ckpt")
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6", "hyper_parameters": Loaded()}, stored)
     shell = {"args": f"echo ran > {canary}", "shell": True}
-    return {
+    every = {
         "popen": spec("subprocess.Popen", **shell),
         "zip": spec("zipfile.ZipFile", file=str(canary), mode="w"),
         "log": spec("logging.FileHandler", filename=str(canary)),
@@ -86,6 +86,7 @@ def weapons(tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
         "policy": spec("lightning.pytorch.cli.set_parsing_settings", import_path_allowlist=["subprocess"]),
         "layer": spec("torch.nn.Linear", in_features=1, out_features=1),
     }  # fmt: skip
+    return {name: every[name] for name in [*every][:: request.param]}
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

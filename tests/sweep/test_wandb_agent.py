@@ -52,7 +52,9 @@ def agent(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parts[-3])
+@pytest.mark.parametrize(
+    "file", [pytest.param(FILES[0], marks=pytest.mark.soak), FILES[1]], ids=lambda file: file.parts[-3]
+)
 def test_wandbs_agent_starts_the_same_command_lines(file, agent):
     grid = read_grid(file)
     cells = grid.cells()

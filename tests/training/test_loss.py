@@ -97,6 +97,7 @@ def test_where_torch_has_no_compiler_for_this_python_the_loss_takes_slower_kerne
     assert "not supported on Python 3.99+" in caplog.text
 
 
+@pytest.mark.soak
 def test_a_missing_compiler_is_noticed_before_anything_ran_and_wrong_targets_are_not_taken_for_one(monkeypatch):
     monkeypatch.setattr(loss_module, "_cannot_compile", [])
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
