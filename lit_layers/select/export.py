@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,6 @@ class Card:
     picture: str | Path | None = None  # of the validation curve
     licence: str | None = None  # of the source model
     notes: Sequence[str] = ()  # sentences for the reader
-
-    @classmethod
-    def of(cls, content: "Card | Mapping[str, Any]") -> "Card":
-        """A card of fields by name.
-
-        Raises:
-            InputError: a field that is missing or unknown.
-        """
-        if isinstance(content, Card):
-            return content
-        required = {field.name: field.default is MISSING for field in fields(cls)}
-        for name in content:
-            if name not in required:
-                raise InputError(f"card: {name!r} is no field of a card; they are {', '.join(required)}")
-        if missing := [name for name, needed in required.items() if needed and name not in content]:
-            raise InputError(f"card: {missing[0]!r} is missing")
-        return cls(**content)
 
 
 def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, final_norm: bool = True) -> str:
@@ -208,7 +191,7 @@ def export(
     folder: str | Path,
     *,
     tokenizer: str | Path | TextTokenizer | None,
-    card: Card | Mapping[str, Any],
+    card: Card,
     batches: Iterable[Batch],
     costs: Callable[[Path], Sequence[Cost]] | None = None,
     keep_lm_head: bool = False,
@@ -227,12 +210,11 @@ def export(
 
     Raises:
         InputError: a layer that is none of 1..L, a folder that is there, a model that cannot be cut, a tokenizer that
-            is missing (or is given for images), a card with a field missing or unknown.
+            is missing (or is given for images), a card whose picture is not there.
         ValueError: a head of another layer or width, no batch to check with.
         RuntimeError: the folder gives other hidden states than the model; nothing is left behind.
     """
     folder, view = Path(folder), LayeredModel(model)
-    card = Card.of(card)
     if not 1 <= layer <= view.num_layers:
         kind = type(view.model).__name__
         raise InputError(f"layer: {kind} is exported up to one of its blocks 1..{view.num_layers}, got {layer}")

@@ -1,9 +1,8 @@
 """The page of an export, and its tables."""
 
-import pytest
 import yaml
 
-from lit_layers.select import Card, HeadFacts, cost_table, measured_on, score_table
+from lit_layers.select import HeadFacts, cost_table, measured_on, score_table
 from lit_layers.select.export import render
 from tests.support.exports import card, cost
 
@@ -44,10 +43,8 @@ def test_how_costs_were_measured_is_said_in_a_sentence():
 
 
 def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
-    content = Card.of(
-        card(
-            revision="step5000", commit="abc1", weights_hash="00ff", costs=[cost("whole")], licence="mit", notes=["N."]
-        )
+    content = card(
+        revision="step5000", commit="abc1", weights_hash="00ff", costs=[cost("whole")], licence="mit", notes=["N."]
     )
     page = render(content, FACTS, package="transformers", picture="validation.png")
     header = yaml.safe_load(page.split("---")[1])
@@ -75,7 +72,7 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
 
 def test_a_page_leaves_out_what_is_not_known():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
-    page = render(Card.of(card(source="/some/folder", tolerance=None)), facts, package="timm", picture=None)
+    page = render(card(source="/some/folder", tolerance=None), facts, package="timm", picture=None)
     assert set(yaml.safe_load(page.split("---")[1])) == {"library_name", "tags"}
     for part in ("revision", "None", "Costs", "Notes", "![", "probabilities", ", tolerance", "base_model"):
         assert part not in page
@@ -85,14 +82,5 @@ def test_a_page_leaves_out_what_is_not_known():
 
 
 def test_a_final_norm_is_spoken_of_where_there_is_one():
-    pages = [
-        render(Card.of(card()), FACTS, package="transformers", picture=None, final_norm=norm) for norm in (True, False)
-    ]
+    pages = [render(card(), FACTS, package="transformers", picture=None, final_norm=norm) for norm in (True, False)]
     assert ["has been through the final norm" in page for page in pages] == [True, False]
-
-
-def test_a_card_is_taken_as_it_is():
-    content = Card(**card())
-    assert Card.of(content) is content
-    with pytest.raises(TypeError):
-        Card(**card(colour="red"))

@@ -11,7 +11,7 @@ from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
 from lit_layers.models.costs import Cost, Machine
 from lit_layers.models.view import LayeredModel
-from lit_layers.select import ProbeHead
+from lit_layers.select import Card, ProbeHead
 
 MACHINE = Machine(processor="A CPU", num_threads=1, torch="2.10", system="Linux x86_64")
 CLASSES = ("joy", "anger", "none")
@@ -55,7 +55,7 @@ def head_of(probes: LogisticProbes, layer: int, pooling: Pooling = "last", max_t
     return ProbeHead.of_logistic(probes, layer, classes=names, task="moods", pooling=pooling, max_tokens=max_tokens)
 
 
-def card(**changes) -> dict[str, Any]:
+def card(**changes) -> Card:
     content: dict[str, Any] = {
         "source": "someone/tiny",
         "num_layers": 3,
@@ -66,7 +66,7 @@ def card(**changes) -> dict[str, Any]:
         "test_chosen": 0.74,
         "test_last": 0.751,
     }
-    return content | changes
+    return Card(**content | changes)
 
 
 def cost(name: str, **changes) -> Cost:
