@@ -19,7 +19,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not soak" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# What takes minutes: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
+# What takes longer: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
 soak: $(VENV)/.ready
 	$(BIN)/python -m pytest -m soak --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

@@ -129,6 +129,7 @@ def planted(models: int = 8):
     return [*losses, curve("m0", rise(3.0)), *rises, curve(f"m{models - 1}", 0 * AXIS)]
 
 
+@pytest.mark.soak
 def test_half_way_points_are_forecast_of_what_emerges_later_by_what_emerges_later():
     curves = planted()
     found = forecast_models(early_parts(curves, 0.1, loss="lm/ppl"), measure_times(curves))

@@ -209,6 +209,7 @@ def test_what_training_measured_without_a_verdict_is_marked_once_it_is_suspect(r
     assert [m.records for m in after[len(before) :]] == [m.records for m in before if m.step == 2]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, tmp_path):
     context = multiprocessing.get_context("fork")

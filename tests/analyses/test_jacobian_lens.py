@@ -70,6 +70,7 @@ def test_the_logit_lens_is_that_of_lens_where_no_place_is_skipped(view):
     assert values(here, "lens_kl", "logit") == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.soak
 def test_the_affine_maps_come_nearer_than_the_states_as_they_are_and_shuffled_weights_do_not(view, records):
     tuned, logit, shuffled = (np.array(values(records, "lens_kl", name)) for name in ("tuned", "logit", "shuffled"))
     trained = list(lens(prompts(40, 16), num_tuned=36, tuned_steps=150, lenses=("tuned", "logit")).run(view))

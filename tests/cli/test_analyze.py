@@ -174,6 +174,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(recipe, tmp_path, corpus, caps
     assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpus, tmp_path, monkeypatch):
     network = causal_lm("gpt2", n_layer=6, n_embd=32, n_head=2, n_positions=128, vocab_size=300)

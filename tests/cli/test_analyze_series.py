@@ -250,6 +250,7 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
+@pytest.mark.soak
 def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models, text, tmp_path, capsys, monkeypatch):
     path = tmp_path / "recipe.yaml"
     batches = {"class_path": "lit_layers.data.EvalText", "init_args": {**TEXT["init_args"]}}

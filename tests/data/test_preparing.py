@@ -401,6 +401,7 @@ def test_a_prepared_folder_serves_as_a_corpus_with_its_own_tokenizer_only(made, 
             prepared(str(made.folder), other)
 
 
+@pytest.mark.soak
 def test_the_embedded_corpus_is_ready_at_once_the_second_time(python_shards, shared_cache, monkeypatch):
     monkeypatch.setattr(preparing, "prepare", lambda *args, **options: pytest.fail("prepared again"))
     assert prepared("python", "bpe:2048", cache=shared_cache) == python_shards

@@ -147,6 +147,7 @@ def test_duplicate_windows_are_marked(made):
     assert int(marked.sum()) == 2
 
 
+@pytest.mark.soak
 def test_the_embedded_corpus_gives_windows_of_code(python_shards, shared_cache, monkeypatch):
     text = EvalText("python", "bpe:2048", num_sequences=500)
     assert text.windows().shape == (500, 128)

@@ -40,9 +40,10 @@ def test_data_loader_workers_read_what_this_process_reads(made):
     assert torch.equal(here, there)
 
 
-def test_it_travels_without_its_tokens(python_shards):
-    blocks = TokenBlocks(python_shards, num_tokens=128)
+def test_it_travels_without_its_tokens(made):
+    blocks = TokenBlocks(made, num_tokens=128)
     first = blocks[0]["input_ids"]
+    assert 2 * made.num_tokens("train") > 20_000  # bytes
     sent = pickle.dumps(blocks)
     assert len(sent) < 10_000
     assert torch.equal(pickle.loads(sent)[0]["input_ids"], first)

@@ -63,7 +63,9 @@ def test_a_bump_has_its_peak_and_a_line_no_change_of_trend():
     assert emergence_times(STEPS, AXIS, stderr=np.full(len(STEPS), 0.5)).change_points == ()
 
 
-@pytest.mark.parametrize("errors", ["stderr", "replicates", "neither"])
+@pytest.mark.parametrize(
+    "errors", ["stderr", *(pytest.param(each, marks=pytest.mark.soak) for each in ("replicates", "neither"))]
+)
 def test_times_stay_under_affine_maps_and_values_without_errors_beside_gaps(errors):
     rng = np.random.default_rng(3)
     rows = sigmoid(8, 1) + rng.normal(0, 0.1, (30, len(AXIS))) + rng.normal(size=(30, 1))
@@ -301,6 +303,7 @@ def test_bootstrap_counts_are_those_of_samples_with_replacement():
     assert (counts == bootstrap_counts(30, seed=1)).all()
 
 
+@pytest.mark.soak
 def test_of_prompts_that_lack_values_the_others_are_drawn_together():
     rows = sigmoid(9.0, 0.7) + np.random.default_rng(3).normal(0, 0.5, (40, len(AXIS)))
     counts = bootstrap_counts(40)

@@ -126,6 +126,7 @@ def test_rows_of_a_group_are_held_out_together_and_every_class_keeps_a_row():
         held_out_rows(labels, groups[:5])
 
 
+@pytest.mark.soak
 def test_the_order_of_rows_the_numbers_of_classes_and_affine_features_change_nothing(data, probes):
     features, labels = data
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))

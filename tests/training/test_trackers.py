@@ -299,6 +299,7 @@ def all_is_measured(root) -> bool:
     return len(lit_layers.records.read(root / "measurements.jsonl")) == 2 * len(STEPS)
 
 
+@pytest.mark.soak
 def test_a_tracker_that_raises_ends_no_training(strange, tmp_path, caplog):
     strange.act = lambda: 1 / 0
     trained(tmp_path / "run", [object()])
