@@ -9,7 +9,7 @@ import pytest
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.benchmark_rows import local_rows
-from lit_layers.tasks.catalogue import LOCAL_TASKS, PAINTED
+from lit_layers.tasks.catalogue import PAINTED
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import write_tasks
 
@@ -73,7 +73,7 @@ def prompts(task, folder, limit=None):
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize("task", LOCAL_TASKS)
+@pytest.mark.parametrize("task", ROWS)
 def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(realdata, task):
     rows = local_rows(task, realdata)
     assert len(rows.rows[rows.split]) == ROWS[task]
