@@ -281,9 +281,9 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, s
 
 
 @functools.cache
-def what_computes() -> Mapping[str, str]:
-    """Returns what numbers are computed by here: versions of the libraries that states come from, without their build,
-    and of this package, with a hash of its code, as copies of one version may differ.
+def code_versions() -> Mapping[str, str]:
+    """Returns the versions that numbers are computed by here: of the libraries that states come from, without their
+    build, and of this package, with a hash of its code, as copies of one version may differ.
     """
     here, code = Path(__file__).parent, hashlib.sha256()
     for file in sorted(here.rglob("*.py")):
@@ -302,8 +302,8 @@ def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:
     Raises:
         InputError: naming both.
     """
-    if theirs != what_computes():
-        there, here = _differing(theirs, what_computes())
+    if theirs != code_versions():
+        there, here = _differing(theirs, code_versions())
         raise InputError(f"{who} has {there}, and this command has {here}: install the same versions everywhere")
 
 

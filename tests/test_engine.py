@@ -220,7 +220,7 @@ def test_the_record_is_that_of_one_process(run, tmp_path, pretended):
 
 def test_a_worker_of_another_version_says_so_before_it_reads_what_it_is_sent():
     """What is sent names classes of the version that sent it."""
-    here = identity.what_computes()
+    here = identity.code_versions()
     host = ray_workers._Host([], {**here, "torch": "1.0"}, b"no pickle")
     assert host.ready() == here
     assert set(here) >= {"lit_layers", "torch", "transformers"}

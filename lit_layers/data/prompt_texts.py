@@ -135,16 +135,16 @@ class CorpusTexts(Texts):
     @functools.cached_property
     def _texts(self) -> list[str]:
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
-        wanted, drawn, texts = self.num_texts, 0, list[str]()
+        number, drawn, texts = self.num_texts, 0, list[str]()
         while len(texts) < self.num_texts:
-            windows = self._windows(wanted).windows()  # begin with those of a smaller number
+            windows = self._windows(number).windows()  # begin with those of a smaller number
             if len(windows) == drawn:
                 raise InputError(
                     f"texts: expected {self.num_texts} windows with words, the {self.split} split of {self.corpus} has "
                     f"{len(texts)} among {drawn}: ask for fewer"
                 )
             texts = [text for text in tokenizer.decode_batch(windows.tolist()) if text.strip()]
-            drawn, wanted = len(windows), wanted + self.num_texts - len(texts)
+            drawn, number = len(windows), number + self.num_texts - len(texts)
         return texts
 
     def _windows(self, number: int = 0) -> EvalText:

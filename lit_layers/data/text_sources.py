@@ -173,7 +173,7 @@ class HubText(Source):
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
         place, _, self.config = name.partition(":")
-        self.name, _, self.wanted = place.partition("@")
+        self.name, _, self.named_revision = place.partition("@")
         self.column, self.share = column, validation
         self._folder: str | None = None  # of a conversion: that of the configuration
 
@@ -184,13 +184,13 @@ class HubText(Source):
             "config": self.config or None,
             "column": self.column,
             "validation": self.share,
-            **({"revision": self.wanted} if self.wanted else {}),
+            **({"revision": self.named_revision} if self.named_revision else {}),
         }
 
     def newest(self) -> str | None:
         from huggingface_hub import constants
 
-        if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(self.wanted):
+        if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(self.named_revision):
             return None
         try:
             return self._commit(None)[0]
@@ -217,10 +217,10 @@ class HubText(Source):
         """The commit to read, and its files."""
         from huggingface_hub import HfApi
 
-        wanted = revision or self.wanted or None
-        info = HfApi().dataset_info(self.name, revision=wanted, timeout=ANSWER)
+        asked = revision or self.named_revision or None
+        info = HfApi().dataset_info(self.name, revision=asked, timeout=ANSWER)
         paths = [file.rfilename for file in info.siblings or ()]
-        if wanted is None and f"{self.name.rpartition('/')[2]}.py" in paths:
+        if asked is None and f"{self.name.rpartition('/')[2]}.py" in paths:
             info = HfApi().dataset_info(self.name, revision=CONVERTED, timeout=ANSWER)
             paths = [file.rfilename for file in info.siblings or ()]
         return str(revision or info.sha), paths

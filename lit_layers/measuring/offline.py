@@ -14,7 +14,7 @@ from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.identity import refuse_other_code, settings_name, spelled_as, what_computes
+from lit_layers.identity import code_versions, refuse_other_code, settings_name, spelled_as
 from lit_layers.measuring import canary, one_model
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
@@ -137,7 +137,7 @@ def analyze_series(
         measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
         measuring.choose(analyses)
         part = "measuring" if beside_training else "all"
-        with run_lock.writing(root, shard=options.share, part=part, computes=what_computes()):
+        with run_lock.writing(root, shard=options.share, part=part, computes=code_versions()):
             for theirs, who in run_lock.beside(root):
                 refuse_other_code(theirs, f"root: {who}, which measures there as well,")
             return measuring.run()

@@ -206,18 +206,18 @@ class Measurer:
 
     def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> list[Measurement]:
         """Block by block."""
-        place, bird = self.root / UNFINISHED, canary.Canary()
+        place, drift_check = self.root / UNFINISHED, canary.Canary()
 
         def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
             # A kill between the first line and the last one leaves the blocks of all of them.
-            is_whole = due and (place / _key(view, [*analyses, bird]) / STATE).is_file()
+            is_whole = due and (place / _key(view, [*analyses, drift_check]) / STATE).is_file()
             if not due:
                 return
-            chosen = layerwise([*(analyses if is_whole else due), bird])
+            chosen = layerwise([*(analyses if is_whole else due), drift_check])
             folder = place / _key(view, chosen)
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
             outcomes = walk(view, chosen, folder, self.tell)
-            source |= canary.compared(canary.sums(outcomes[bird.name].records), fingerprint, self.earlier.store)
+            source |= canary.compared(canary.sums(outcomes[drift_check.name].records), fingerprint, self.earlier.store)
             for analysis in due:
                 outcome = outcomes[analysis.name]
                 provenance = {**one_model.describe_run(view, analysis, fingerprint), **source}

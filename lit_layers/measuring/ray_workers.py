@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lit_layers.errors import InputError
-from lit_layers.identity import refuse_other_code, what_computes
+from lit_layers.identity import code_versions, refuse_other_code
 
 ATTEMPTS = 4  # workers that a job may lose: more than bad luck, it is what ends them
 LOOK = 0.5  # seconds between two looks at the clock, while no worker is done
@@ -212,7 +212,7 @@ class RayWorkers:
             self._number += 1
             self.memory[self._number] = each
             where = self._placed(each) if "num_gpus" not in self._options and each else {}
-            known = [*sys.path], what_computes(), self._carried
+            known = [*sys.path], code_versions(), self._carried
             actor = self._actors[self._number] = remote.options(**where).remote(*known)
             self._starting.add(self._number)
             self._expected[actor.ready.remote()] = self._number
@@ -296,12 +296,12 @@ class _Host:
 
     def __init__(self, path: list[str], computes: Mapping[str, str], carried: bytes) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
-        if what_computes() == computes:  # else it is of other classes, and refused
+        if code_versions() == computes:  # else it is of other classes, and refused
             self.carried = pickle.loads(carried)  # from the process that started this one
 
     def ready(self) -> Mapping[str, str]:
         """Answers once the worker has started: what it computes by."""
-        return what_computes()
+        return code_versions()
 
     def do(self, task: Any, following: Any | None) -> Any:
         return self.carried(task, following)

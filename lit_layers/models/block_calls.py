@@ -100,7 +100,7 @@ class BlockCall:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
-            return self.alignment.given_back(self.aligned()(self.alignment.moved(hidden)))
+            return self.alignment.restored(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
             if self.layout is None:
                 return first(self.module(hidden, *self.args, **self.kwargs))

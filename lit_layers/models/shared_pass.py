@@ -115,7 +115,7 @@ class SharedPass(LayeredModel):
         """
         for key, readers in list(self._ledger.readers.items()):
             if reader in readers:
-                self._wanted(key, [each for each in readers if each != reader])
+                self._set_readers(key, [each for each in readers if each != reader])
         return self._ledger.seconds.pop(reader, 0.0)
 
     def trajectory(self, batch: Batch) -> Trajectory:
@@ -195,9 +195,9 @@ class SharedPass(LayeredModel):
         readers = list(self._ledger.readers.get(key, ()))
         if self._ledger.reader in readers:
             readers.remove(self._ledger.reader)
-        self._wanted(key, readers)
+        self._set_readers(key, readers)
 
-    def _wanted(self, key: bytes, readers: list[str]) -> None:
+    def _set_readers(self, key: bytes, readers: list[str]) -> None:
         """Notes who still waits for a row, which is let go where nobody does."""
         if readers:
             self._ledger.readers[key] = readers

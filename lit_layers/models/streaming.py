@@ -121,7 +121,7 @@ class StreamedModel(LayeredModel):
                 calls = [replace(call, layout=layout) for call in calls]
             mask = mask_of(inputs, hidden)
             if alignment is not None:
-                hidden, mask = alignment.given_back(hidden), alignment.given_mask
+                hidden, mask = alignment.restored(hidden), alignment.given_mask
                 calls = [replace(call, alignment=alignment) for call in calls]
         return Entered(hidden, mask, tuple(calls))
 

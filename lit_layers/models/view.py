@@ -175,7 +175,7 @@ class LayeredModel:
                 before, after = layout.taken(before, args), layout.given(output)
             of_layers = ([] if calls else [before]) + ([] if as_far_as_0 else [after])
             for state in of_layers if hidden is None else ():
-                states.append(state if alignment is None else alignment.given_back(state))
+                states.append(state if alignment is None else alignment.restored(state))
             calls.append(BlockCall(module, args, kwargs, alignment, layout))
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
@@ -202,7 +202,7 @@ class LayeredModel:
             if alignment is None:
                 look(layer, hidden, mask_of(inputs, hidden))
             else:
-                look(layer, alignment.given_back(hidden), alignment.given_mask)
+                look(layer, alignment.restored(hidden), alignment.given_mask)
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal layer
@@ -364,7 +364,7 @@ class Trajectory:
         if self.alignment is None:
             return self.model.ending(self.inputs, self.hidden[-1], in_tuple=self.in_tuple)
         logits = self.model.ending(self.inputs, self.alignment.moved(self.hidden[-1]), in_tuple=self.in_tuple)
-        return self.alignment.given_back(logits) if logits.ndim == 3 else logits
+        return self.alignment.restored(logits) if logits.ndim == 3 else logits
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
         """`logits[index]`, rows (n, classes) of tokens (prompt, place), or of prompts where the head pools.
@@ -423,7 +423,7 @@ class Trajectory:
 
     def _passed_alone(self, index: int) -> "Trajectory":
         """One prompt as the model is called with it alone."""
-        back = (lambda column: column) if self.alignment is None else self.alignment.given_back
+        back = (lambda column: column) if self.alignment is None else self.alignment.restored
         batch = {name: back(column)[index : index + 1] for name, column in self.inputs.items()}
         if not self.model.family.sees_images:
             batch["attention_mask"] = self.mask[index : index + 1].long()

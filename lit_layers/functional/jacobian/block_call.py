@@ -43,8 +43,8 @@ class Alignment(NamedTuple):
         """The batch (batch, tokens, *n) with its padding behind."""
         return _along_tokens(values, self.places)
 
-    def given_back(self, values: Tensor) -> Tensor:
-        """What was computed of the moved batch (batch, tokens, *n), as the batch was given."""
+    def restored(self, values: Tensor) -> Tensor:
+        """What was computed of the moved batch (batch, tokens, *n), with each token where it was given."""
         return _along_tokens(values, self.ranks)
 
     def of_prompt(self, index: int) -> "Alignment":

@@ -149,7 +149,7 @@ def token_places(
 
 def _of_all_places(jacobians: Tensor, alignment: Alignment) -> Tensor:
     """Jacobians (batch, out, tokens, dim, dim) of a moved batch at the places that it was given with."""
-    jacobians = alignment.given_back(jacobians.transpose(1, 2)).transpose(1, 2)
+    jacobians = alignment.restored(jacobians.transpose(1, 2)).transpose(1, 2)
     return jacobians.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
 
 
