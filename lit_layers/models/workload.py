@@ -39,7 +39,7 @@ LETTERS = 4  # of a token
 BATCH_TOKENS = 8192  # places of a batch of texts whose features are kept: 8,192 x 768 x 4 B = 25 MB for a state
 OF_A_BLOCK = 12  # numbers a token and width that a block holds while it runs: q, k, v, 4 d twice, a residual
 OF_A_JACOBIAN = 4  # width x width matrices that one takes while it is made and decomposed
-# Of a probe: five steps, and the closed form as twice that; a path of ten fits on four fifths of the rows.
+# Of a probe: the closed form and its steps, which are of few classes; a path of ten fits on four fifths of the rows.
 EVALUATIONS = {"watch": 15, "record": 330}
 # Steps, from the operations that torch counts: of an evaluation, where the others of a fit are shared out among them.
 STEPS_OF_AN_EVALUATION = {"watch": 30, "record": 6, "fixed_c": 3}

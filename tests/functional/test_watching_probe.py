@@ -1,5 +1,7 @@
 """The probe for watching against refits without each row, a general minimiser and scikit-learn at the best c."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -191,13 +193,14 @@ def test_the_steps_go_down_the_logistic_objective_of_all_classes(monkeypatch):
     made = []
 
     class Spied(watching_probe._Steps):
-        def __init__(self, rows, targets, out, c, start, *given):
-            super().__init__(rows, targets, out, c, start, *given)
-            made.append((self, start[0].numpy(), rows.inputs[0, ~out].numpy(), targets[~out].numpy(), float(c)))
+        def __init__(self, rows, targets, kept, c, start):
+            super().__init__(rows, targets, kept, c, start)
+            made.append((self, start[0].numpy().copy(), rows.inputs[0, kept].numpy(), targets[kept].numpy(), float(c)))
 
     monkeypatch.setattr(watching_probe, "_Steps", Spied)
     fit_watching_probes(features, [labels])
     ((steps, start, rows, truth, c),) = made
+    assert len(truth) == len(labels)
     moved = steps.moved.numpy()
     assert (len(moved), len(steps.others), steps.first) == (3, 3, 3)
 
@@ -225,10 +228,46 @@ def test_the_steps_go_down_the_logistic_objective_of_all_classes(monkeypatch):
         np.testing.assert_allclose(found[place, 1:], np.linalg.solve(hessian, gradient[0, place, 1:].numpy()))
 
 
+def test_the_steps_of_the_result_are_made_on_all_rows(monkeypatch):
+    """Until nothing is left of the objective: then the result is scikit-learn's optimum of all rows at its c."""
+    features, labels = problem(rows=300, layers=1)
+    losses = (torch.tensor(-float(number)) for number in itertools.count(1))
+    monkeypatch.setattr(watching_probe, "best_share", lambda *given: (next(losses), 1.0))
+    monkeypatch.setattr(watching_probe, "STEPS", 100)
+    (probes,) = fit_watching_probes(features, [labels])
+    scaled = StandardScaler().fit_transform(features[0].numpy())
+    expected = LogisticRegression(C=float(probes.c), tol=1e-9, max_iter=10_000).fit(scaled, labels.numpy())
+    found = probes.log_proba(features)[0].exp().numpy()
+    np.testing.assert_allclose(found, expected.predict_proba(scaled), atol=1e-5)
+
+
+def test_of_each_layer_as_many_steps_are_made_on_all_rows_as_helped_it(monkeypatch):
+    features, labels = problem(rows=300, layers=1)
+    weights = []
+    for number in range(4):  # the last help most, and less than all of their change counts
+        losses = iter([torch.tensor(-float(place)) for place in range(1, number + 1)] + [torch.tensor(9.0)])
+        monkeypatch.setattr(watching_probe, "best_share", lambda *given, each=losses: (next(each), 0.5))
+        weights.append(fit_watching_probes(features, [labels])[0].weight)
+    whole = features.expand(3, -1, -1)
+    numbers = torch.tensor([3, 0, 1])
+
+    class Told(watching_probe._TriedSteps):
+        def look(self, change, *given):
+            self.number, self.share_of_change = numbers, torch.full_like(self.none[:, :1, :1], 0.5)
+            return self.done
+
+    monkeypatch.setattr(watching_probe, "_TriedSteps", Told)
+    monkeypatch.setattr(watching_probe, "layers_at_once", lambda *given: [slice(0, 3)])  # as on a GPU
+    (probes,) = fit_watching_probes(whole, [labels])
+    for found, number in zip(probes.weight, numbers.tolist(), strict=True):
+        torch.testing.assert_close(found, weights[number][0], atol=1e-10, rtol=0)
+    assert (weights[1] - weights[0]).abs().max() > 1e-3 < (weights[3] - weights[1]).abs().max()
+
+
 def test_steps_are_made_as_long_as_they_help_and_none_where_the_closed_form_says_nothing(monkeypatch):
     """Looks at the held-out rows are given a loss; after the step that does not help comes none."""
     features, labels = problem(rows=400, layers=1)
-    for losses, expected in (([0.0] * 9, 8), ([0.0, 0.0, 9.0], 3), ([9.0], 1)):
+    for losses, expected in (([0.0] * 13, 12), ([0.0, 0.0, 9.0], 3), ([9.0], 1)):
         each = iter(losses)
         monkeypatch.setattr(watching_probe, "best_share", lambda *given, each=each: (torch.tensor(next(each)), 0.25))
         (probes,) = fit_watching_probes(features, [labels])

@@ -16,7 +16,7 @@ from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
-from lit_layers.functional.probes.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.watching_probe import REVISION, fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, fits
@@ -138,6 +138,13 @@ class ProbeAnalysis(StagedAnalysis):
     seed: int = 0
     estimator: Estimator = "fixed_c"
     _earlier: dict[Key, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def config(self) -> dict[str, Any]:
+        """The options; of probes to watch by also their revision, so that no curve has numbers of two."""
+        config = super().config()
+        if self.estimator == "watch":
+            config["init_args"]["revision"] = REVISION  # the first had none here
+        return config
 
     def probe_options(self) -> ProbeOptions:
         return ProbeOptions(

@@ -1,5 +1,6 @@
 """Probes to watch a training by: a closed form, calibrated on rows held out, and as much of a few steps as helps."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from lit_layers.functional.probes.logistic import (
 )
 from lit_layers.functional.probes.record_probe import C_GRID, fold_numbers, held_out_rows
 
-STEPS = 8
+REVISION = 2  # of the method, in the config of what is measured with it; 2: twelve steps, made on all rows in the end
+STEPS = 12
 SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 1e-3  # nats
 # What the steps move: along so many principal components the weights of so many classes at least, and of those that
@@ -48,13 +50,14 @@ def fit_watching_probes(
     `fit_record_probes`: a fifth, once where that makes 1,000 rows, else each fifth in turn; and those of one number in
     `groups`, such as those of one text, together.
 
-    From there eight L-BFGS steps, or fewer, go down the logistic objective at t c, of which t times the weights are the
-    first step where c is small. They move the weights of the most frequent classes, at least 100 and those that have
-    80% of the rows, along the 128 largest principal components. Steps help where classes are not Gaussian, and spoil
-    what few rows in many dimensions determine. So they are made without the first fifth, and on its rows it is chosen
-    after how many steps, and how much of their change counts: none, a quarter, a half, three quarters or all. They end
-    with the first step after which no share helps these rows, and are not made where the closed form is better than the
-    class shares by less than 0.001 nats or two standard errors, as of permuted labels.
+    From there twelve L-BFGS steps, or fewer, go down the logistic objective at t c, of which t times the weights
+    are the first step where c is small. They move the weights of the most frequent classes, at least 100 and those
+    that have 80% of the rows, along the 128 largest principal components. Steps help where classes are not
+    Gaussian, and spoil what few rows in many dimensions determine. So they are first made without the first fifth,
+    and on its rows it is chosen how many they are, and how much of their change counts: none, a quarter, a half,
+    three quarters or all. They end with the first step after which no share helps these rows, and are not made
+    where the closed form is better than the class shares by less than 0.001 nats or two standard errors, as of
+    permuted labels. Then so many are made on all rows, and so much of their change counts.
 
     `c` of the result is that of the steps; `converged` is True, since the number of steps is what it should be;
     `objective` is NaN, since it would cost a pass over the rows and is not the lowest.
@@ -182,12 +185,14 @@ def _fit(rows: PrincipalRows, spaces: Sequence[Sequence[_Space]], problem: _Prob
     num_iterations = torch.zeros_like(c, dtype=torch.long)
     done = torch.tensor([not (masks and each.beats_class_shares(truth)) for each in closed], device=targets.device)
     if not done.all() and masks[0].any():
-        steps = _Steps(rows, targets, masks[0], c, torch.stack(starts), closed, done)
-        minimum = minimize(steps.evaluate, steps.none, steps.precondition, steps.look, STEPS)
-        steps.look(minimum.point)
-        num_iterations = minimum.num_iterations
-        for layer, change in enumerate(steps.change):
-            point[layer, steps.first :, steps.moved] += change[:, 1:]
+        tried = _TriedSteps(rows, targets, masks[0], c, torch.stack(starts), closed, done)
+        minimum = minimize(tried.evaluate, tried.none, tried.precondition, tried.look, STEPS)
+        tried.look(minimum.point)
+        num_iterations, number, share = minimum.num_iterations, tried.number, tried.share_of_change
+        del tried
+        if number.any():
+            steps = _Steps(rows, targets, torch.ones_like(masks[0]), c, point)
+            point[:, steps.first :, steps.moved] += share * steps.after(number)[..., 1:]
     unknown, done = torch.full_like(c, torch.nan), torch.ones_like(c, dtype=torch.bool)
     result = Minimum(point, unknown, point, done, num_iterations)
     softmax = Softmax(rows, targets, 1 / (c * len(targets)))
@@ -223,32 +228,23 @@ def _calibrated(forms: Sequence[_ClosedForm], targets: Tensor) -> _Calibrated:
 
 
 class _Steps:
-    """L-BFGS on the rows of a few layers that are not held out, and what of it helps those that are.
+    """L-BFGS on the rows `kept` of a few layers.
 
     Beside the classes whose weights move, all others are one, column 0, that stays: what they say of a row, the
     logarithm of their summed exponentials, is computed once.
     """
 
-    def __init__(
-        self,
-        rows: PrincipalRows,
-        targets: Tensor,
-        out: Tensor,
-        c: Tensor,
-        start: Tensor,
-        closed: Sequence[_Calibrated],
-        done: Tensor,
-    ) -> None:
-        self.closed, self.done, self.first = closed, done, max(0, rows.dim - COMPONENTS)
+    def __init__(self, rows: PrincipalRows, targets: Tensor, kept: Tensor, c: Tensor, start: Tensor) -> None:
+        self.first = max(0, rows.dim - COMPONENTS)
         order = torch.bincount(targets).argsort(descending=True, stable=True)
-        counts = torch.bincount(targets[~out])[order]
+        counts = torch.bincount(targets[kept])[order]
         is_moved = counts.cumsum(0) - counts < COVERED * counts.sum()
         is_moved[:LEAST_MOVED] = True
         self.moved, self.others = order[is_moved], order[~is_moved]
-        places = torch.zeros_like(order)
-        places[self.moved] = torch.arange(1, len(self.moved) + 1, device=places.device)
-        inputs = rows.inputs[:, ~out]
-        self.base, self.targets = self._merged(inputs @ start), places[targets[~out]]
+        self.places = torch.zeros_like(order)
+        self.places[self.moved] = torch.arange(1, len(self.moved) + 1, device=order.device)
+        inputs = rows.inputs[:, kept]
+        self.base, self.targets = self._merged(inputs @ start), self.places[targets[kept]]
         self.inputs, self.row = inputs[..., self.first :].contiguous(), torch.arange(len(self.targets)).to(targets)
         self.share = torch.bincount(self.targets, minlength=len(self.moved) + 1).to(start) / len(self.targets)
         self.start = torch.nn.functional.pad(start[:, self.first :, self.moved], (1, 0))
@@ -256,11 +252,7 @@ class _Steps:
         self.penalties = penalty[:, None, None].repeat(1, self.start.shape[1], 1)
         self.penalties[:, -1] = 0
         self.spread = torch.nn.functional.pad(rows.spread[:, self.first :], (0, 1), value=1.0).to(start)[..., None]
-        self.out, self.truth = rows.inputs[:, out, self.first :], targets[out]
-        self.out_targets = places[self.truth]
-        self.none = torch.zeros_like(self.start)
-        self.lowest = [cross_entropy(each.logits[: len(self.truth)], self.truth) for each in closed]
-        self.change = [self.none[0]] * len(closed)  # (inputs, moved classes and the others)
+        self.none = torch.zeros_like(self.start)  # (layers, inputs, the others and moved classes)
 
     def _merged(self, logits: Tensor) -> Tensor:
         others = logits[..., self.others].logsumexp(-1, keepdim=True)
@@ -284,10 +276,44 @@ class _Steps:
         sums = (share * scaled).sum(-1, keepdim=True)
         return torch.nn.functional.pad(scaled + self.spread * share * inverse * sums / left, (1, 0))
 
+    def after(self, number: Tensor) -> Tensor:
+        """The change after so many steps (layers,)."""
+        made = itertools.count()
+
+        def is_done(*_: Tensor) -> Tensor:
+            return number <= next(made)
+
+        return minimize(self.evaluate, self.none, self.precondition, is_done, int(number.max())).point
+
+
+class _TriedSteps(_Steps):
+    """Steps on the rows that are not `out`: how many of them, and what share of their change, help those that are."""
+
+    def __init__(
+        self,
+        rows: PrincipalRows,
+        targets: Tensor,
+        out: Tensor,
+        c: Tensor,
+        start: Tensor,
+        closed: Sequence[_Calibrated],
+        done: Tensor,
+    ) -> None:
+        super().__init__(rows, targets, ~out, c, start)
+        self.closed, self.done, self.made = closed, done, 0
+        self.out, self.truth = rows.inputs[:, out, self.first :], targets[out]
+        self.out_targets = self.places[self.truth]
+        self.lowest = [cross_entropy(each.logits[: len(self.truth)], self.truth) for each in closed]
+        self.number = torch.zeros_like(c, dtype=torch.long)
+        self.share_of_change = torch.zeros_like(self.none[:, :1, :1])
+
     def look(self, change: Tensor, *_: Tensor) -> Tensor:
-        """Keeps what helps the held-out rows most; done is a layer at the first change of which no share helps."""
+        """Notes what helps the held-out rows most; done is a layer at the first change of which no share helps."""
+        if change is self.none:
+            return self.done
+        self.made += 1
         for layer, each in enumerate(self.closed):
-            if change is self.none or self.done[layer]:
+            if self.done[layer]:
                 continue
             logits = each.logits[: len(self.truth)]
             merged = self._merged(logits)
@@ -295,7 +321,8 @@ class _Steps:
             loss, share = best_share(merged, self.out[layer] @ change[layer], self.out_targets)
             self.done[layer] = loss + rest >= cross_entropy(logits, self.truth)
             if loss + rest < self.lowest[layer]:
-                self.lowest[layer], self.change[layer] = loss + rest, share * change[layer]
+                self.lowest[layer], self.number[layer] = loss + rest, self.made
+                self.share_of_change[layer] = share
         return self.done
 
 
