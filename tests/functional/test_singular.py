@@ -268,7 +268,8 @@ def likely_over_real_errors(kind: Kind, bases: Kind, sign: Literal["signed", "ab
     return (likely[:, off].amax(1) / real[:, off].amax(1).clamp(min=floor)).tolist()
 
 
-@pytest.mark.parametrize("route", [pytest.param("whole", marks=pytest.mark.soak), "leading"])
+@pytest.mark.soak
+@pytest.mark.parametrize("route", ["whole", "leading"])
 def test_the_estimate_of_a_pairs_error_is_within_ten_times_the_worst_real_one_whatever_the_spectra(route, monkeypatch):
     if route == "leading":
         monkeypatch.setattr(singular, "MIN_DIM", 0)

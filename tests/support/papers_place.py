@@ -23,11 +23,12 @@ from tests.support.paper_tables import ROOT, recipe_paths
 from tests.support.papers_world import MODELS, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
-# The papers of each file of tests, tests/cli/test_published_NAME.py: a file runs in one process.
+# How the recipes of tests/cli/test_published_NAME.py begin: a file runs in one process.
 FILES = {
-    "coupling_and_layers": ("coupling", "layers"),
-    "monotonicity": ("monotonicity",),
-    "painters": ("painters",),
+    "coupling_and_layers": ("coupling/", "layers/"),
+    "monotonicity": ("monotonicity/",),
+    "painters_to_figure_7": tuple(f"painters/fig{number}" for number in range(2, 8)),
+    "painters_from_figure_8": ("painters/fig8", "painters/fig9", "painters/fig1", "painters/a"),
 }
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 # Of recipes that train, however small the model is.
@@ -72,7 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def recipes_of(file: str) -> list[str]:
     """The recipes of a file of tests, but for items that cannot be measured."""
-    return [name for name, path in RECIPES.items() if path.parent.name in FILES[file] and read_recipe(path).steps]
+    return [name for name, path in RECIPES.items() if name.startswith(FILES[file]) and read_recipe(path).steps]
 
 
 def as_published(path: Path) -> dict[str, Any]:

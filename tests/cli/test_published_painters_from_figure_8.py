@@ -1,4 +1,4 @@
-"""The recipes of the papers on painters run as they are written, in a stand-in world."""
+"""The recipes of Transformer Layers as Painters from its Figure 8 on run as they are written, in a stand-in world."""
 
 import pytest
 
@@ -9,6 +9,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("sizes", ["reduced", "names"])
-@pytest.mark.parametrize("name", recipes_of("painters"))
+@pytest.mark.parametrize("name", recipes_of("painters_from_figure_8"))
 def test_a_recipe_runs_as_it_is_written(name: str, sizes: str, capsys: pytest.CaptureFixture) -> None:
     run_as_written(name, sizes, capsys)
