@@ -357,7 +357,9 @@ def test_a_run_that_diverges_ends_nothing_and_a_signal_all(code, verbs, tmp_path
     Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": steps}))
     ran = []
     codes = {"fit": code, "report": 0}
-    monkeypatch.setattr("lit_layers.cli.verbs.reproduce.run_verb", lambda verb, _: ran.append(verb) or codes[verb])
+    monkeypatch.setattr(
+        "lit_layers.cli.verbs.reproduce.run_verb", lambda verb, *_, **__: ran.append(verb) or codes[verb]
+    )
     assert main(["reproduce", "r.yaml", "--root", "out"]) == code
     assert ran == verbs
     assert Path("out/comparison.md").exists() == (code == 3)
@@ -368,7 +370,9 @@ def test_an_engine_is_asked_by_the_commands_that_measure(tmp_path, monkeypatch):
     steps = [{"analyze": {"model": "folder", "root": "<root>"}}, {"correlate": {"models": ["<root>"]}}]
     Path("r.yaml").write_text(yaml.safe_dump({**FIELDS, "steps": steps}))
     ran = []
-    monkeypatch.setattr("lit_layers.cli.verbs.reproduce.run_verb", lambda verb, rest: ran.append((verb, rest)) or 0)
+    monkeypatch.setattr(
+        "lit_layers.cli.verbs.reproduce.run_verb", lambda verb, rest, **_: ran.append((verb, rest)) or 0
+    )
     for engine in ("process", "ray"):
         assert main(["reproduce", "r.yaml", "--root", "out", "--engine", engine]) == 0
     assert [(verb, "--engine ray" in " ".join(rest)) for verb, rest in ran] == [
