@@ -393,11 +393,12 @@ def _summary(name: str) -> str | None:
 def _errors(wandb: Any) -> tuple[type[Exception], ...]:
     """What wandb raises: its own base class, and what its service raises beside it, in the versions that have it."""
     try:
-        from wandb.sdk.mailbox import MailboxClosedError
-        from wandb.sdk.mailbox.mailbox_handle import HandleAbandonedError, ServerResponseError
+        from wandb.sdk.mailbox import mailbox, mailbox_handle
     except ImportError:
         return (wandb.Error, OSError)
-    return (wandb.Error, OSError, MailboxClosedError, HandleAbandonedError, ServerResponseError)
+    of_service = {**vars(mailbox), **vars(mailbox_handle)}
+    names = ("MailboxClosedError", "HandleAbandonedError", "ServerResponseError")
+    return (wandb.Error, OSError, *(of_service[name] for name in names if name in of_service))
 
 
 def _has_credentials(wandb: Any) -> bool:

@@ -64,7 +64,7 @@ TRANSFORMERS = Vision(
     class_token=lambda model: True,
     prefix=lambda model: 1 + getattr(model.config, "num_register_tokens", 0),
     classes=lambda model: getattr(getattr(model, "classifier", None), "out_features", 0),
-    has_head=lambda model: model.base_model is not model,
+    has_head=lambda model: trunk_of(model) is not model,
     attention=lambda model: model.config._attn_implementation,
 )
 
@@ -80,7 +80,9 @@ IMAGES = ("pixel_values",)
 
 def trunk_of(model: Network) -> Network:
     """The model without its head: itself where it has none (`base_model` is transformers' name for it)."""
-    return getattr(model, "base_model", model)
+    trunk = getattr(model, "base_model", model)
+    is_clip = trunk is model and hasattr(model, "visual_projection") and not hasattr(model, "text_model")
+    return model.vision_model if is_clip else trunk  # which transformers 5.17 does not call its base
 
 
 def text_config(config: Any) -> Any:

@@ -157,15 +157,18 @@ def untouched(model: Network) -> Iterator[None]:
     Raises:
         NotShown: it does.
     """
-    versions = {id(tensor): tensor._version for tensor in _tensors(model)}
-    buffers = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    before, buffers = _tensors(model), {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False)}
+    versions = {name: tensor._version for name, tensor in before.items()}
     modules = [id(module) for module in model.modules()]
     yield
-    after = {id(tensor): tensor for tensor in _tensors(model)}
-    # Some write the values into a buffer that it has (rotary frequencies that are scaled for long texts alone).
-    written = [key for key, tensor in after.items() if versions.get(key) != tensor._version]
-    if versions.keys() != after.keys() or not all(
-        key in buffers and torch.equal(buffers[key], after[key]) for key in written
+    after = _tensors(model)
+    # Some write the values into a buffer that it has, or register another of them in its place (rotary frequencies that
+    # are scaled for long texts alone).
+    written = [
+        name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
+    ]
+    if before.keys() != after.keys() or not all(
+        name in buffers and torch.equal(buffers[name], after[name]) for name in written
     ):
         raise NotShown("its own call writes to its weights or buffers")
     if modules != [id(module) for module in model.modules()]:
@@ -217,8 +220,10 @@ def taken_apart(
     return family
 
 
-def _tensors(model: Network) -> list[Tensor]:
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_inference()]
+def _tensors(model: Network) -> dict[str, Tensor]:
+    parts = (model.named_parameters, model.named_buffers)
+    both = {name: tensor for part in parts for name, tensor in part(remove_duplicate=False)}
+    return {name: tensor for name, tensor in both.items() if not tensor.is_inference()}
 
 
 def _shown(evidence: Evidence) -> Structured:
