@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.families import class_named, family_of, propose_blocks
-from lit_layers.models.families.rows import row_of
+from lit_layers.models.families.rows import row_of, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import (
@@ -305,6 +305,16 @@ def test_a_view_says_what_a_model_of_images_is(name, image_size, prefix, num_cla
     else:
         with pytest.raises(InputError, match="has no patches: it is a model of texts"):
             model.num_patches()
+
+
+def test_the_vision_model_is_the_trunk_also_where_transformers_does_not_call_it_the_base(monkeypatch):
+    model, batch = tiny("picture_clip_projected"), tiny_batch("picture_clip_projected")
+    monkeypatch.setattr(type(model), "base_model_prefix", "clip")  # as in transformers 5.17
+    assert model.base_model is model
+    view = LayeredModel(model)
+    assert trunk_of(model) is model.vision_model
+    assert view.has_head
+    torch.testing.assert_close(view.trajectory(batch).logits, model(**batch).image_embeds)
 
 
 @pytest.mark.parametrize("name", ["picture_dinov2", "picture_registers"])

@@ -423,6 +423,21 @@ def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
         torch.testing.assert_close(trajectory.hidden[layer], expected.hidden_states[layer])
 
 
+def test_another_buffer_of_equal_values_in_its_place_is_no_write():
+    """As Phi 3.5 registers one at each call in transformers 5.17: the one that it keeps beside it."""
+    model = nn.Linear(2, 2)
+    for name in ("frequencies", "original"):
+        model.register_buffer(name, torch.arange(3.0))
+    with untouched(model):
+        model.register_buffer("frequencies", model.original)
+    refused = pytest.raises(NotShown, match="its own call writes to its weights or buffers")
+    for name, other in {"frequencies": 2 * model.original, "more": model.original}.items():
+        with refused, untouched(written := copy.deepcopy(model)):
+            written.register_buffer(name, other)
+    with refused, untouched(model):
+        model.weight = nn.Parameter(model.weight.clone())
+
+
 def test_texts_beyond_the_length_where_frequencies_change_are_as_the_model_has_them_alone():
     """Of Phi 3.5 these are more than 4,096 tokens, here 16: a batch is long by its longest text."""
     rope = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 10000.0}
