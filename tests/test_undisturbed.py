@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import lit_layers
+from lit_layers.analyses import Representation
 from lit_layers.analyses.base import Analysis, describe
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.preparing import prepare
@@ -398,6 +399,14 @@ def test_text_names_the_tokenizer_of_the_shards_that_it_is_cut_from(tmp_path):
         assert Doing(batches=text).config_hash() == before
         found.add(text.tokenizer_hash())
     assert len(found) == 2
+
+
+def test_numbers_of_numpy_are_options_like_those_of_python():
+    plain = Representation(batches=OneBatch(), alpha=0.5, num_halves=2).config()
+    assert plain["init_args"].items() >= {"alpha": 0.5, "num_halves": 2}.items()
+    for half in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
+        assert Representation(batches=OneBatch(), alpha=half, num_halves=np.int64(2)).config() == plain
+    assert json.dumps(describe((np.float32(0.5), np.True_, np.str_("a")))) == '[0.5, true, "a"]'
 
 
 def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():

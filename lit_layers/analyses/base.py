@@ -10,6 +10,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
+import numpy as np
+
 from lit_layers.analyses.states import at_least_float32, first_rows
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
@@ -426,6 +428,8 @@ def _choices(kind: Any) -> list[Any]:
 
 def describe(value: Any) -> Any:
     """`value` as plain JSON data: dataclasses and other objects become their class path and public fields."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Path):
