@@ -94,7 +94,7 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         threads.settle()
         with refusing_pipes(rest), plainly(rest, results=command != "fit"):
             verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
-            # its parser takes a quarter of a second to load, which the help of two verbs above does without
+            # its parser takes a quarter of a second to load, which the help above does without
             from lit_layers.cli import options, remote_roots
 
             with remote_roots.in_local_copies(recipe := options.Recipe(verb, rest), os.environ):

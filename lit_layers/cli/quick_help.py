@@ -89,11 +89,12 @@ def made_from(verb: str) -> str:
 
 
 def _options_of_trainer() -> str:
-    """Signature and docstring of Lightning's Trainer, read without an import."""
+    """Signature and docstring of Lightning's Trainer, read without an import; nothing where it is not found."""
     spec = importlib.util.find_spec("lightning")
     if spec is None or spec.origin is None:
         return ""
-    source = (Path(spec.origin).parent / "pytorch/trainer/trainer.py").read_text(encoding="utf-8")
+    path = Path(spec.origin).parent / "pytorch/trainer/trainer.py"
+    source = path.read_text(encoding="utf-8") if path.is_file() else ""
     return source.partition("\nclass Trainer")[2].partition("def __init__(")[2].partition("super().__init__()")[0]
 
 

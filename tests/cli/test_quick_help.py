@@ -1,8 +1,10 @@
 """The help that is replayed is the parsers' own, and no more is said than what is installed holds."""
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from inspect import isabstract
 from pathlib import Path
 
@@ -94,6 +96,15 @@ def test_a_signature_of_the_trainer_is_read():
     options = quick_help._options_of_trainer()
     assert "max_steps: int = -1," in options
     assert "Customize every aspect of training" in options
+
+
+def test_where_the_trainer_is_not_found_the_parser_speaks(tmp_path, monkeypatch):
+    """As of a Lightning that has it in another file."""
+    elsewhere = ModuleSpec("lightning", None, origin=str(tmp_path / "__init__.py"))
+    for spec in (elsewhere, None):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
+        assert quick_help.answer("fit", ["--help"]) is None
+        assert quick_help.answer("watch", ["--help"]) is not None
 
 
 def test_another_python_outlines_the_same():
