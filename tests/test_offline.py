@@ -1,6 +1,7 @@
 """Measuring a trained model, whole or streamed: the same numbers, the same provenance, nothing measured twice."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def three(name: str = "llama", **options) -> list:
-    data = Listed(tiny_batch(name, padding="left"), tiny_batch(name, batch=2, tokens=6, seed=2))
+def three(name: str = "llama", *, seed: int = 0, **options) -> list:
+    data = Listed(tiny_batch(name, padding="left", seed=seed), tiny_batch(name, batch=2, tokens=6, seed=2))
     return [Trajectory(batches=data), Representation(batches=data), Coupling(batches=data, k=(3,), **options)]
 
 
@@ -105,20 +106,23 @@ def test_a_kill_between_two_lines_loses_no_block(model, tmp_path, monkeypatch):
     assert [m.analysis for m in lines] == ["trajectory", "representation", "coupling"]
 
 
-@pytest.mark.soak
-def test_other_weights_or_options_do_not_go_on_from_these_blocks(tmp_path, monkeypatch):
+def test_other_weights_options_or_data_do_not_go_on_from_these_blocks(tmp_path, monkeypatch):
     def interrupt(done, total, what):
         if done == 2:
             raise KeyboardInterrupt
 
-    saved(tmp_path / "model", "llama")
-    for options in ({}, {"p": 1.0}):
-        with pytest.raises(KeyboardInterrupt):
-            analyze(tmp_path / "model", three(**options), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
-    saved(tmp_path / "model", "llama", seed=1)
-    found = analyze(tmp_path / "model", three(), root=tmp_path / "run", stream_blocks=True)
-    whole = analyze(tmp_path / "model", three(), root=tmp_path / "whole")
-    assert_same_numbers(found, whole)
+    folder = tmp_path / "model"
+    saved(folder, "llama")
+    with pytest.raises(KeyboardInterrupt):
+        analyze(folder, three(), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
+    given = tmp_path / "run" / ".stream"
+    for what, analyses in {"options": three(p=1.0), "data": three(seed=1), "weights": three()}.items():
+        if what == "weights":
+            saved(folder, "llama", seed=1)
+        monkeypatch.setattr(Listed, "content_hash", lambda self, what=what: "other" if what == "data" else "listed")
+        shutil.copytree(given, tmp_path / what / ".stream")
+        streamed = analyze(folder, analyses, root=tmp_path / what, stream_blocks=True)
+        assert_same_numbers(streamed, analyze(folder, analyses, root=tmp_path / "whole" / what))
 
 
 def test_a_failing_analysis_is_written_with_its_error_either_way(model, tmp_path):

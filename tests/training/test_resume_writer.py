@@ -1,15 +1,20 @@
 """The thread that writes checkpoints to resume from: what it writes, and who waits for it."""
 
+import os
+import signal
+import sys
 import threading
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_layers.errors import InputError
 from lit_layers.training import resuming
 from lit_layers.training.checkpoints import saved_steps, write_folder
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
+from tests.support.forked import run_forked
 from tests.support.tiny_training import fit, module
 
 
@@ -70,3 +75,29 @@ def test_what_the_writer_could_not_do_ends_the_run_in_one_sentence(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert max(weights.after) == 4  # at the next checkpoint
     assert not list((tmp_path / "resume").glob("*step-*"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_sigterm_ends_the_run_after_the_step_it_came_in_which_is_saved(tmp_path):
+    """The short form of tests/cli/test_resume.py; steps are of two batches, and it comes between those of the third."""
+
+    class Preempted(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def preempted() -> int:
+        callbacks = [Preempted(), ResumeCheckpoint(tmp_path, every=None)]
+        with pytest.raises(SIGTERMException):
+            fit(tmp_path, callbacks, module=module(), steps=6, accumulate_grad_batches=2)
+        return 7
+
+    assert run_forked(preempted) == 7
+    weights = Weights()
+    fit(tmp_path / "whole", [weights], module=module(), steps=4, accumulate_grad_batches=2)
+    assert saved_steps(tmp_path / "resume") == [3]
+    point = resume_point(tmp_path, "last")
+    assert point is not None
+    saved = torch.load(point.state, weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.after[3].items())
+    assert any(not torch.equal(saved[name], tensor) for name, tensor in weights.after[4].items())
