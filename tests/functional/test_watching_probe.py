@@ -264,6 +264,20 @@ def test_of_each_layer_as_many_steps_are_made_on_all_rows_as_helped_it(monkeypat
     assert (weights[1] - weights[0]).abs().max() > 1e-3 < (weights[3] - weights[1]).abs().max()
 
 
+def test_the_last_step_counts_where_it_helps_most(monkeypatch):
+    features, labels = problem(rows=300, layers=1)
+    losses, numbers, after = itertools.count(-1, -1), [], watching_probe._Steps.after
+    monkeypatch.setattr(watching_probe, "best_share", lambda *given: (torch.tensor(float(next(losses))), 1.0))
+
+    def told(self, number):
+        numbers.extend(number.tolist())
+        return after(self, number)
+
+    monkeypatch.setattr(watching_probe._Steps, "after", told)
+    fit_watching_probes(features, [labels])
+    assert numbers == [12]
+
+
 def test_steps_are_made_as_long_as_they_help_and_none_where_the_closed_form_says_nothing(monkeypatch):
     """Looks at the held-out rows are given a loss; after the step that does not help comes none."""
     features, labels = problem(rows=400, layers=1)
