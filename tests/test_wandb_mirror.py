@@ -14,7 +14,7 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
-from lit_layers.report import WandbMirror
+from lit_layers.report import WandbMirror, wandb_mirror
 from lit_layers.report.logged_numbers import of_the_whole_run, values_of
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_finished
@@ -469,6 +469,14 @@ def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up
 
 def _connection_lost(*_: object, **__: object) -> None:
     raise ConnectionResetError("Connection lost")
+
+
+def test_errors_of_wandbs_service_are_known_in_versions_that_lack_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox_handle = pytest.importorskip("wandb.sdk.mailbox.mailbox_handle")
+    known = {error.__name__ for error in wandb_mirror._errors(wandb)}
+    assert known == {"Error", "OSError", "MailboxClosedError", "HandleAbandonedError", "ServerResponseError"}
+    monkeypatch.delattr(mailbox_handle, "ServerResponseError")
+    assert {error.__name__ for error in wandb_mirror._errors(wandb)} == known - {"ServerResponseError"}
 
 
 def test_the_default_recipe_builds_the_mirror_it_names() -> None:

@@ -425,17 +425,25 @@ def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
 
 def test_another_buffer_of_equal_values_in_its_place_is_no_write():
     """As Phi 3.5 registers one at each call in transformers 5.17: the one that it keeps beside it."""
-    model = nn.Linear(2, 2)
-    for name in ("frequencies", "original"):
-        model.register_buffer(name, torch.arange(3.0))
-    with untouched(model):
-        model.register_buffer("frequencies", model.original)
-    refused = pytest.raises(NotShown, match="its own call writes to its weights or buffers")
-    for name, other in {"frequencies": 2 * model.original, "more": model.original}.items():
-        with refused, untouched(written := copy.deepcopy(model)):
-            written.register_buffer(name, other)
-    with refused, untouched(model):
-        model.weight = nn.Parameter(model.weight.clone())
+
+    def model() -> nn.Module:
+        made = nn.Linear(2, 2)
+        made.weight = nn.Parameter(torch.arange(4.0).reshape(2, 2))
+        for name in ("frequencies", "original"):
+            made.register_buffer(name, torch.arange(3.0))
+        return made
+
+    with untouched(admitted := model()):
+        admitted.register_buffer("frequencies", admitted.original)
+    for write in (
+        lambda model: model.register_buffer("frequencies", torch.ones(3)),
+        lambda model: model.frequencies.fill_(1),
+        lambda model: model.register_buffer("more", model.original),
+        lambda model: delattr(model, "frequencies"),
+        lambda model: setattr(model, "weight", nn.Parameter(torch.ones(2, 2))),  # written to as often as the one before
+    ):
+        with pytest.raises(NotShown, match="writes to its weights or buffers"), untouched(refused := model()):
+            write(refused)
 
 
 def test_texts_beyond_the_length_where_frequencies_change_are_as_the_model_has_them_alone():
