@@ -284,12 +284,14 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
 
 
 def refuse_below_one(place: str = "", **counts: int | None) -> None:
-    """`refuse_outside` of options that are counts, of at least 1.
+    """Refuses the first option that is no count of at least 1; None is left to the types.
 
     Raises:
-        InputError: naming the first that is none.
+        InputError: naming it, what is expected and what came.
     """
-    refuse_outside(place, dict.fromkeys(counts, COUNT), counts)
+    for name, count in counts.items():
+        if count is not None and (expected := COUNT.expected(count)) is not None:
+            raise InputError(f"{place}{name}: expected {expected}, got {count!r}")
 
 
 def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
