@@ -40,18 +40,18 @@ class LayerResult:
 
     Args:
         measurements: one for each model and analysis; none failed.
-        wanted: of each analysis the metrics that were asked for; None: all.
+        selected: of each analysis the metrics that were asked for; None: all.
     """
 
     measurements: tuple[Measurement, ...]
-    wanted: Mapping[str, frozenset[str] | None]
+    selected: Mapping[str, frozenset[str] | None]
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
         """The tidy table of `records.frame`, a row a number: run, metric, layer, value, its error, tags."""
         table: Any = records.frame(self.measurements)
         keep = [
-            (names := self.wanted[analysis]) is None or metric in names
+            (names := self.selected[analysis]) is None or metric in names
             for analysis, metric in zip(table["analysis"], table["metric"], strict=True)
         ]
         return table[keep].reset_index(drop=True)
@@ -60,7 +60,7 @@ class LayerResult:
     def metrics(self) -> list[str]:
         """What is drawn over the layers, in the order of pages; what is secondary only where there is nothing else."""
         drawn = self._profiles
-        asked = set().union(*(names or () for names in self.wanted.values()))
+        asked = set().union(*(names or () for names in self.selected.values()))
         usual = {name for name in drawn if name in asked or not METRICS[name].secondary}
         return sorted(usual or drawn, key=rank)
 
@@ -139,11 +139,11 @@ class LayerResult:
             taken.add(name)
             new_names[run] = name
         renamed = [replace(m, run=new_names[m.run]) for m in other.measurements]
-        wanted = {**self.wanted}
-        for name, chosen in other.wanted.items():
-            mine = wanted.get(name, frozenset())
-            wanted[name] = None if mine is None or chosen is None else mine | chosen
-        return LayerResult((*self.measurements, *renamed), wanted)
+        selected = {**self.selected}
+        for name, chosen in other.selected.items():
+            mine = selected.get(name, frozenset())
+            selected[name] = None if mine is None or chosen is None else mine | chosen
+        return LayerResult((*self.measurements, *renamed), selected)
 
     def __repr__(self) -> str:
         runs = ", ".join(dict.fromkeys(m.run for m in self.measurements))
@@ -189,7 +189,7 @@ def layers(
         InputError: a name, model, text or tokenizer that is none, options that do not fit the model.
         Exception: what an analysis raises.
     """
-    wanted = metric_names.named(metrics)
+    selected = metric_names.named(metrics)
     if (expected := COUNT.expected(max_tokens)) is not None:
         raise InputError(f"max_tokens: expected {expected}, got {max_tokens!r}")
     if not isinstance(model, str | Path | nn.Module) or model == "":
@@ -204,13 +204,13 @@ def layers(
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
         given, few = _of_texts(view, texts, _tokenizer(model, tokenizer), max_tokens)
-    analyses = metric_names.made([*wanted], given, few)
+    analyses = metric_names.made([*selected], given, few)
     facts: dict[str, Any] = {"run": name or _called(model), "step": None, "weights_hash": weights_hash(network)}
     measurements = []
     for analysis in analyses:
         analysis.check(view)
         measurements.append(measure(view, analysis, raises=True, **facts))
-    chosen = {analysis: None if names is None else frozenset(names) for analysis, names in wanted.items()}
+    chosen = {analysis: None if names is None else frozenset(names) for analysis, names in selected.items()}
     return LayerResult(tuple(measurements), chosen)
 
 

@@ -45,10 +45,10 @@ def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
         for option, word in sorted(places, key=lambda place: place[0] == "root"):  # the root last
             url = word.rstrip("/")
             is_model = option != "root" and command in _OF_CHECKPOINTS
-            wanted = remote_copy.checkpoints if is_model else remote_copy.numbers
+            name_filter = remote_copy.checkpoints if is_model else remote_copy.numbers
             is_alone = is_model and remote_runs.holds(url, "config.json")
             if is_alone and (of := remote_copy.CHECKPOINT.fullmatch(url)) and remote_runs.holds(of["run"], "run.json"):
-                url, wanted = of["run"], functools.partial(remote_copy.to_measure, of["name"])
+                url, name_filter = of["run"], functools.partial(remote_copy.to_measure, of["name"])
                 alone, there = str(places[option, word]), str(remote_copy.LocalCopy(url).folder / of["name"])
                 places[option, word], named = Path(there), options[option]
                 options[option] = (
@@ -58,10 +58,10 @@ def in_local_copies(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
             if not is_first:  # the first rank has it, and started this one
                 continue
             if writes and not is_alone and not options.get("plan"):
-                wanted = remote_copy.to_resume if command == "fit" else wanted
-                held.enter_context(remote_runs.written(url, wanted))
+                name_filter = remote_copy.to_resume if command == "fit" else name_filter
+                held.enter_context(remote_runs.written(url, name_filter))
             else:
-                remote_runs.read(url, wanted)
+                remote_runs.read(url, name_filter)
                 copies.append(remote_runs.Additions(url))
         with _in_addresses(remote_runs.addressed, remote_runs.copies):
             yield

@@ -272,7 +272,7 @@ def rows_of_curves(
     *,
     axis: AxisName = "step",
 ) -> dict[Any, tuple[str, dict[int, ByPrompt]]]:
-    """Returns for the wanted curves that have some what was measured on, and the values of prompts at each checkpoint.
+    """Returns for the named curves that have some what was measured on, and the values of prompts at each checkpoint.
 
     `curve_of` an analysis and a record says of which curve it is. What a folder holds in place of values is told in one
     warning.

@@ -31,7 +31,7 @@ CHECKPOINT = re.compile(r"(?P<run>.+)/(?P<name>step-\d+)")
 _LAST = ("config.json", "meta.json")  # of a checkpoint's folder: without them it is none
 _AT_THE_END = re.compile(r"wandb/.*|.*\.log")  # they grow all the time
 _REPLACED = re.compile(r"values/.*|run\.json")  # as a whole: never half written
-Wanted = Callable[[str], bool]
+NameFilter = Callable[[str], bool]
 
 
 def numbers(name: str) -> bool:
@@ -105,26 +105,26 @@ class LocalCopy:
 
     # ------------------------------------------------------------------------------------------ from the store
 
-    def refresh(self, wanted: Wanted) -> None:
+    def refresh(self, name_filter: NameFilter) -> None:
         """Makes it what is on the store; while its writer lives, or where that was killed, it is ahead."""
         with contextlib.suppress(Timeout), self.lock.acquire(timeout=PATIENCE):
             self._read_state()  # of whoever held it before
-            self.fetch(wanted)
+            self.fetch(name_filter)
 
-    def fetch(self, wanted: Wanted) -> None:
+    def fetch(self, name_filter: NameFilter) -> None:
         """The same for who holds the lock."""
         for _ in range(TRIES):
             with contextlib.suppress(FileNotFoundError):  # its writer put parts together meanwhile
-                self._fetch(wanted, self.store.listing())
+                self._fetch(name_filter, self.store.listing())
                 return
         raise InputError(f"{self.store.url}: it changes faster than it can be read: try again")
 
-    def _fetch(self, wanted: Wanted, listing: dict[str, Entry]) -> None:
+    def _fetch(self, name_filter: NameFilter, listing: dict[str, Entry]) -> None:
         claim = self.store.newest_claim()
         is_ours = claim is not None and claim.token == self.token
         if not is_ours:
             self._drop_stale(listing)
-        due = [name for name in self._whole(listing) if wanted(name) and not _is_log(name)]
+        due = [name for name in self._whole(listing) if name_filter(name) and not _is_log(name)]
         due = [name for name in due if not (self.folder / name).exists() and not self._is_gone(name)]
         logs = {match[1] if (match := _PART.fullmatch(name)) else name for name in listing}
         logs = {log for log in logs if _is_log(log) and not (is_ours and self._is_ahead(log, listing))}

@@ -24,7 +24,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from lit_layers.errors import InputError, RunLostError
-from lit_layers.files.remote_copy import LocalCopy, Wanted, numbers
+from lit_layers.files.remote_copy import LocalCopy, NameFilter, numbers
 from lit_layers.files.remote_store import Claim, Store, is_remote
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _writers: "list[Writer]" = []
 copies: dict[str, str] = {}  # the local copies that this process has worked in, and what they are copies of
 
 
-def read(place: str | Path, wanted: Wanted = numbers) -> Path:
+def read(place: str | Path, name_filter: NameFilter = numbers) -> Path:
     """Returns where a run can be read: a folder itself; of a run on a store its local copy, with what is there now.
 
     Raises:
@@ -44,7 +44,7 @@ def read(place: str | Path, wanted: Wanted = numbers) -> Path:
         return Path(place)
     copy = _known(place)
     if not any(writer.copy.home == copy.home for writer in _writers):
-        copy.refresh(wanted)
+        copy.refresh(name_filter)
     if not copy.folder.is_dir():
         raise InputError(f"{copy.store.url}: nothing is there")
     return copy.folder
@@ -63,7 +63,7 @@ def holds(place: str | Path, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def written(place: str | Path, wanted: Wanted = numbers) -> Iterator[Path]:
+def written(place: str | Path, name_filter: NameFilter = numbers) -> Iterator[Path]:
     """Gives the folder that a run is to be written in, of a run on a store its local copy; at the end all is sent.
 
     Raises:
@@ -73,7 +73,7 @@ def written(place: str | Path, wanted: Wanted = numbers) -> Iterator[Path]:
     if not is_remote(place):
         yield Path(place)
         return
-    with Writer(_known(place), wanted) as writer:
+    with Writer(_known(place), name_filter) as writer:
         yield writer.copy.folder
 
 
@@ -129,8 +129,8 @@ class Additions:
 class Writer:
     """A run on a store while this process writes it: threads send what is new and give signs of life."""
 
-    def __init__(self, copy: LocalCopy, wanted: Wanted) -> None:
-        self.copy, self.wanted, self.news = copy, wanted, threading.Event()
+    def __init__(self, copy: LocalCopy, name_filter: NameFilter) -> None:
+        self.copy, self.name_filter, self.news = copy, name_filter, threading.Event()
         self.lost = ""  # why this process may write no more
         self._over, self._sent, self._is_done = threading.Event(), threading.Event(), False
         self._wrong = ""  # what the store said last
@@ -153,7 +153,7 @@ class Writer:
                 if (claim := self.copy.store.claim(number, self.copy.token)) is not None:
                     break
             self.claim = claim
-            self.copy.fetch(self.wanted)
+            self.copy.fetch(self.name_filter)
             self.ends = self.copy.ends()
         except BaseException:
             with contextlib.suppress(InputError, AttributeError):
