@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -407,6 +408,33 @@ def test_numbers_of_numpy_are_options_like_those_of_python():
     for half in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
         assert Representation(batches=OneBatch(), alpha=half, num_halves=np.int64(2)).config() == plain
     assert json.dumps(describe((np.float32(0.5), np.True_, np.str_("a")))) == '[0.5, true, "a"]'
+
+
+@dataclass(frozen=True)
+class Along:
+    """An option of somebody's own analysis."""
+
+    directions: Any
+
+
+def test_arrays_and_sets_of_other_values_are_other_options():
+    values = torch.arange(6.0).reshape(2, 3)
+    arrays = [
+        values,
+        values.numpy(),
+        values.double(),
+        values.reshape(3, 2),
+        values + 1,
+        values.bfloat16(),
+        values[:, :2],
+    ]
+    told = [json.dumps(describe(Along(each))) for each in (*arrays, [[0.0, 1, 2], [3, 4, 5]], {"a"}, {"a", "b"}, set())]
+    assert len({*told}) == len(told)
+    assert describe(Along(values.clone().requires_grad_())) == describe(Along(values))
+    one, other = OneBatch(), OneBatch()
+    one.images, other.images = values, values + 1
+    assert describe(one) == describe(other), "what data hold is in the hash of their content"
+    assert describe(Along({"b", "a"})) == describe(Along(["a", "b"])), "whatever order the set has in this process"
 
 
 def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():

@@ -1,6 +1,7 @@
 """What an analysis is: data in, records out; its options, and the hidden states that it measures."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
 
 import numpy as np
+from torch import Tensor
 
 from lit_layers.analyses.states import at_least_float32, first_rows
 from lit_layers.analyses.statistics import with_a_value
@@ -426,20 +428,23 @@ def _choices(kind: Any) -> list[Any]:
     return [None, *choices] if choices and type(None) in get_args(kind) else choices
 
 
-def describe(value: Any) -> Any:
-    """`value` as plain JSON data: dataclasses and other objects become their class path and public fields."""
-    if isinstance(value, np.generic):
-        value = value.item()
+def describe(value: Any, *, in_data: bool = False) -> Any:
+    """`value` as plain JSON data: objects become class path and public fields, arrays that are not data a hash."""
+    nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): describe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [describe(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {str(key): nested(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [nested(item) for item in value]
+        return items if isinstance(value, list | tuple) else sorted(items, key=str)
+    if isinstance(value, np.ndarray | Tensor) and not in_data:
+        fields = {"shape": value.shape, "dtype": str(value.dtype), "values": hash_of(str(value.tolist()))}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    return {"class_path": public_path(type(value)), "init_args": describe(fields)}
+    return {"class_path": public_path(type(value)), "init_args": nested(fields)}
