@@ -16,6 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
 from lit_layers.report import WandbMirror, wandb_mirror
 from lit_layers.report.logged_numbers import of_the_whole_run, values_of
+from lit_layers.report.wandb_files import run_files
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_finished
 from tests.support.runs import make_run, measurement
@@ -184,6 +185,41 @@ def test_a_run_that_is_over_begins_no_new_files_where_those_there_hold_all_of_it
 
 def _joined(places: list[Path]) -> str:
     return " ".join(map(str, places))
+
+
+@pytest.mark.parametrize("number", ["1", "2", "10"])
+def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, number: str) -> None:
+    """W&B numbers the later folders of a second; one whose process was killed at once has no file yet."""
+    expected = len(mirror_all(root).history)
+    (folder,) = folders(root)
+    earlier = [folder.with_name(folder.name + ending) for ending in ("", "-1", "-2")[: int(number)]]
+    folder.rename(folder.with_name(f"{folder.name}-{number}"))
+    for empty in earlier:
+        empty.mkdir()
+    (folder,) = (each for each in folders(root) if each.name.endswith(f"-{number}"))
+    mirror = WandbMirror(mode="offline")
+    mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
+    mirror.finish()
+    assert mirror.closing_line() == f"W&B          offline; upload it with: wandb sync {folder}"
+    assert len(read_back(root).history) == expected
+    assert len(folders(root)) == len(earlier) + 1  # nothing was sent again
+
+
+def test_files_of_a_run_come_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:
+    names = [
+        "run-20261127_110658-abc",
+        "offline-run-20261127_110659-abc",
+        "offline-run-20261127_110659-abc-1",
+        "run-20261127_110659-abc-2",
+        "offline-run-20261127_110659-abc-10",
+        "run-20261127_110700-abc",
+    ]
+    files = [tmp_path / "wandb" / name / "run-abc.wandb" for name in names]
+    others = [("run-20261127_110658-abc-1", "run-abc-1.wandb"), ("run-20261127_110658-abcd", "run-abcd.wandb")]
+    for file in [*reversed(files), *(tmp_path / "wandb" / folder / name for folder, name in others)]:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert run_files(tmp_path, "abc") == files
 
 
 @pytest.mark.slow

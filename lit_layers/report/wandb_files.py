@@ -62,9 +62,18 @@ def refuse_settings_of_folder() -> None:
 
 
 def run_files(root: Path, run_id: str) -> list[Path]:
-    """Returns the files that hold the run's records, oldest first."""
-    files = root.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
-    return sorted(files, key=lambda file: file.parent.name.removeprefix("offline-"))
+    """Returns the files that hold the run's records, oldest first.
+
+    Of one run begun twice in a second W&B numbers the folders: `run-20261127_110659-ID`, then `...-ID-1`.
+    """
+    files = root.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
+    return sorted(files, key=lambda file: _begun(file.parent.name, run_id))
+
+
+def _begun(folder: str, run_id: str) -> tuple[str, int]:
+    """The second in which a folder's records begin, and the folder's number in it."""
+    second, _, number = folder.removeprefix("offline-").rpartition(f"-{run_id}")
+    return second, int(number[1:]) if number[1:].isdecimal() else 0
 
 
 def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:

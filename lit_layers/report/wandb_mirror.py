@@ -122,8 +122,8 @@ class WandbMirror:
             self._message = self._where_offline(run_id)
             self._stop()
             return
-        for _ in range(20):  # W&B names a run's folder by the second, and would take an old one for the new
-            if any(time.strftime("%Y%m%d_%H%M%S") in file.parent.name for file in self._files):
+        for _ in range(20):  # W&B names a run's folder by the second; old versions take an old one for the new
+            if any((self.root / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
                 time.sleep(0.1)
         self._start(mode, run_id, dict(config))
 
@@ -342,7 +342,7 @@ class WandbMirror:
         return self._where_offline(self._run.id)
 
     def _where_offline(self, run_id: str) -> str:
-        folders = sorted((self.root / "wandb").glob(f"offline-run-*-{run_id}"))
+        folders = [file.parent for file in run_files(self.root, run_id) if file.parent.name.startswith("offline-")]
         return f"W&B          offline; upload it with: wandb sync {' '.join(shlex.quote(str(f)) for f in folders)}"
 
     def _adds_later(self) -> str:

@@ -131,7 +131,7 @@ def read_finished(path: Path) -> dict[str, Run]:
     """
     deadline = time.monotonic() + PATIENCE
     while True:
-        last = {file.parent.name.rpartition("-")[2]: file for file in _files(path)}
+        last = {file.stem.removeprefix("run-"): file for file in _files(path)}
         runs = read_runs(path)
         unfinished = [str(file) for name, file in last.items() if not _is_whole(runs.get(name), file)]
         if not unfinished:
