@@ -52,13 +52,14 @@ def test_sections_stand_in_the_order_of_the_page_of_one_run(tmp_path):
     assert shown != sorted(shown)
 
 
-def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1):
+def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1, about=None):
     """`values` (checkpoints,) are those of coupling; accuracy of layer l is l times as much."""
     for step, number in zip(steps, values, strict=False):
         coupling = [Record(metric="coupling", value=number, stderr=stderr, tags={"k": 4})]
         accuracy = [Record(metric="accuracy", value=number * layer, layer=layer, stderr=stderr) for layer in LAYERS]
         for analysis, parts in {"coupling": coupling, "probe": accuracy}.items():
-            at = {"run": root.name, "step": step, "tokens": None, "seconds": 0.1, "provenance": {}}
+            provenance = (about or {}).get(analysis, {})
+            at = {"run": root.name, "step": step, "tokens": None, "seconds": 0.1, "provenance": provenance}
             records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=parts, **at))
     config = {"data": {"class_path": "x.Y", "init_args": {"shuffle_tokens": shuffled}}}
     (root / "run.json").write_text(json.dumps({"run": root.name, "config": config}))
@@ -302,6 +303,20 @@ def test_fields_that_differ_do_so_beyond_their_first_letters_and_whatever_kinds_
     for root, trainer in zip(roots, ({"max_steps": 3}, {"max_steps": 3, "gradient_clip_val": 0.5}), strict=True):
         (root / "run.json").write_text(json.dumps({"run": root.name, "config": {"trainer": trainer}}))
     assert read_side_by_side(roots).recipes == {"a": "", "b": "trainer.gradient_clip_val 0.5"}
+
+
+def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsys):
+    hashes = {"coupling": {"config_hash": "a" * 16, "data_hash": "b" * 16}, "probe": {"config_hash": "c" * 16}}
+    other = {**hashes, "coupling": {"config_hash": "d" * 16, "data_hash": "b" * 16}}
+    of = {"first": hashes, "second": hashes, "third": other, "of_old": {}}
+    roots = [write_run(tmp_path / name, RNG.uniform(0.1, 0.3, 4), about=about) for name, about in of.items()]
+    sentence = (
+        "coupling had other options or other data: aaaaaaaa.bbbbbbbb in first, second; dddddddd.bbbbbbbb in third."
+    )
+    assert main(["report", *map(str, roots), "--out", str(tmp_path / "runs.html")]) == 0
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert sentence in (tmp_path / "runs.html").read_text()
+    assert read_side_by_side([*roots[:2], roots[3]]).notes == []
 
 
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):

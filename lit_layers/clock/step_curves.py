@@ -1,7 +1,7 @@
 """Curves over training steps, value and standard error: of a run's measurements, and over seeds."""
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -136,15 +136,26 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
                 f"seeds: {first} and {run} have the same numbers at every checkpoint: expected runs of different "
                 "model.init_seed or data.seed (seed_everything alone changes neither)"
             )
-    measured: dict[Any, StepCurve] = {}
-    for curve in (each for each in seeds if not each.settings.startswith(UNKNOWN)):
-        first = measured.setdefault(curve.key, curve)
-        if first.settings != curve.settings:
-            raise InputError(
-                f"seeds: {first.run} and {curve.run} measured {curve.analysis} with other settings, "
-                f"{short(first.settings)} and {short(curve.settings)}: expected the same; choose with --settings, or "
-                "measure one again"
-            )
+    for analysis, named in settings_apart((curve.run, curve) for curve in seeds):
+        (one, (first, *_)), (other, (second, *_)), *_ = named.items()
+        raise InputError(
+            f"seeds: {first} and {second} measured {analysis} with other settings, {short(one)} and {short(other)}: "
+            "expected the same; choose with --settings, or measure one again"
+        )
+
+
+def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """Yields each analysis of which some number was measured with several settings: the names given, by settings.
+
+    Curves whose settings are unknown are of none.
+    """
+    told = set()
+    known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
+    for (analysis, *_), each in grouped(known, lambda pair: pair[1].key).items():
+        by_settings = grouped(each, lambda pair: pair[1].settings)
+        if len(by_settings) > 1 and analysis not in told:
+            told.add(analysis)
+            yield analysis, {settings: [name for name, _ in pairs] for settings, pairs in by_settings.items()}
 
 
 def loss_curves(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]:

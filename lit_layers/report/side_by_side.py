@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refuse_odd_seeds
+from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refuse_odd_seeds, settings_apart
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.axes import Axis, Training, layer_axis
@@ -22,7 +22,7 @@ from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import level, levels_of, value_axis
 from lit_layers.figures.tables import choice_text, grouped
 from lit_layers.figures.theme import INK, rounded, spread
-from lit_layers.identity import Settings
+from lit_layers.identity import Settings, short
 from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.sections import Captioned, balanced, block
 from lit_layers.report.template import Block, Cells, Group, Table, charts_in, fill
@@ -217,6 +217,9 @@ def read_side_by_side(
     if not lines:
         raise InputError("runs: expected runs that have a metric at common steps, these have none")
     notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
+    for analysis, named in settings_apart((name, line.curve) for each in lines.values() for name, line in each.items()):
+        each = "; ".join(f"{short(settings)} in {', '.join(names)}" for settings, names in named.items())
+        notes.append(f"{analysis} had other options or other data: {each}.")
     recipes = _differing(dict(zip(by_run, roots, strict=True)))
     return SideBySide(groups=groups, lines=lines, notes=notes, recipes=recipes)
 
