@@ -522,6 +522,10 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
             ("value: expected numbers: int too large", [row | {"value": 10**400} for row in good]),
             ("step: expected numbers, got true or false", [row | {"step": True} for row in good]),
             ("value: expected numbers, got true or false", [good[0], {"step": 1, "value": True}]),
+            (
+                "step: expected numbers",
+                [dict.fromkeys(("step", "tokens", "layer", "stderr", "value"), True)],
+            ),  # the first
             ("steps of 0 or more, below 2^63", [row | {"step": 1e300 * (1 + row["step"])} for row in good]),
             ("of 0 or more in column layer, got inf", [row | {"layer": math.inf} for row in good]),
             ("of 0 or more in column layer, got 1e+300", [row | {"layer": 1e300} for row in good]),

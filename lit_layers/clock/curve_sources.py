@@ -229,7 +229,7 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     if not len(table):
         raise InputError(f"where: no row of {place} has {text_of(where)}")
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
-    for column in {*numbers, "layer"} & {*table.columns}:
+    for column in [each for each in table.columns if each in {*numbers, "layer"}]:
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
     if table[axis].isna().any():
         raise InputError(f"{place}: expected a number in each row of column {axis}, some have none")

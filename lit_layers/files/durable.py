@@ -25,6 +25,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def on_disk(path: Path) -> list[int]:
+    """What changes when a file is written or put in another's place, even by a copy that keeps its times."""
+    facts = path.stat()
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
 def draft_of(path: Path) -> Path:
     """Where `write_json` prepares a file: what a kill may leave behind."""
     return path.with_name(f".{path.name}.draft")

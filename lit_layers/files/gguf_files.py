@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from lit_layers.errors import InputError
+from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import has_kernels
 
 SUFFIX = ".gguf"
@@ -103,8 +104,7 @@ class GgufFile:
 
     def tokenizer(self) -> tuple[str, str | None]:
         """The tokenizer as the JSON of the library tokenizers, and the token that ends a text."""
-        facts = self.path.stat()
-        return _tokenizer(self.path, facts.st_size, facts.st_mtime_ns)
+        return _tokenizer(self.path, *on_disk(self.path))
 
     def wrapped_tokenizer(self) -> Any:
         """The tokenizer as transformers wraps it."""
@@ -228,6 +228,6 @@ class GgufFile:
 
 
 @functools.lru_cache(maxsize=4)  # a vocabulary of 100,000 tokens takes seconds
-def _tokenizer(path: Path, size: int, modified: int) -> tuple[str, str | None]:
+def _tokenizer(path: Path, *_: int) -> tuple[str, str | None]:
     made = GgufFile(path).wrapped_tokenizer()
     return made.backend_tokenizer.to_str(), made.eos_token

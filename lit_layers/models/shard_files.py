@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
+from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import HUB_ERRORS, Hub, named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -154,12 +155,11 @@ class ShardFiles:
                 piece.view(torch.uint8)[::4096].sum()
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when a file is exchanged: commit, or names, sizes and times of the shards."""
+        """Sixteen hex digits that change when a file is exchanged: commit, or what is on the disk of the shards."""
         parts = [self.commit or ""]
         if self._folder is not None:
             for shard in sorted(set(self.shard_of.values())):
-                facts = (self._folder / shard).stat()
-                parts.append(f"{shard} {facts.st_size} {facts.st_mtime_ns}")
+                parts.append(f"{shard} {on_disk(self._folder / shard)}")
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
 
     @functools.cached_property

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_layers.errors import InputError, odd_files
+from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import Hub, ListedFile, content_hash
-from lit_layers.series.weight_files import STEMS, Memory, formats, on_disk
+from lit_layers.series.weight_files import STEMS, Memory, formats
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     import torch

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_layers.files.durable import replace_file
+from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import ListedFile, named_shards
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
@@ -255,12 +255,6 @@ class Memory:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_file(self.folder / name, content)
-
-
-def on_disk(path: Path) -> list[int]:
-    """What changes when a file is written or put in another's place, even by a copy that keeps its times."""
-    facts = path.stat()
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 def _file(name: str) -> str:

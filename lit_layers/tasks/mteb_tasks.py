@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
+from lit_layers.files.durable import on_disk
 from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
 from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
 
@@ -215,11 +216,11 @@ def _official(name: str) -> Any:
 
 
 def _hash_of(files: Iterable[Path]) -> str:
-    return hashlib.sha256("/".join(_of_file(path, path.stat().st_mtime_ns) for path in files).encode()).hexdigest()[:16]
+    return hashlib.sha256("/".join(_of_file(path, *on_disk(path)) for path in files).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def _of_file(path: Path, changed: int) -> str:
+def _of_file(path: Path, *_: int) -> str:
     with path.open("rb") as file:
         return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
 

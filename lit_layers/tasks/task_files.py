@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError, whole_path
+from lit_layers.files.durable import on_disk
 from lit_layers.files.foreign_parquet import refuse_vast
 from lit_layers.files.hub import HUB_ERRORS, reason
 
@@ -331,7 +332,7 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
             f"folder: expected a file {MAPPING} in {folder} that says where its tasks lie, there is none: write one as "
             "docs/tasks.md shows"
         )
-    return _entries(path, path.stat().st_mtime_ns).get(use, {})
+    return _entries(path, *on_disk(path)).get(use, {})
 
 
 def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
@@ -351,7 +352,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
 
 
 @functools.lru_cache(maxsize=8)
-def _entries(path: Path, changed: int) -> dict[str, dict[str, TaskFiles]]:
+def _entries(path: Path, *_: int) -> dict[str, dict[str, TaskFiles]]:
     """By use and name."""
     content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
     copies: dict[str, dict[str, TaskFiles]] = {}

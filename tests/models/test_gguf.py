@@ -22,6 +22,7 @@ from lit_layers.series import OneModel
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
 from tests.support.measured_series import write_texts
 from tests.support.rounding import assert_rounded
+from tests.support.same_times import exchange
 
 pytest.importorskip("gguf")
 from tests.support.gguf_files import Type, write_gguf
@@ -131,6 +132,14 @@ def test_the_tokenizer_is_read_from_the_file(gpt2):
     again = load_tokenizer(str(gpt2 / "gpt2.gguf"))
     assert again.tokenizer.truncation is None, "each reader has one of its own"
     assert tokenizer_hash(again.tokenizer) == tokenizer_hash(named.tokenizer)
+
+
+def test_the_tokenizer_is_that_of_the_file_that_lies_there_now(gpt2, tmp_path):
+    content, file = (gpt2 / "gpt2.gguf").read_bytes(), tmp_path / "gpt2.gguf"
+    file.write_bytes(content)
+    assert load_tokenizer(str(file)).end_of_text == "<|endoftext|>"
+    exchange(file, content.replace(b"<|endoftext|>", b"<|endoftale|>"))
+    assert load_tokenizer(str(file)).end_of_text == "<|endoftale|>"
 
 
 def test_a_model_that_was_quantized_is_saved_as_any_other(gpt2, tmp_path):

@@ -24,6 +24,7 @@ from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.tasks.task_files import local_copies, local_copy
 from tests.support.data_mapping import copies, with_mapping
+from tests.support.same_times import exchange
 
 
 def write(folder: Path, text: str) -> Path:
@@ -69,6 +70,8 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
     (tmp_path / "tasks.yaml").unlink()
     write(tmp_path, "probe: {sst2: 'longer_{split}.csv'}")
     assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "longer_test.csv"]
+    exchange(tmp_path / "tasks.yaml", b"probe: {sst2: 'others_{split}.csv'}")
+    assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "others_test.csv"]
 
 
 ALIASES = ", ".join(f"&a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))
@@ -324,5 +327,5 @@ def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
     assert sources("{split}.csv").local_names() == ["Songs"]
     each = sources({"test": "test.csv", "train": "train.csv"}).data_hash(spec)
     assert sources("{split}.csv").data_hash(spec) == each
-    (tmp_path / "train.csv").write_text("text,label\nother,1\n")
+    exchange(tmp_path / "train.csv", b"text,label\nother,1\n")
     assert sources("{split}.csv").data_hash(spec) != each
