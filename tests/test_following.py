@@ -22,8 +22,7 @@ from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring import following
-from lit_layers.measuring.beside_training import MeasuringAside
-from lit_layers.measuring.following import _complete, follow
+from lit_layers.measuring.following import MeasuringAside, _complete, follow
 from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -246,7 +245,7 @@ def ended(callback: EmergenceCallback) -> None:
 @pytest.mark.parametrize("started", [Later, pytest.param(None, marks=pytest.mark.soak)], ids=["later", "beside"])
 def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(started, tmp_path, monkeypatch):
     if started is not None:
-        monkeypatch.setattr("lit_layers.measuring.beside_training.subprocess", SimpleNamespace(Popen=started))
+        monkeypatch.setattr("lit_layers.measuring.following.subprocess", SimpleNamespace(Popen=started))
     roots = {how: tmp_path / how / "run" for how in ("sync", "async")}
     with_them, heard = callbacks(roots["async"], "async"), Heard()
     with_them[1].measurer.watchers.append(heard)

@@ -18,8 +18,7 @@ from lit_layers import analyses, records
 from lit_layers.cli.main import main
 from lit_layers.cli.options import parser_of
 from lit_layers.metrics import METRICS
-from lit_layers.papers import PAPERS, compare, read_recipe, write_comparison
-from lit_layers.papers.recipe import PaperRecipe, Step
+from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
 from lit_layers.records import Measurement, Record
 from lit_layers.tasks.glue_rows import GLUE
 from tests.support.paper_plans import all_plans

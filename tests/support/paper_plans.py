@@ -29,7 +29,7 @@ from lit_layers.measuring.plan import Plan, planned
 from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
-from lit_layers.papers.recipe import PaperRecipe, Step
+from lit_layers.papers import PaperRecipe, Step
 from tests.support.data_mapping import linked
 from tests.support.paper_tables import PLANS, ROOT, read, recipe_paths
 from tests.support.papers_world import ROWS, wikitext_files, with_arc_to_train_on
