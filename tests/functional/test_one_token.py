@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_layers.functional.jacobian import block_attention, block_jacobian, block_jacobians
+from lit_layers.functional.jacobian.block_call import Call
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import FAMILIES, tiny, tiny_batch
 
@@ -353,6 +354,14 @@ def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():
     assert block_jacobian(block, torch.full((1, 4, 8), math.nan), route="one_token").isnan().any()
     found = block_jacobian(block, torch.randn(1, 4, 8), route="one_token")
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "layer_past"])
+def test_single_tokens_are_given_no_cache_under_any_of_its_names(name):
+    """They are prompts of their own there: what a cache holds is of others."""
+    call = Call(nn.Identity(), (), {name: object(), "use_cache": False})
+    alone = call.at(torch.tensor([0]), torch.tensor([1]), (1, 3))
+    assert alone.kwargs == {name: None, "use_cache": False}
 
 
 def test_modes_hooks_and_gradients_of_the_module_are_left_as_they_were():

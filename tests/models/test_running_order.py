@@ -1,9 +1,11 @@
 """A model in another order against the blocks composed by hand; cached generation against recomputation."""
 
+import dataclasses
 import threading
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
@@ -29,6 +31,8 @@ VARIANTS = {
     "custom": schedules.parse_schedule("2 (1,3,3) (4,5) 2 5", BLOCKS),
 }
 PROMPTS = 2, 7  # texts, tokens
+NAMES = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+CACHE = "cache" if "cache" in NAMES else "past_key_values"  # before transformers 5.24
 
 
 def deep(name: str, dtype: torch.dtype = torch.float64):
@@ -238,7 +242,7 @@ def test_a_cache_that_cannot_have_a_slot_for_each_execution_is_refused():
     model = deep("llama")
     ids = tiny_batch("llama", *PROMPTS)["input_ids"]
     with torch.no_grad(), running_order(model, (1, 2)), pytest.raises(InputError) as refused:
-        model(input_ids=ids, past_key_values=StaticCache(model.config, max_cache_len=20))
+        model(input_ids=ids, **{CACHE: StaticCache(model.config, max_cache_len=20)})
     assert "LlamaForCausalLM cannot use a StaticCache" in str(refused.value)
 
 
@@ -263,14 +267,14 @@ def test_a_cache_of_another_order_is_refused():
     model = deep("gpt2")
     ids = tiny_batch("gpt2", *PROMPTS)["input_ids"]
     with torch.no_grad():
-        plain = model(input_ids=ids, use_cache=True).past_key_values
+        plain = model(input_ids=ids, use_cache=True)[CACHE]
         with running_order(model, VARIANTS["reverse"]):
-            filled = model(input_ids=ids, use_cache=True).past_key_values
-            model(input_ids=ids[:, :1], past_key_values=filled)  # its own goes on
+            filled = model(input_ids=ids, use_cache=True)[CACHE]
+            model(input_ids=ids[:, :1], **{CACHE: filled})  # its own goes on
         with running_order(model, VARIANTS["skip"]):
             for cache in (plain, filled):
                 with pytest.raises(InputError, match="a key-value cache that was filled in another order"):
-                    model(input_ids=ids[:, :1], past_key_values=cache)
+                    model(input_ids=ids[:, :1], **{CACHE: cache})
 
 
 def test_hidden_states_that_would_be_the_embedding_are_refused():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # transformers' name since 5.24, and before
 SHARED = ("position_bias",)  # MPT's ALiBi: a row for each head, and as many prompts may come
 
 
