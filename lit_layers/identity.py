@@ -52,6 +52,10 @@ DRIFT = 1e-4  # of the states of a fixed input, relative: rounding is far below 
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
+# Tags that number the lines of one figure. With these, and that of what a line is compared with, a number stands beside
+# those of models and layers.
+ORDINALS = ("distance", "index")
+BESIDE = {*PLACES, *ORDINALS, "reference"}
 _ByPrompt = Annotated[NDArray[np.float32] | None, GetPydanticSchema(lambda _, of: of(type(None)))]  # in no line
 
 
@@ -115,6 +119,11 @@ class Measurement:
         def frame(self) -> "pd.DataFrame":
             """The tidy table of `lit_layers.records.frame`, which gives the class this method."""
             ...
+
+
+def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
+    """Returns the tags that tell which number a record is: counts of what went into it do not."""
+    return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
 def hash_of(config: Any, spelled: Mapping[str, str] | None = None) -> str:

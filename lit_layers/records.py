@@ -29,7 +29,7 @@ from lit_layers.files.table_files import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
-from lit_layers.identity import Settings, keep, settings_name, settings_of, shown
+from lit_layers.identity import Settings, keep, settings_name, settings_of, shown, variant_of
 from lit_layers.identity import latest as latest
 from lit_layers.json_lines import RESTORE, lines_of, locked_for_append, write_line
 from lit_layers.prompt_values import ValueFiles, without_values
@@ -278,7 +278,7 @@ Measurement.frame = lambda self: frame(self)
 
 def key(analysis: str, record: Record) -> str:
     """Returns the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
-    tags = [f"{name}={_tag_text(record.tags[name])}" for name in sorted(record.tags) if not name.startswith("num_")]
+    tags = [f"{name}={_tag_text(tag)}" for name, tag in sorted(variant_of(record.tags).items())]
     layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
     others = [] if record.other_layer is None else [f"other_layer_{record.other_layer:02d}"]
     return "/".join([analysis, record.metric, *tags, *layers, *others])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Statistic, bootstrap_interval
+from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 from lit_layers.records import Record
 
@@ -264,10 +265,7 @@ def rounding_records(
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
-    shared = {
-        name: tag for name, tag in (tags or {}).items() if not name.startswith("num_")
-    }  # counts of the number itself
-    tags = {**shared, "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
+    tags = {**variant_of(tags or {}), "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
     if len(differences):
         ends = (sizes.mean(), sizes.max()) if len(sizes) else (torch.tensor(math.nan),) * 2
         for metric, value in zip(("bf16_difference", "bf16_largest_difference"), ends, strict=True):

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.tables import ORDINALS, grouped
-from lit_layers.identity import UNKNOWN, settings_of, short
+from lit_layers.figures.tables import grouped
+from lit_layers.identity import BESIDE, UNKNOWN, settings_of, short, variant_of
 from lit_layers.metrics import look_up
 from lit_layers.prompt_values import ByPrompt, key_of, read_values
 from lit_layers.records import Measurement, Record
@@ -24,7 +24,6 @@ AxisName = Literal["step", "tokens"]
 Tags = Mapping[str, Any]
 
 NORMAL_95 = 3.92  # standard errors that a 95% interval is wide
-_NO_CURVE = {*records.PLACES, *ORDINALS, "reference"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,7 @@ def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:
 
 
 def _tags(record: Record) -> Tags:
-    return {name: record.tags[name] for name in sorted(record.tags) if not name.startswith("num_")}
+    return dict(sorted(variant_of(record.tags).items()))
 
 
 def curves_in(
@@ -235,7 +234,7 @@ def curves_in(
         settings.setdefault(m.analysis, settings_of(m))
         for record in m.records:
             row = look_up(record.metric)
-            if record.other_layer is not None or _NO_CURVE & record.tags.keys() or record.metric == records.FAILED:
+            if record.other_layer is not None or BESIDE & record.tags.keys() or record.metric == records.FAILED:
                 continue
             if not everything and (row.secondary or row.unlisted):
                 continue

@@ -22,12 +22,12 @@ from lit_layers.correlate.run_models import (
     refuse_unlike,
     refuse_variants,
     same_model,
-    variant_of,
 )
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.models import short_names
 from lit_layers.functional.layer_selection import FEWEST_LAYERS
+from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 
 Values = NDArray[np.float64]

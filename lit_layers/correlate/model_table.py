@@ -26,11 +26,11 @@ from lit_layers.correlate.run_models import (
     read_table,
     refuse_unlike,
     same_model,
-    variant_of,
 )
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.models import short_names
+from lit_layers.identity import variant_of
 from lit_layers.metrics import METRICS, is_in, look_up, sentence
 from lit_layers.records import Measurement, Record
 

@@ -13,9 +13,10 @@ import pandas as pd
 from lit_layers import identity, records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.tables import ORDINALS, plainest
+from lit_layers.figures.tables import plainest
 from lit_layers.files.foreign_parquet import refuse_vast
-from lit_layers.records import PLACES, Measurement, Record
+from lit_layers.identity import BESIDE
+from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # of the column that names the models
@@ -29,7 +30,6 @@ SIZES = {
 }
 TEXTS = ("task", "common")
 _FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")
-_NO_VALUE = {*PLACES, *ORDINALS, "reference"}  # tags of records beside the number of a model or layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[
         for m in measurements
         if query.analysis in (None, m.analysis, m.analysis.partition("/")[0])
         for r in m.records
-        if r.metric == query.name and r.other_layer is None and not r.tags.keys() & _NO_VALUE
+        if r.metric == query.name and r.other_layer is None and not r.tags.keys() & BESIDE
     ]
 
 
@@ -274,11 +274,6 @@ def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, *, optio
             f"{option}: {what} is {listed}: numbers of two kinds do not compare: measure all models alike, or choose, "
             f"e.g. {example.format(first)}"
         )
-
-
-def variant_of(tags: Mapping[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
-    """The tags that tell which number a record is: counts of what went into it do not."""
-    return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -10,15 +10,15 @@ import pandas as pd
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.functional.block_schedules import PUBLISHED_LOOPS
+from lit_layers.identity import BESIDE
+from lit_layers.identity import ORDINALS as ORDINALS
 from lit_layers.metrics import look_up
 from lit_layers.records import AUDIT, COLUMNS, PLACES
 
-# Tags that number the lines of one figure, or name a line to compare with; all others make variants of a metric.
-ORDINALS = ("distance", "index")
 # Tags of points that maps and sample-size curves show: a relation of word pairs, a number of training rows.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
-_NO_HEADLINE = (*ORDINALS, *PLACES, "reference")
-_NOT_VARIANTS = (*_NO_HEADLINE, "category_id", "group", "task")  # an analysis has one task
+# Tags that make no variants of a metric.
+_NOT_VARIANTS = (*BESIDE, "category_id", "group", "task")  # an analysis has one task
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -289,7 +289,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
             table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
         points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
-        points = [point for point in points if not point.tags.keys() & {*_NO_HEADLINE}]
+        points = [point for point in points if not point.tags.keys() & BESIDE]
         points = _of_running_orders(points, metric)
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)

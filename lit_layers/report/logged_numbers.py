@@ -21,7 +21,7 @@ from lit_layers.figures import Chart, layer_matrix, layer_surface
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.tables import matching, select, usual_loops, variants_of
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import logged_name, settings_of, short
+from lit_layers.identity import logged_name, settings_of, short, variant_of
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.emergence_charts import timeline
@@ -98,7 +98,7 @@ def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dic
     kinds: dict[str, tuple[str, dict[str, Any]]] = {}
     for record in measurement.records if measurement.error is None else ():
         if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
-            tags = {tag: value for tag, value in record.tags.items() if not tag.startswith("num_")}
+            tags = variant_of(record.tags)
             key = records.key(name, Record(metric=record.metric, value=0.0, tags=tags))
             kinds[f"{key}/{MATRIX}"] = record.metric, tags
     return kinds

@@ -11,6 +11,7 @@ from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given
 from lit_layers.cli.refusals import refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError, whole_path
+from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
@@ -274,7 +275,6 @@ def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
         nearest,
         plainest_variant,
         read_run_models,
-        variant_of,
     )
     from lit_layers.measuring.targets import name_of
     from lit_layers.select.choosing import Score
