@@ -23,13 +23,13 @@ from lit_layers.clock.step_curves import (
 )
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.labels import listing
-from lit_layers.files.foreign_parquet import refuse_vast
+from lit_layers.files.foreign_parquet import whole_table
 from lit_layers.identity import Settings
 
 logger = logging.getLogger(__name__)
 _TABLES: dict[str, Any] = {
     ".csv": pd.read_csv,
-    ".parquet": pd.read_parquet,
+    ".parquet": whole_table,
     ".jsonl": lambda path: pd.read_json(path, lines=True),
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
@@ -142,8 +142,6 @@ def _table(place: Path) -> Any:
     if place.suffix not in _TABLES:
         raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
-        if place.suffix == ".parquet":
-            refuse_vast(place)
         return _TABLES[place.suffix](place)
     except (ValueError, OSError) as error:  # pandas' and pyarrow's are both
         raise InputError(f"{place} cannot be read as a table: {first_line(error)}") from error

@@ -88,6 +88,18 @@ def _answers(content: bytes) -> Iterator[Lists | dict[str, Any] | str]:
         yield Lists([tuple(key) for key in said["keys"]], np.split(flat, ends)[:-1])  # behind the last end is nothing
 
 
+def whole_table(path: Path) -> Any:
+    """Returns a table (a pandas frame) that fits into memory.
+
+    Raises:
+        pyarrow.ArrowInvalid, OSError: another one, or a file that is none.
+    """
+    import pandas as pd
+
+    refuse_vast(path)
+    return pd.read_parquet(path)
+
+
 def refuse_vast(path: Path, num_columns: int | None = None) -> None:
     """Refuses a table that would not fit into memory: some megabytes can claim any number of rows.
 
