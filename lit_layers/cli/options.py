@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.own_code import blaming_classes, trust_code
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
+from lit_layers.cli.recipes import HELP, TOO_DEEP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
 from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
@@ -265,7 +265,7 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
         with blaming_classes(made=False):
             return parser.parse_args(_spelt(parser, argv))
     except RecursionError as error:
-        raise InputError("a recipe or an option is nested too deeply: expected some levels at most") from error
+        raise InputError(TOO_DEEP) from error
     except (OmegaConfBaseException, YAMLError) as error:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
         sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")

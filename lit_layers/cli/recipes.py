@@ -48,6 +48,7 @@ _REFUSED = re.compile(  # deep in an account of all the kinds that a value might
     rf"(?P<whole>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
     r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
 )
+TOO_DEEP = "a recipe or an option is nested too deeply: expected some levels at most"
 _REWORDED = [
     (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
     (
@@ -71,6 +72,7 @@ _REWORDED = [
     (r"expected int\b", "expected a whole number"),
     (r"expected Path\b", "expected a file or folder"),
     (r"Not of type \w+: ", ""),
+    (r"^Problems parsing config: while increasing \w+ level exceeded maximum nesting depth.*", TOO_DEEP),
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
 ]
 
