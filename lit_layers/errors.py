@@ -41,6 +41,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def first_sentence(error: BaseException) -> str:
+    """Returns the first sentence of what an error says, on one line."""
+    return " ".join(str(error).split()).split(". ")[0]
+
+
+def kind_and_words(error: BaseException) -> str:
+    """Returns the kind of an error and all that it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, most: int = 3) -> str:
     """Returns `did you mean A or B?` of the names that are near, whatever their case, or what is said `otherwise`."""
     spelt = {name.lower(): name for name in names}

@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.statistics import with_a_value
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError, kind_and_words, refused
 from lit_layers.files.durable import no_link
 from lit_layers.models.shared_pass import pieces, row_digests
 from lit_layers.models.streaming import Entered, StreamedModel
@@ -364,7 +364,7 @@ class _Walk:
         try:
             call(*arguments)
         except Exception as failure:
-            outcome.error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            outcome.error = kind_and_words(failure)
             self.runs[name].state.clear()
         outcome.seconds += time.perf_counter() - started
 

@@ -14,7 +14,7 @@ from lit_layers.analyses.blockwise import Key, LayerwiseRun, StatesAnalysis, Ten
 from lit_layers.analyses.states import States, without_first
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
@@ -367,7 +367,7 @@ class StateMetric(StatesAnalysis):
         try:
             return self.value(states), ""
         except Exception as failure:  # of anyone's code
-            return None, f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            return None, kind_and_words(failure)
 
     def value(self, states: Tensor) -> Tensor:
         """What the function gives, in float64.

@@ -19,8 +19,8 @@ from torch import nn
 from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import with_a_value
-from lit_layers.errors import InputError
-from lit_layers.measuring.undisturbed import one_line, undisturbed
+from lit_layers.errors import InputError, kind_and_words
+from lit_layers.measuring.undisturbed import undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
@@ -159,7 +159,7 @@ class Attempt:
                 self.result = action(view)
         except Exception as failure:
             logger.debug("%s failed", analysis.name, exc_info=True)
-            self.result, self.error, self.failure = None, one_line(failure), failure
+            self.result, self.error, self.failure = None, kind_and_words(failure), failure
         if isinstance(model, SharedPass):
             model.renew()
         self.seconds += time.perf_counter() - started
@@ -262,7 +262,7 @@ def sendable(attempt: Attempt) -> Attempt:
     try:
         return replace(attempt, result=pickle.dumps(attempt.result), failure=None)
     except Exception as failure:
-        return replace(attempt, result=None, error=attempt.error or one_line(failure), failure=None)
+        return replace(attempt, result=None, error=attempt.error or kind_and_words(failure), failure=None)
 
 
 def join_shares(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lit_layers.errors import kind_and_words
 from lit_layers.models.families import Network
 from lit_layers.models.shared_pass import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import evaluating
@@ -45,7 +46,7 @@ def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iter
             yield
         except Exception as failure:
             if change := disturbance(model, before, hooks):
-                raise DisturbedError(f"{change}; it also failed with {one_line(failure)}") from failure
+                raise DisturbedError(f"{change}; it also failed with {kind_and_words(failure)}") from failure
             raise
         if change := disturbance(model, before, hooks):
             raise DisturbedError(change)
@@ -59,10 +60,6 @@ def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set
     if left:
         return f"the analysis left hooks on {shown(left)}: remove every hook that is added"
     return None
-
-
-def one_line(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"
 
 
 def shown(names: list[str]) -> str:

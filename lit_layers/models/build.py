@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_sentence
 from lit_layers.files.durable import naming, write_json
 from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
@@ -83,14 +83,14 @@ def causal_lm(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
             )
     except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error
+        raise InputError(f"cannot build {name} with {overrides}: {first_sentence(error)}") from error
     family_of(model)
     if weights is not None:
         try:
             model.load_state_dict(weights.state_dict())
         except RuntimeError as error:
             kind = type(model).__name__
-            raise InputError(f"the weights do not fit a {kind} of these options: {one_line(error)}") from error
+            raise InputError(f"the weights do not fit a {kind} of these options: {first_sentence(error)}") from error
     if pad_vocab_to is not None:
         with seeded(seed, device):
             pad_vocabulary_(model, pad_vocab_to)
@@ -116,7 +116,7 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
         with seeded(seed, device):
             model = timm.create_model(name, pretrained=False, **overrides)
     except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        raise InputError(f"cannot build {name} with {overrides}: {one_line(error)}") from error
+        raise InputError(f"cannot build {name} with {overrides}: {first_sentence(error)}") from error
     family_of(model)
     setattr(model, TIMM_OPTIONS, overrides)
     return model.train()
@@ -335,10 +335,6 @@ def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> No
 def _close(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5)
     return f"; close matches: {', '.join(near)}" if near else ""
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0]
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.errors import InputError, refuse_odd_files, whole_path
+from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whole_path
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
-from lit_layers.models.build import TIMM_OPTIONS, one_line, quiet, refuse_beyond_memory, refuse_endless, untrained
+from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.shard_files import refuse_weights_elsewhere
 
@@ -58,7 +58,7 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
             raise InputError(
                 f"{name} cannot be loaded: its weights have other shapes than its config.json says"
             ) from error
-        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+        raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {first_sentence(error)}") from error
 
 
 def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
@@ -191,7 +191,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
             raise
         except _CANNOT_LOAD as error:
             kind = f"{type(error).__name__}: " if isinstance(error, KeyError | AttributeError) else ""
-            raise InputError(f"the config.json of {name} describes no model: {kind}{one_line(error)}") from error
+            raise InputError(f"the config.json of {name} describes no model: {kind}{first_sentence(error)}") from error
 
 
 def _with_infinity(part: dict[str, Any]) -> Any:
@@ -372,7 +372,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"model: cannot open {name}: {one_line(error)}") from error
+        raise InputError(f"model: cannot open {name}: {first_sentence(error)}") from error
     if config.model_type not in ENCODERS:
         raise InputError(
             f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.errors import InputError
-from lit_layers.models.build import TIMM_OPTIONS, one_line, plain_model
+from lit_layers.errors import InputError, first_sentence
+from lit_layers.models.build import TIMM_OPTIONS, plain_model
 from lit_layers.models.families import Network, family_of, trunk_of
 from lit_layers.models.families.structure import apart_when_built_again
 from lit_layers.models.pixels import copy_pixel_statistics_
@@ -63,7 +63,7 @@ def _expect_the_same_again(cut: Network) -> None:
         difference = apart_when_built_again(cut)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"{type(cut).__name__} is not cut: its config says nothing of fewer blocks ({one_line(error)})"
+            f"{type(cut).__name__} is not cut: its config says nothing of fewer blocks ({first_sentence(error)})"
         ) from error
     if not difference < 1e-2:  # rotary tables and 16 bits round
         raise InputError(

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots
+from lit_layers.errors import kind_and_words
 from lit_layers.figures import Chart, tables
 from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
 from lit_layers.figures.maps import SIMILARITIES, has_surface
@@ -97,7 +98,7 @@ def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
         return figure(draw(), caption)
     except Exception as error:  # whatever one figure stumbles over, the reader gets the others
         logger.debug("a figure could not be drawn", exc_info=True)
-        reason = f"This figure could not be drawn: {type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"This figure could not be drawn: {kind_and_words(error)}"
         return figure(None, caption, problem=reason)
 
 

@@ -14,12 +14,12 @@ from torch import distributed, nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_sentence
 from lit_layers.files import run_lock
 from lit_layers.files.remote_store import is_remote
 from lit_layers.identity import logged_name, plain_settings
 from lit_layers.measuring import canary, one_model, undisturbed
-from lit_layers.models.build import one_line, plain_model, weights_hash
+from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
@@ -243,7 +243,7 @@ def _refusal_of(model: nn.Module) -> str | None:
     try:
         LayeredModel(model)
     except InputError as refusal:
-        return one_line(refusal)
+        return first_sentence(refusal)
 
 
 def _refuse(refusals: Sequence[str]) -> None:
