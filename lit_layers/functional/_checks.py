@@ -47,7 +47,7 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
             place = tuple(bad.nonzero()[0].tolist())
             where = f" at element {place}" if place else ""
             raise ValueError(f'{metric} is undefined{where}: {reason}; pass undefined="nan" to get NaN there instead')
-        values = values.masked_fill(bad, torch.nan)
+        values = values.masked_fill(bad, torch.nan) if undefined == "nan" else values
     return values
 
 

@@ -110,8 +110,9 @@ def dime(
     check_option("alpha2", alpha2, "spectrum", "frobenius")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
     num_prompts, dim = view_a.shape[-2:]
-    counts = [torch.count_nonzero(view, (-2, -1)) for view in (view_a, view_b)]
-    problems["a view holds nothing but zeros"] = (counts[0] == 0) | (counts[1] == 0)
+    if not unit:  # where a row of zeros is a problem by itself
+        counts = [torch.count_nonzero(view, (-2, -1)) for view in (view_a, view_b)]
+        problems["a view holds nothing but zeros"] = (counts[0] == 0) | (counts[1] == 0)
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
     size = dim if transposed else num_prompts
@@ -179,7 +180,7 @@ class LidarSums:
 
     def __init__(self) -> None:
         self.means: list[Tensor] = []
-        self.scatter: Tensor | None = None  # (dim, dim): sum over prompts and views
+        self.scatter: Tensor | None = None  # (dim, dim), over prompts and views; on a CPU 0 below the diagonal
         self.num_views = 0
 
     @property
@@ -204,8 +205,7 @@ class LidarSums:
         total = apart.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
         apart -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
-        scatter = products(apart.flatten(0, 1).mT)
-        self.scatter = scatter if self.scatter is None else self.scatter + scatter
+        self.scatter = _with_products(self.scatter, apart.flatten(0, 1))
 
     def value(
         self,
@@ -244,14 +244,15 @@ class LidarSums:
                 raise ValueError(f"expected {name} to be at least 0, got {number}")
         scatter, means = self._scatter(), torch.cat(self.means)
         num_prompts, dim = means.shape
-        if not_finite(scatter) or not_finite(means):
+        # one pass for the usual case: what is not finite is so on the diagonal too
+        if not (scatter.trace() + means.sum()).isfinite() and (not_finite(scatter) or not_finite(means)):
             return means.new_tensor(0.0), "a value is not finite"
         between = means - means[:1]
         between -= between.mean(0)
         if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
             return means.new_tensor(0.0), "all prompts have the same mean"
         factor = _factor(scatter, delta, most=num_prompts * (self.num_views - 1))
-        whitened = solved(factor, between.mT / math.sqrt(num_prompts))
+        whitened = solved(factor, between.div_(math.sqrt(num_prompts)).mT)
         values = singular_values(whitened, torch.tensor(num_prompts - 1, device=means.device))
         values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
         shares = values / positive(values.sum())
@@ -266,6 +267,18 @@ class LidarSums:
         # NaN where it is divided by log 1
         entropy = divided("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
         return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
+
+
+def _with_products(sums: Tensor | None, rows: Float[Tensor, "rows dim"]) -> Float[Tensor, "dim dim"]:
+    """The sums with the products of each two columns added; on a CPU those of one triangle, which is all that
+    `cholesky` reads: BLAS adds them as it computes them, and copies none into the other."""
+    sums = rows.new_zeros(rows.shape[1], rows.shape[1]) if sums is None else sums
+    if rows.device.type != "cpu":
+        return sums.addmm(rows.mT, rows)
+    from scipy.linalg.blas import dsyrk
+
+    lower = dsyrk(1.0, rows.detach().numpy().T, beta=1.0, c=sums.numpy().T, lower=1, overwrite_c=1)
+    return torch.from_numpy(lower).mT
 
 
 def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:

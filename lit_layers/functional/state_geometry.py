@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
-from lit_layers.functional.entropy import eigenvalues, products
+from lit_layers.functional.entropy import eigenvalues_, products
 
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
@@ -44,7 +44,7 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     broken = not_finite(points)
     points = centered(without(points, broken), points.new_ones(points.shape[:-1], dtype=torch.bool))
     wide = points.shape[-2] <= points.shape[-1]
-    values = eigenvalues(products(points if wide else points.mT)).flip(-1)  # the largest first
+    values = eigenvalues_(products(points if wide else points.mT)).flip(-1)  # the largest first
     floor = max(points.shape[-2:]) * _EPS * values[..., :1]
     ranks = torch.arange(1, values.shape[-1] + 1, device=values.device)
     fitted = (ranks >= first) & (ranks <= last) & (values > floor)

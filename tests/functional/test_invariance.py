@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.entropy import matrix_entropy
+from lit_layers.functional.entropy import eigenvalues_, matrix_entropy
 from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
 
 BOTH: Any = "both"
@@ -304,3 +304,25 @@ def test_whole_numbers_are_refused():
     for call in (lambda x: infonce(x, x), lambda x: dime(x, x), lambda x: lidar(x[None].expand(3, 4, 3))):
         with pytest.raises(TypeError, match="to be a floating-point tensor, got torch.int64"):
             call(torch.ones(4, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("scale", [1e-160, 1e-20, 1.0, 1e20, 1e160])
+def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale(scale):
+    draws, expected = np.random.default_rng(0), np.array([[0.5, 2, 3, 7], [-1, -0.5, 1e-3, 4]]) * scale
+    turns = [np.linalg.qr(draws.normal(size=(4, 4)))[0] for _ in expected]
+    made = np.stack([turn * values @ turn.T for turn, values in zip(turns, expected, strict=True)])
+    matrices = torch.from_numpy((made + made.swapaxes(1, 2)) / 2)
+    np.testing.assert_allclose(eigenvalues_(matrices.clone()), expected, rtol=0, atol=1e-14 * scale)
+    np.testing.assert_allclose(eigenvalues_(matrices[1].clone()), expected[1], rtol=0, atol=1e-14 * scale)
+
+
+def test_what_is_measured_is_left_as_it_was():
+    pair, views = random(2, 6, 4), random(5, 3, 4)
+    before = pair.clone(), views.clone()
+    for unit in (True, False):
+        dime(*pair, unit=unit)
+    sums = LidarSums()
+    sums.update(views)
+    assert sums.value().item() == sums.value().item() == lidar(views).item()
+    assert torch.equal(pair, before[0])
+    assert torch.equal(views, before[1])
