@@ -163,7 +163,7 @@ def lidar(
     if not isinstance(views, Tensor) or views.ndim < 3:
         raise ValueError(f"expected views of shape (*n, prompts, views, dim), got {tuple(getattr(views, 'shape', ()))}")
     results = []
-    for element in views.reshape(-1, *views.shape[-3:]):
+    for element in views.reshape(math.prod(views.shape[:-3]), *views.shape[-3:]):
         sums = LidarSums()
         sums.update(element)
         results.append(sums.value_or_reason(delta, alpha, output, eps, alpha2, normalization))
@@ -198,6 +198,8 @@ class LidarSums:
             raise ValueError(f"expected views of shape (prompts, views, dim) as before, got {tuple(views.shape)}")
         if views.shape[1] < 2:
             raise ValueError(f"expected at least 2 views of each prompt, got {views.shape[1]}")
+        if not views.shape[2]:
+            raise ValueError("expected views of at least 1 dimension, got 0")
         self.num_views = views.shape[1]
         # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
         # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.

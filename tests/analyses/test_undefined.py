@@ -173,7 +173,8 @@ def every_analysis() -> set[str]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 # `Name`, or `module.Name`
-                bases[node.name] = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases}
+                parents = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases}
+                bases[node.name] = bases.get(node.name, set()) | parents  # some names are those of several classes
                 marks = [ast.unparse(mark) for each in node.body for mark in getattr(each, "decorator_list", [])]
                 if "abstractmethod" in marks:
                     abstract.add(node.name)

@@ -289,6 +289,8 @@ def test_undefined_sets_are_named_or_nan_alone():
         (lambda: dime(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
         (lambda: lidar(some_views(1, 3)), "expected at least 2 prompts, got 1"),
         (lambda: lidar(some_views(4, 1)), "expected at least 2 views of each prompt, got 1"),
+        (lambda: lidar(torch.zeros(0, 3, 4)), "expected at least 2 prompts, got 0"),
+        (lambda: lidar(torch.zeros(4, 3, 0)), "expected views of at least 1 dimension, got 0"),
         (lambda: lidar(random(4, 3)), r"expected views of shape \(\*n, prompts, views, dim\), got \(4, 3\)"),
         (lambda: lidar(some_views(), delta=-1.0), "expected delta to be at least 0, got -1.0"),
         (lambda: lidar(some_views(2, 2, 9), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),

@@ -310,10 +310,11 @@ def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("levels", [2000, 200_000])  # the latter was a segmentation fault of PyYAML 6.0.3
 @pytest.mark.parametrize("command", ["fit", "analyze"])
-def test_a_recipe_that_is_nested_without_end_is_refused(command, tmp_path, capsys):
+def test_a_recipe_that_is_nested_without_end_is_refused(command, levels, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"root: {'[' * 2000}{']' * 2000}")
+    recipe.write_text(f"root: {'[' * levels}{']' * levels}")
     assert main([command, "--config", str(recipe)]) == 2
     assert "nested too deeply" in capsys.readouterr().err
 
