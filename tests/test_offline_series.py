@@ -217,7 +217,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
 
     def share(index: int) -> None:
         torch.set_num_threads(1)
-        start.wait(60)
+        start.wait(300)
         shard = shard_of("auto", {"RANK": str(index), "WORLD_SIZE": "2"})
         analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=shard)
 
@@ -225,7 +225,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]
     analyze_series(StepFolders(run), analyses(), root=tmp_path / "one" / "run")
     one, two = (sorted(lines(tmp_path / name / "run"), key=lambda m: (m.step, m.analysis)) for name in ("one", "two"))

@@ -252,7 +252,7 @@ def waits_in(function: str) -> bool:
 
 def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, capsys):
     make_series(model, repository, FEW)
-    hub.delay(r"_cdn/.*/step2/", 20, times=1)
+    hub.delay(r"_cdn/.*/step2/", 3600, times=1)
     ended = threading.Event()
 
     def press() -> None:

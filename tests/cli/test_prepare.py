@@ -101,7 +101,7 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
         time.sleep(0.005)
     time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=500)
     assert process.returncode == 130, printed
     assert "Traceback" not in printed
     assert "run the same command again to go on" in printed

@@ -1,11 +1,7 @@
 """SIGTERM to commands that read results and choose, as they write: they end, and nothing that was there is lost."""
 
-import hashlib
-import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,6 +11,7 @@ from lit_layers.cli import stopping
 from lit_layers.cli.main import main
 from lit_layers.files import durable
 from tests.cli.test_full_disk import CASES, files, home  # noqa: F401
+from tests.cli.test_stopping import FOR_EVER, in_foreign_code, terminate
 from tests.support.forked import run_forked
 
 pytestmark = [
@@ -22,15 +19,6 @@ pytestmark = [
     pytest.mark.timeout(0),
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals"),
 ]
-
-
-def terminate(*after: float) -> None:
-    for seconds in after:
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-
-def in_foreign_code() -> None:
-    hashlib.pbkdf2_hmac("sha512", b"", b"", 2**31 - 1)  # many minutes in which no Python handler runs
 
 
 @pytest.mark.parametrize(
@@ -51,16 +39,14 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
         calls.append(path)
         if len(calls) == writes:
             terminate(*signals)
-            time.sleep(60) if len(signals) == 1 else in_foreign_code()
+            time.sleep(FOR_EVER) if len(signals) == 1 else in_foreign_code()
 
     def slowly() -> int:  # in the fork alone: what it imports is imported here, too
-        durable.sync, stopping._ONE = slow, 0.2
+        durable.sync, stopping._ONE, stopping.LIMIT = slow, 0.2, FOR_EVER
         return main(case.argv(home, folder))
 
-    started = time.monotonic()
     code = run_forked(slowly)
     assert code == (143 if writes <= {"compact": 1, "report": 2}.get(name, 3) else 0)  # so many files are written
-    assert time.monotonic() - started < 45
     left = files(folder)
     assert {place: left[place] for place in given} == given
     assert run_forked(lambda: main(case.argv(home, undisturbed))) == 0

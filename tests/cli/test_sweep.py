@@ -5,7 +5,6 @@ import pickle
 import shutil
 import signal
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,11 +182,9 @@ def test_a_killed_run_is_a_failure_and_goes_on_at_the_next_call(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_sweep_lets_the_running_cells_save_and_starts_no_more(number, code, tmp_path):
     values = [0.1, 0.2, 0.3]
-    sweep = Sweep(tmp_path, {"model.lr": {"values": values}, "seconds": {"value": 60}})
+    sweep = Sweep(tmp_path, {"model.lr": {"values": values}, "seconds": {"value": 3600}})
     when = lambda: len(sweep.noted("began")) == 2  # noqa: E731
-    since = time.monotonic()
     assert run_forked(lambda: sweep.run("--workers", "2"), when=when, signal_number=number) == code
-    assert time.monotonic() - since < 50
     assert sorted(sweep.noted("saved")) == ["lr=0.1", "lr=0.2"]
     assert sweep.noted("began") == sweep.noted("began")[:2]
     errors = ["not finished yet", "not finished yet", "not started yet"]

@@ -151,7 +151,7 @@ def living(group: int) -> list[str]:
 
 def wait_for_the_end_of_group(group: int) -> None:
     """Returns once the workers of a killed process are gone, too: they must not wait for work for ever."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while living(group):
         assert time.monotonic() < deadline, "workers outlive the process that started them"
         time.sleep(0.02)

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -47,19 +47,28 @@ def run_ranks(
     only: int | None = None,
 ) -> list[int]:
     """The same for processes that find each other as those of torchrun do; the signal is for all, or `only` for one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    everyone = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    children = [_fork(function, {**everyone, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(num_ranks)]
-    return _wait(children, kill_after, when, signal_number, only)
+    with meeting_place() as place:
+        everyone = {
+            **place,
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        children = [_fork(function, {**everyone, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(num_ranks)]
+        return _wait(children, kill_after, when, signal_number, only)
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[dict[str, str]]:
+    """Where ranks find each other, by name of the variable: a port that Linux gives to nobody else meanwhile.
+
+    It is bound here, and not listened to, so that the first rank may bind it, as torch does, with SO_REUSEADDR.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.getsockname()[1])}
 
 
 def run_command(
