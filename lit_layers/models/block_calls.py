@@ -267,11 +267,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def is_cache(value: Any) -> bool:
-    # By name: timm's blocks need no transformers.
-    return any(base.__name__ == "Cache" for base in type(value).__mro__)
-
-
 def first(output: Any) -> Tensor:
     """The hidden states in what a block returns: a tensor, or (in older releases) a tuple that begins with it."""
     return output[0] if isinstance(output, tuple | list) else output

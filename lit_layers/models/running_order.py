@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
-from lit_layers.models.block_calls import Layout, first, in_place_of, is_cache, num_values, replaced, split_arguments
+from lit_layers.functional.jacobian.block_call import is_cache
+from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.stacked_blocks import StackedBlocks

@@ -359,9 +359,53 @@ def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "layer_past"])
 def test_single_tokens_are_given_no_cache_under_any_of_its_names(name):
     """They are prompts of their own there: what a cache holds is of others."""
-    call = Call(nn.Identity(), (), {name: object(), "use_cache": False})
+    from transformers import DynamicCache
+
+    call = Call(nn.Identity(), (DynamicCache(), 1), {name: DynamicCache(), "use_cache": False})
     alone = call.at(torch.tensor([0]), torch.tensor([1]), (1, 3))
-    assert alone.kwargs == {name: None, "use_cache": False}
+    assert (alone.args, alone.kwargs) == ((None, 1), {name: None, "use_cache": False})
+
+
+class Adding(nn.Module):
+    """A block whose `cache` is no cache: the embeddings, which it adds behind its attention."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attended, self.back = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.wide, self.narrow = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.first, self.second = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
+        parts = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.attended(self.first(x)).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(*parts, is_causal=x.shape[1] > 1)
+        x = x + self.back(heads.transpose(1, 2).flatten(2))
+        normed = self.second(x) if cache is None else self.second(x) + cache
+        return x + self.narrow(F.gelu(self.wide(normed)))
+
+
+class OfAddingBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(40, 16), nn.Embedding(6, 16)
+        self.blocks = nn.ModuleList(Adding(16) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 40, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = self.tokens(ids)
+        x = embedded + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x, cache=embedded)
+        return self.head(self.norm(x))
+
+
+def test_states_that_are_called_cache_are_an_input_like_another():
+    torch.manual_seed(0)
+    view = LayeredModel(OfAddingBlocks().double().eval())
+    steps = view.trajectory({"input_ids": torch.randint(40, (2, 6))})
+    given = steps.block(2), steps.hidden[1]
+    expected = block_jacobian(*given, out_tokens=-1, mask=steps.mask, route="plain")
+    found = block_jacobian(*given, out_tokens=-1, mask=steps.mask)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_modes_hooks_and_gradients_of_the_module_are_left_as_they_were():

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # transformers' name since 5.24, and before
+# Of tuples, as older releases have them; one of transformers is known by its class.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 SHARED = ("position_bias",)  # MPT's ALiBi: a row for each head, and as many prompts may come
 
 
@@ -66,8 +67,14 @@ class Call(NamedTuple):
 
     def at(self, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> "Call":
         """The call for single tokens as prompts of their own, or (`places` None) for a choice of whole prompts."""
-        kwargs = {name: None if name in _CACHES else value for name, value in self.kwargs.items()}
-        return Call(self.module, _cut(self.args, prompts, places, shape), _cut(kwargs, prompts, places, shape))
+        args = tuple(None if is_cache(value) else value for value in self.args)
+        kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
+        return Call(self.module, _cut(args, prompts, places, shape), _cut(kwargs, prompts, places, shape))
+
+
+def is_cache(value: Any) -> bool:
+    # By name: timm's blocks need no transformers.
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:

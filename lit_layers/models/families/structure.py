@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.block_calls import Layout, is_cache, num_values
+from lit_layers.functional.jacobian.block_call import evaluating, is_cache
+from lit_layers.models.block_calls import Layout, num_values
 from lit_layers.models.families.discovery import (
     TWO_ROWS,
     Structured,
