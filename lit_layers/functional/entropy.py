@@ -372,6 +372,9 @@ def products(rows: Float[Tensor, "*n rows dim"]) -> Float[Tensor, "*n rows rows"
         return torch.from_numpy(array @ array.swapaxes(-1, -2))  # numpy computes one triangle, torch both
 
 
+_FEWEST, _MOST = 32, 1500  # rows: numpy is faster for fewer, and lets other threads run meanwhile, which is for seconds
+
+
 def eigenvalues_(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size"]:
     """Of symmetric matrices, the smallest first, on their device; on a CPU the matrices are written over."""
     if matrix.is_cuda and matrix.ndim == 3 and len(matrix) > 1:
@@ -379,21 +382,19 @@ def eigenvalues_(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n siz
     if matrix.device.type != "cpu":
         return torch.linalg.eigvalsh(matrix)
     arrays = matrix.detach().numpy()
-    if arrays.dtype != np.float64 or arrays.shape[-1] < 2:
+    if arrays.dtype != np.float64 or not _FEWEST <= arrays.shape[-1] <= _MOST:
         return torch.from_numpy(np.linalg.eigvalsh(arrays))
-    values = [_on_cpu(array) for array in arrays.reshape(-1, *arrays.shape[-2:])]
-    return torch.from_numpy(np.reshape(values, arrays.shape[:-1]))
+    return torch.from_numpy(np.reshape([*map(_on_cpu, arrays.reshape(-1, *arrays.shape[-2:]))], arrays.shape[:-1]))
 
 
 def _on_cpu(array: np.ndarray) -> np.ndarray:
-    """What numpy's `eigvalsh` calls, without its copies: in 0.9 of its time, which is at 1,000 rows 0.6 of torch's."""
+    """What numpy's `eigvalsh` calls, without its copies, in 0.9 of its time; that is at 1,000 rows 0.6 of torch's."""
     from scipy.linalg.lapack import dsterf, dsytrd, dsytrd_lwork
 
     if not 1e-280 < np.vdot(array, array) < 1e280:  # squares leave float64, or NaN: numpy scales such, or refuses them
         return np.linalg.eigvalsh(array)
     blocked = int(dsytrd_lwork(len(array), lower=1)[0])
-    # the transpose lies as LAPACK wants it
-    _, diagonal, beside, _, _ = dsytrd(array.T, lower=1, lwork=blocked, overwrite_a=1)
+    _, diagonal, beside, _, _ = dsytrd(array.T, lower=1, lwork=blocked, overwrite_a=1)  # it lies as LAPACK wants it
     values, failed = dsterf(diagonal, beside, overwrite_d=1, overwrite_e=1)
     if failed:
         raise np.linalg.LinAlgError("Eigenvalues did not converge")

@@ -110,11 +110,13 @@ def dime(
     check_option("alpha2", alpha2, "spectrum", "frobenius")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
     num_prompts, dim = view_a.shape[-2:]
-    if not unit:  # where a row of zeros is a problem by itself
-        counts = [torch.count_nonzero(view, (-2, -1)) for view in (view_a, view_b)]
-        problems["a view holds nothing but zeros"] = (counts[0] == 0) | (counts[1] == 0)
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
+    if unit:  # rows are of norm 1 or, where theirs was beyond float64, zeros
+        empty = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) == 0 for gram in (gram_a, gram_b)]
+    else:
+        empty = [torch.count_nonzero(view, (-2, -1)) == 0 for view in (view_a, view_b)]
+    problems["a view holds nothing but zeros"] = empty[0] | empty[1]
     size = dim if transposed else num_prompts
 
     orders = _permutations(permutations, size, seed).to(gram_a.device)

@@ -289,6 +289,7 @@ def test_undefined_sets_are_named_or_nan_alone():
         (lambda: dime(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
         (lambda: lidar(some_views(1, 3)), "expected at least 2 prompts, got 1"),
         (lambda: lidar(some_views(4, 1)), "expected at least 2 views of each prompt, got 1"),
+        (lambda: dime(random(4, 3) * 1e200, random(4, 3) * 1e200), "a view holds nothing but zeros"),
         (lambda: lidar(torch.zeros(0, 3, 4)), "expected at least 2 prompts, got 0"),
         (lambda: lidar(torch.zeros(4, 3, 0)), "expected views of at least 1 dimension, got 0"),
         (lambda: lidar(random(4, 3)), r"expected views of shape \(\*n, prompts, views, dim\), got \(4, 3\)"),
