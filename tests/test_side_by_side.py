@@ -319,6 +319,25 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
     assert read_side_by_side([*roots[:2], roots[3]]).notes == []
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)])
+def test_groups_are_named_by_the_settings_of_all_their_runs(order, tmp_path):
+    """One run of the first group is of old, without hashes; each analysis differs in another pair."""
+    settings = [{}, {"coupling": "a", "probe": "b"}, {"coupling": "c", "probe": "b"}, {"coupling": "c", "probe": "b"}]
+    roots = [
+        write_run(
+            tmp_path / f"run{number}",
+            RNG.uniform(0.1, 0.3, 4),
+            shuffled=number > 1,
+            about={analysis: {"config_hash": digit * 16} for analysis, digit in of.items()},
+        )
+        for number, of in enumerate(settings)
+    ]
+    (note,) = read_side_by_side([roots[number] for number in order], group="data.shuffle_tokens").notes
+    assert "aaaaaaaa in shuffle_tokens=False" in note
+    assert "cccccccc in shuffle_tokens=True" in note
+    assert "probe" not in note
+
+
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     one, other = map(str, seeds[0][:2])
     copy = write_run(tmp_path / "copy", seeds[1][0, 0])

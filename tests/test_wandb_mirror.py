@@ -220,6 +220,10 @@ def test_files_of_a_run_come_in_the_order_in_which_they_were_begun(tmp_path: Pat
         file.parent.mkdir(parents=True)
         file.touch()
     assert run_files(tmp_path, "abc") == files
+    for folder in ("run-20261127_110658-1", "run-20261127_110658-1-1", "run-20261127_110658-1-2"):
+        (tmp_path / "wandb" / folder).mkdir()
+        (tmp_path / "wandb" / folder / "run-1.wandb").touch()
+    assert [file.parent.name[-3:] for file in run_files(tmp_path, "1")] == ["8-1", "1-1", "1-2"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Curves over training steps, value and standard error: of a run's measurements, and over seeds."""
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +135,7 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
                 f"seeds: {first} and {run} have the same numbers at every checkpoint: expected runs of different "
                 "model.init_seed or data.seed (seed_everything alone changes neither)"
             )
-    for analysis, named in settings_apart((curve.run, curve) for curve in seeds):
+    for analysis, named in settings_apart((curve.run, curve) for curve in seeds).items():
         (one, (first, *_)), (other, (second, *_)), *_ = named.items()
         raise InputError(
             f"seeds: {first} and {second} measured {analysis} with other settings, {short(one)} and {short(other)}: "
@@ -143,18 +143,20 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
         )
 
 
-def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Yields each analysis of which some number was measured with several settings: the names given, by settings.
+def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
+    """Returns the analyses of which some number was measured with several settings: the names given, by settings.
 
     Curves whose settings are unknown are of none.
     """
-    told = set()
+    apart: dict[str, dict[str, list[str]]] = {}
     known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
-    for (analysis, *_), each in grouped(known, lambda pair: pair[1].key).items():
-        by_settings = grouped(each, lambda pair: pair[1].settings)
-        if len(by_settings) > 1 and analysis not in told:
-            told.add(analysis)
-            yield analysis, {settings: [name for name, _ in pairs] for settings, pairs in by_settings.items()}
+    for (analysis, *_), pairs in grouped(known, lambda pair: pair[1].key).items():
+        if len({curve.settings for _, curve in pairs}) > 1:
+            named = apart.setdefault(analysis, {})
+            for name, curve in pairs:
+                names = named.setdefault(curve.settings, [])
+                names += [name] * (name not in names)
+    return apart
 
 
 def loss_curves(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]:

@@ -217,7 +217,8 @@ def read_side_by_side(
     if not lines:
         raise InputError("runs: expected runs that have a metric at common steps, these have none")
     notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
-    for analysis, named in settings_apart((name, line.curve) for each in lines.values() for name, line in each.items()):
+    drawn = ((name, c) for name, runs in groups.items() for run in runs for c in by_run[run] if c.key in lines)
+    for analysis, named in settings_apart(drawn).items():
         each = "; ".join(f"{short(settings)} in {', '.join(names)}" for settings, names in named.items())
         notes.append(f"{analysis} had other options or other data: {each}.")
     recipes = _differing(dict(zip(by_run, roots, strict=True)))

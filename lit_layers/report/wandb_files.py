@@ -72,8 +72,9 @@ def run_files(root: Path, run_id: str) -> list[Path]:
 
 def _begun(folder: str, run_id: str) -> tuple[str, int]:
     """The second in which a folder's records begin, and the folder's number in it."""
-    second, _, number = folder.removeprefix("offline-").rpartition(f"-{run_id}")
-    return second, int(number[1:]) if number[1:].isdecimal() else 0
+    second, _, rest = folder.removeprefix("offline-").removeprefix("run-").partition("-")
+    number = rest.removeprefix(f"{run_id}-")
+    return second, int(number) if number != rest and number.isdecimal() else 0
 
 
 def mirrored(files: list[Path], *, before: int | None = None) -> Mirrored:
