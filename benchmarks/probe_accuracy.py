@@ -6,7 +6,8 @@
 Weights are of the packages of `make real`, texts are WikiText-2 from LIT_LAYERS_DATA. Rows are states at tokens (of
 SmolLM2-135M-Instruct 16 of each window of 64; of all-MiniLM-L6-v2, which sees both sides, the 16th of windows of 17 cut
 there), the class is the next token, among the 1,000 most frequent of the first 10,000 rows, which train the probes;
-20,000 others test them, since a few say little: beside the accuracy lost stands its standard error over windows. Beside
+of 20,000 others those with a class test them, since few say little: beside the accuracy lost stands its standard error
+over windows. Beside
 "watch" and "record" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss only rises), and the
 logistic probe at the best c of 0.001, 0.003, 0.01, 0.03, ... by the test rows themselves, which no method may look at.
 `--grid C ...` looks for the best c among these alone, and leaves the other probes out: minutes less for each layer.

@@ -17,7 +17,6 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.measuring import offline
 from lit_layers.series import Retry
 from lit_layers.series.checkpoint import Checkpoint
-from tests.cli.conftest import PACKAGE
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.rounding import close_records
 from tests.support.saved_models import saved
@@ -28,17 +27,17 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "series" / "llm_suite.yaml"
 SUITE = ("gpt2", "gpt_neox", "gpt_neo", "llama", "mistral", "gemma", "phi", "qwen2", "olmo", "falcon", "mpt")
 SIZE = {"num_prompts": 12, "max_tokens": 40}
+WORDS = ["asks for number and one more, as each of the prompts says which benchmark it is from "] * 2  # what is read
 
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory) -> Path:
     """A tiny model of every family of the suite, each with a tokenizer of another size."""
     root = tmp_path_factory.mktemp("hub")
-    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))[:3]]
     for number, name in enumerate(SUITE):
         folder = root / "lab" / name / "main"
         saved(folder, name, shard="1GB", vocab_size=300, seed=number)
-        save_tokenizer(train_bpe(text, 280 + number), folder)
+        save_tokenizer(train_bpe(WORDS, 280 + number), folder)
     config = root / "lab" / "mpt" / "main" / "config.json"  # as its makers spell it
     config.write_text(config.read_text().replace("MptForCausalLM", "MPTForCausalLM"))
     assert "MPTForCausalLM" in config.read_text()
@@ -179,10 +178,9 @@ def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositori
 
 
 def test_a_model_that_the_options_or_the_memory_do_not_fit_is_named(suite, tmp_path, capsys, monkeypatch):
-    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))[:3]]
     for name, width in (("narrow", 16), ("large", 32), ("good", 32)):
         saved(tmp_path / name, "gpt2", vocab_size=300, n_embd=width, seed=len(name))
-        save_tokenizer(train_bpe(text, 290), tmp_path / name)
+        save_tokenizer(train_bpe(WORDS, 290), tmp_path / name)
     real = Checkpoint.load
 
     def load(self, **options):
