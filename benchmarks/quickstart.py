@@ -65,7 +65,7 @@ def main() -> int:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way, action in ways.items():
-            seconds[way].append(timed(action))
+            seconds[way].append(timed(action, "cpu"))
     num_steps = recipe["trainer"]["max_steps"]
     checkpoints = len([*Schedule(recipe["steps"]).until(num_steps)])
 
