@@ -35,10 +35,10 @@ WANTED = 1.1  # the slower process over the mean
 class InFixedOrder(Ranks):
     """As before parts were dealt by seconds."""
 
-    def _dealt(
+    def _assigned(
         self, view: SharedPass, due: Mapping[str, Any], failed: Container[str], stage: int
     ) -> tuple[list[dict[str, Container[int]]], list[str]]:
-        _, staged = super()._dealt(view, due, failed, stage)
+        _, staged = super()._assigned(view, due, failed, stage)
         is_whole = {name: stage > 0 or isinstance(analysis, StagedAnalysis) for name, analysis in due.items()}
         return [
             {
@@ -76,7 +76,7 @@ def process(rank: int, options: argparse.Namespace, folder: str) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, vocab_size=options.vocabulary)).eval()
     analyses = analyses_of(options)
     facts: dict[str, Any] = {"run": "run", "step": 0, "weights_hash": weights_hash(model), "kept_mb": 256}
-    group = distributed.new_group(backend="gloo")
+    group = distributed.group.WORLD
 
     def alone(*given: Any, **facts: Any) -> list[Any]:
         return list(in_one_pass(*given, **facts)) if rank == 0 else []
@@ -86,7 +86,7 @@ def process(rank: int, options: argparse.Namespace, folder: str) -> None:
     values: dict[str, list[float]] = {}
     for _ in range(1 + options.rounds):  # what is loaded at first use is no part, and there are no seconds yet
         for way, measure in ways.items():
-            distributed.barrier(group=group)
+            distributed.barrier()
             started = time.process_time()
             measurements = measure(model, analyses, lambda analysis: None, **facts)
             seconds[way].append(time.process_time() - started)

@@ -155,14 +155,14 @@ def unpack(path: Path, run: str | None = None) -> dict[str, list[Measurement]]:
     table: Any = pd.read_parquet(path, filters=None if run is None else [("run", "==", run)])
     names = [name for name in table if name not in ("run", "step", "tokens", "analysis", *COLUMNS)]
     runs: dict[str, list[Measurement]] = {}
-    for (run, step, analysis), part in table.groupby(["run", "step", "analysis"], sort=False):
+    for (name, step, analysis), part in table.groupby(["run", "step", "analysis"], sort=False):
         found = []
         for row in part.drop(columns=["run", "step", "analysis"]).to_dict("records"):
             tags = {name: _plain(row[name]) for name in names if not pd.isna(row[name])}
             ends: dict[str, Any] = {name: None if pd.isna(row[name]) else _plain(row[name]) for name in COLUMNS}
             found.append(Record(**ends, tags=tags))
-        at: Any = {"run": run, "step": int(step), "tokens": _plain(part["tokens"].iloc[0]), "seconds": 0.0}
-        runs.setdefault(run, []).append(Measurement(**at, analysis=analysis, records=found, provenance={}))
+        at: Any = {"run": name, "step": int(step), "tokens": _plain(part["tokens"].iloc[0]), "seconds": 0.0}
+        runs.setdefault(name, []).append(Measurement(**at, analysis=analysis, records=found, provenance={}))
     return runs
 
 

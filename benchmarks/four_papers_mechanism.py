@@ -88,7 +88,10 @@ class Mechanism:
     @classmethod
     def of(cls, runs: Mapping[str, Sequence[StepCurve]]) -> "Mechanism":
         numbers = [number for part in PARTS for number in part.numbers]
-        curves = {run: {name: _find(each, *what) for name, *what in numbers} for run, each in runs.items()}
+        curves = {
+            run: {name: _find(each, metric, tags, last) for name, metric, tags, last in numbers}
+            for run, each in runs.items()
+        }
         merged = over_seeds([curve for found in curves.values() for curve in found.values()], TOGETHER)
         clock = measure_times(merged)
         by_key = {curve.key: (curve, times) for curve, times in zip(clock.curves, clock.times, strict=True)}

@@ -53,6 +53,7 @@ OURS, BARE, PLAIN = "lit_layers", "bare loop", "bare, no augmentation"
 TARGETS = {"cpu": 0.95, "cuda": 0.97}
 WARMUP = 40
 DEIT = {"crop_padding": 4, "flip": True, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.25, "num_repeats": 3}
+MIXING: dict[str, Any] = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "drop_path_rate": 0.1}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class RandomImages(LitImageData):
 
 
 def module(size: Size, *, compile: bool = False) -> LitImageClassifier:
-    mixing = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "drop_path_rate": 0.1} if size.deit else {}
+    mixing = MIXING if size.deit else {}
     return LitImageClassifier(
         size.architecture, size.config, patch_size=size.patch, warmup_steps=WARMUP, compile=compile, **mixing
     )
@@ -222,7 +223,7 @@ def alone(name: str, size: Size, *, steps: int, device: str, compile: bool) -> d
         trainer = SimpleNamespace(
             max_steps=steps, world_size=1, accumulate_grad_batches=1, strategy=None, datamodule=data
         )
-        lit.__dict__["_trainer"] = lit._trainer = trainer  # pyright: ignore[reportAttributeAccessIssue]
+        object.__setattr__(lit, "_trainer", trainer)
         lit.configure_model()
         loop = Loop(lit.to(device), data)
         del lit.model

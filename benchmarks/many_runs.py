@@ -102,7 +102,7 @@ def by_duckdb(folder: str, layer: int):
     duckdb.sql("set threads = 1")
     tables = f"{folder}/*/measurements.parquet"
     where = f"analysis = 'analysis_3' and metric = 'metric_1' and layer = {layer}"
-    return duckdb.sql(f"select run, step, value from '{tables}' where {where} order by run, step").df()
+    return duckdb.execute(f"select run, step, value from '{tables}' where {where} order by run, step").df()
 
 
 def same(frame, asked, lines, rows: int) -> None:

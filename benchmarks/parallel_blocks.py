@@ -10,13 +10,14 @@ Both run the same forward pass of a random GPT-2 whose middle is one group, in t
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models.build import causal_lm
 from lit_layers.models.costs import interleaved
-from lit_layers.models.running_order import running_order
+from lit_layers.models.running_order import Parallel, running_order
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 def _model(width: int, group: int, attention: str, device: str) -> torch.nn.Module:
-    size = {"n_embd": width, "n_layer": group + 2, "n_head": max(1, width // 64), "vocab_size": 256}
+    size: dict[str, Any] = {"n_embd": width, "n_layer": group + 2, "n_head": max(1, width // 64), "vocab_size": 256}
     return causal_lm("gpt2", attention_implementation=attention, **size).eval().to(device)
 
 
@@ -49,10 +50,10 @@ def _row(model, width: int, group: int, tokens: int, attention: str, options) ->
     schedule = (1, tuple(range(2, group + 2)), group + 2)
     outputs = {}
 
-    def run(parallel: str) -> None:
+    def run(parallel: Parallel) -> None:
         outputs[parallel] = model(input_ids=ids, use_cache=False).logits
 
-    seconds: dict[str, list[float]] = {"loop": [], "stacked": []}
+    seconds: dict[Parallel, list[float]] = {"loop": [], "stacked": []}
     once = []
     for _ in range(3):  # thirds, so that slow minutes of the machine meet both
         for parallel in seconds:

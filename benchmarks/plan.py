@@ -41,8 +41,8 @@ from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 
-SMALL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 2048}
-WIDE = {"n_layer": 2, "n_embd": 384, "n_head": 6, "n_positions": 128, "vocab_size": 2048}
+SMALL: dict[str, Any] = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 2048}
+WIDE: dict[str, Any] = {"n_layer": 2, "n_embd": 384, "n_head": 6, "n_positions": 128, "vocab_size": 2048}
 
 
 def text(num_sequences: int, num_tokens: int, **options: Any) -> EvalText:
@@ -105,7 +105,8 @@ WIDTHS = {64: 4, 768: 2}  # and blocks
 
 def build(width: int) -> LayeredModel:
     heads, blocks = max(4, width // 64), WIDTHS[width]
-    return LayeredModel(causal_lm("gpt2", **SMALL | {"n_layer": blocks, "n_embd": width, "n_head": heads}))
+    size: dict[str, Any] = SMALL | {"n_layer": blocks, "n_embd": width, "n_head": heads}
+    return LayeredModel(causal_lm("gpt2", **size))
 
 
 def single() -> dict[str, Analysis]:
@@ -123,7 +124,7 @@ def single() -> dict[str, Analysis]:
         A.Representation(batches=texts),
         A.Lens(batches=texts),
         A.Coupling(batches=few, k=(4,)),
-        A.CouplingMatrices(batches=few, num_prompts=2, pairs=((1, 2),)),
+        A.CouplingMatrices(batches=few, num_prompts=2, pairs=[(1, 2)]),
         A.TokenCoupling(batches=few, k=(4,), num_tokens=4, num_prompts=1),
         A.CrossTokenInfluence(batches=few, num_inputs=8, num_prompts=1),
         A.AttentionPatterns(batches=texts),

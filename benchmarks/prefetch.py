@@ -42,7 +42,7 @@ from tests.support.fake_hub import FakeHub
 
 TARGET = 0.5
 VOCABULARY = 1024
-WORDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
 
 
 class Prompts(Batches):

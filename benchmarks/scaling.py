@@ -256,6 +256,9 @@ class Clock:
         self.now += self.times.handing
         heapq.heappush(self.ends, (self.now + self.times.beyond + task, worker))
 
+    def stop(self, worker: int) -> None:
+        """Its memory is too small for what is left: it is given nothing more."""
+
     def next_event(self) -> Event:
         end, worker = heapq.heappop(self.ends)
         self.now = max(self.now, end)

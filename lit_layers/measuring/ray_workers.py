@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from lit_layers.errors import InputError
 from lit_layers.identity import code_versions, refuse_other_code
@@ -46,9 +46,23 @@ class Event(NamedTuple):
     is_lost: bool = False
 
 
+class Workers(Protocol):
+    """What `hand_out` asks of workers; `memory` is of each, in bytes."""
+
+    memory: dict[int, int]
+
+    def start(self, memory: Sequence[int]) -> None: ...
+
+    def send(self, worker: int, task: Any, following: Any | None) -> None: ...
+
+    def stop(self, worker: int) -> None: ...
+
+    def next_event(self) -> Event | None: ...
+
+
 def hand_out(
     jobs: Sequence[Job[T]],
-    workers: "RayWorkers",
+    workers: Workers,
     tell: Callable[[int, Sequence[T]], None] = lambda done, under_way: None,
 ) -> Iterator[tuple[T, Any]]:
     """Yields each task with its result, in the order in which they are done; None where it lost too many workers.
