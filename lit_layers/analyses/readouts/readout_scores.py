@@ -32,6 +32,7 @@ from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
+_CACHED_LOGITS = 2**18  # compared at a time on a CPU: 1 MB
 NO_LABEL = -100
 
 
@@ -141,13 +142,11 @@ class FullModel:
     """What the full model makes of some rows, to compare other readouts of these rows with."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
-        self.rows = rows
-        log_proba = _log_softmax(logits)  # (rows, classes)
-        self._share = log_proba.exp()
-        self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
-        loss, hit = self._judged(log_proba)
-        nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.itself = torch.stack([loss, hit, nothing])  # as `compared` with itself
+        # On a CPU a few rows at a time, which stay in the cache of its core from one step to the next.
+        self._size = max(1, _CACHED_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+        pieces = zip(logits.split(self._size), rows.chunks(self._size), strict=True)
+        self.rows, self._pieces = rows, [_Piece(some, of_rows) for some, of_rows in pieces]
+        self.itself = self._joined([piece.itself for piece in self._pieces])  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
         """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label, and
@@ -155,6 +154,26 @@ class FullModel:
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
+        pairs = zip(self._pieces, logits.split(self._size), strict=True)
+        return self._joined([piece.compared(some) for piece, some in pairs])
+
+    def _joined(self, values: list[Tensor]) -> Tensor:
+        return torch.cat(values, dim=-1)
+
+
+class _Piece:
+    """Some of the rows that `FullModel` compares."""
+
+    def __init__(self, logits: Tensor, rows: Rows) -> None:
+        self.rows = rows
+        log_proba = _log_softmax(logits)  # (rows, classes)
+        self._share = log_proba.exp()
+        self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
+        loss, hit = self._judged(log_proba)
+        nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
+        self.itself = torch.stack([loss, hit, nothing])
+
+    def compared(self, logits: Tensor) -> Tensor:
         log_proba = _log_softmax(logits)
         divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
         return torch.stack([*self._judged(log_proba), divergence])
