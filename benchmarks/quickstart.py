@@ -1,13 +1,21 @@
 """What the analyses of recipes/quickstart/gpt2.yaml take of its time, and what bare forward passes would.
 
-    OMP_NUM_THREADS=1 python benchmarks/quickstart.py        about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/quickstart.py                    about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/quickstart.py --wall --rounds 5  40 minutes, on two cores that nothing else uses
 
 A model that a bare loop has trained for some of the recipe's steps is measured as the recipe says, in turns with a few
 more steps; CPU seconds of all checkpoints over those of all steps and checkpoints. The floor is a pass without a head
 through each text as far as an analysis reads it: no way to measure as many texts takes less.
+
+`--wall` runs the recipe itself by `lit-layers fit`, in turns: without analyses, with them, and with them in a second
+process (`--measure async`); seconds of the wall from the start to the last line and, of the second process, to the end.
 """
 
 import argparse
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +33,7 @@ from lit_layers.data import EvalText
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models import causal_lm
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.records import Store
 from lit_layers.schedule import Schedule
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "gpt2.yaml"
@@ -36,7 +45,11 @@ STEPS = 8  # of training in a round
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--wall", action="store_true", help="the whole recipe, by the clock on the wall")
+    parser.add_argument("--steps", type=int, help="of --wall, instead of the recipe's")
     options = parser.parse_args()
+    if options.wall:
+        return whole_runs(options)
     recipe = yaml.safe_load(RECIPE.read_text())
     names = {name: recipe[name] for name in ("corpus", "tokenizer")}
     analyses: list[Analysis] = [built(each, names) for each in recipe["analyses"]]
@@ -82,6 +95,54 @@ def main() -> int:
         Row("a training step", [each / STEPS for each in seconds["steps"]], unit=" s"),
     ]
     return finish("quickstart", rows, options)
+
+
+def whole_runs(options: argparse.Namespace) -> int:
+    """The recipe as a user runs it, three times a round."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe["trainer"]["max_steps"] = options.steps or recipe["trainer"]["max_steps"]
+    recipe["wandb"]["init_args"]["mode"] = "offline"
+    ways = {"alone": [], "in turns": [], "beside": ["--measure", "async"]}
+    seconds: dict[str, list[float]] = {way: [] for way in (*ways, "last number")}
+    for _ in range(options.rounds):
+        for way, more in ways.items():
+            with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
+                config, root = Path(folder, "recipe.yaml"), Path(folder, "run")
+                config.write_text(yaml.safe_dump(recipe if way != "alone" else recipe | {"analyses": []}))
+                command = [sys.executable, "-m", "lit_layers.cli.main", "fit", "--config", str(config), *more]
+                started = time.perf_counter()
+                subprocess.run([*command, "--root", str(root)], check=True, stdout=subprocess.DEVNULL)
+                seconds[way].append(time.perf_counter() - started)
+                if way != "alone":
+                    wait_for_measurements(root, recipe)
+                if way == "beside":
+                    seconds["last number"].append(time.perf_counter() - started)
+    alone = seconds["alone"]
+
+    def shares(way: str) -> list[float]:
+        return [100 * (1 - without / whole) for without, whole in zip(alone, seconds[way], strict=True)]
+
+    rows = [
+        Row("wall: analyses in the process that trains", shares("in turns"), unit="%"),
+        Row("wall: analyses in a second process", shares("beside"), WANTED, at_most=True, unit="%"),
+        Row("wall: the same, until the last number is there", shares("last number"), unit="%"),
+        Row("wall: the run without analyses", alone, unit=" s"),
+    ]
+    return finish("quickstart", rows, options)
+
+
+def wait_for_measurements(root: Path, recipe: dict[str, Any]) -> None:
+    """Until every checkpoint has been measured by all analyses.
+
+    Raises:
+        TimeoutError: some are missing after ten minutes.
+    """
+    checkpoints = len([*Schedule(recipe["steps"]).until(recipe["trainer"]["max_steps"])])
+    wanted, deadline = checkpoints * len(recipe["analyses"]), time.monotonic() + 600
+    while len({(each.step, each.analysis) for each in Store(root / "measurements.jsonl")}) < wanted:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"expected {wanted} measurements in {root}")
+        time.sleep(0.2)
 
 
 def built(described: dict[str, Any], names: dict[str, str]) -> Any:

@@ -16,7 +16,7 @@ from lit_layers.analyses.statistics import complete, left_out, records_of_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Part, Work
@@ -105,10 +105,10 @@ class Representation(StatesAnalysis):
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
         values: dict[Key, Tensor] = {}
-        for dropped in self.drop_first:
-            values |= self._entropies(hidden, mask, dropped) if self._by_entries() else {}
-            if not self.preset:
-                values |= self._ranks(hidden, mask, dropped)
+        for dropped in self.drop_first if self._by_entries() else ():
+            values |= self._entropies(hidden, mask, dropped)
+        if not self.preset:
+            values |= self._ranks(hidden, mask)
         if self.preset == "released_code":
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
         elif self.preset:
@@ -154,18 +154,19 @@ class Representation(StatesAnalysis):
             for normalization in self.normalizations
         }
 
-    def _ranks(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Key, Tensor]:
-        # one decomposition for all that follows
-        sets = spectrum(states, mask, center=self.center, unit=self.unit, drop_first=dropped)
+    def _ranks(self, states: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         values: dict[Key, Tensor] = {}
-        single = mask.sum(-1) - dropped < 2
-        for normalization in () if self._by_entries() else self.normalizations:
-            entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
-            values["prompt_entropy", normalization, dropped] = entropies.masked_fill(
-                single.to(entropies.device), math.nan
-            )
-        for metric in ("effective_rank", "participation_ratio", *(("rankme",) if self.rankme else ())):
-            values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
+        # one decomposition for all that follows
+        of_dropped = spectra(states, mask, center=self.center, unit=self.unit, drop_first=self.drop_first)
+        for dropped, sets in zip(self.drop_first, of_dropped, strict=True):
+            single = mask.sum(-1) - dropped < 2
+            for normalization in () if self._by_entries() else self.normalizations:
+                entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
+                values["prompt_entropy", normalization, dropped] = entropies.masked_fill(
+                    single.to(entropies.device), math.nan
+                )
+            for metric in ("effective_rank", "participation_ratio", *(("rankme",) if self.rankme else ())):
+                values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
         return values
 
     def _of_matrix(self) -> dict[str, Any]:

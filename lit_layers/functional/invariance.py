@@ -19,15 +19,12 @@ from lit_layers.functional.entropy import (
     Side,
     Undefined,
     check_alpha,
-    cholesky,
     divided,
     positive,
-    products,
     renyi,
     renyi_of_matrices,
-    singular_values,
-    solved,
 )
+from lit_layers.functional.gram_spectra import cholesky, products, singular_values, solved
 
 View = Float[Tensor, "*n prompts dim"]
 PerSet = Float[Tensor, "*n"]

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_layers.functional import entropy as module
+from lit_layers.functional import gram_spectra as module
 from lit_layers.functional.entropy import (
     dataset_entropy,
     effective_rank,
     matrix_entropy,
     participation_ratio,
     rankme,
+    spectra,
     spectrum,
 )
 
@@ -454,3 +455,87 @@ def test_a_set_has_the_value_that_it_has_alone_whatever_it_is_measured_with():
                     abs=1e-15,
                     nan_ok=True,  # Gram matrices round as they lie
                 )
+
+
+def refuse_svd(monkeypatch):
+    monkeypatch.setattr(module.np.linalg, "svd", None)
+
+
+def alike(found, rows, counts, first):
+    """A spectrum is that of each set's own rows without the `first`, by numpy from the rows themselves."""
+    for place, count in enumerate(counts):
+        expected = np.linalg.svd(rows[place, first:count].numpy(), compute_uv=False)
+        values = found.values[place].numpy()
+        np.testing.assert_allclose(values[: len(expected)], expected / expected[0], rtol=0, atol=1e-12)
+        assert not values[len(expected) :].any()
+        assert found.num_rows[place] == count - first
+
+
+@pytest.mark.parametrize("sink", [1.0, 300.0, 0.01])
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_one_reduction_gives_the_spectrum_with_and_without_the_first_row(monkeypatch, sink, padding):
+    reduced, (tokens, dim) = [], (50, 70)
+    counts = [tokens] * 3 if padding == "none" else [tokens, 35, 41]
+    rows, mask = falling(3, tokens, dim, 0.1)[0], torch.zeros(3, tokens, dtype=torch.bool)
+    rows[:, 0] *= sink
+    held = torch.full_like(rows, torch.nan)
+    for place, count in enumerate(counts):
+        at = slice(tokens - count, None) if padding == "left" else slice(count)
+        held[place, at], mask[place, at] = rows[place, :count], True
+    on_cpu = module._on_cpu
+    monkeypatch.setattr(module, "_on_cpu", lambda *given: reduced.append(given) or on_cpu(*given))
+    refuse_svd(monkeypatch)
+    both = spectra(held, mask, drop_first=[0, 1])
+    assert [number for _, number in reduced] == [2, 2, 2]
+    monkeypatch.undo()
+    for first in (0, 1):
+        alike(both[first], rows, counts, first)
+
+
+@pytest.mark.parametrize("sink", [1e-8, 1.0, 1e8])
+def test_the_others_keep_their_digits_whatever_the_norm_of_the_first_row(sink):
+    """Reducing the Gram matrix to three diagonals never adds the first row's products to those of the others."""
+    rows, values = falling(1, 40, 60, 0.1)
+    rows = torch.cat([sink * random(1, 1, 60), rows], dim=1)[0].numpy()
+    _, others = module._on_cpu(rows @ rows.T, 2)
+    np.testing.assert_allclose(others[::-1], values.square(), rtol=0, atol=2e-15)
+
+
+def test_sets_whose_first_row_is_broken_have_the_spectrum_of_the_others():
+    rows = falling(4, 40, 60, 1e-2)[0]
+    rows[0, 0], rows[1, 0], rows[2, 7] = torch.nan, 0.0, torch.inf
+    for options in ({}, {"unit": True}):
+        whole, rest = spectra(rows, drop_first=[0, 1], **options)
+        for sets, first in ((whole, 0), (rest, 1)):
+            alone = spectrum(rows, drop_first=first, **options)
+            assert torch.equal(sets.num_rows, alone.num_rows)
+            assert sets.problems.keys() == alone.problems.keys()
+            for problem, of_sets in sets.problems.items():
+                assert torch.equal(of_sets, alone.problems[problem])
+            np.testing.assert_allclose(
+                sets.effective_rank(undefined="nan"), alone.effective_rank(undefined="nan"), rtol=1e-12
+            )
+        undefined = [True, "unit" in options, True, False]
+        assert whole.effective_rank(undefined="nan").isnan().tolist() == undefined
+        assert rest.effective_rank(undefined="nan").isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"center": True}, {"unit": True}, {"center": True, "unit": True}])
+@pytest.mark.parametrize("shape", [(2, 34, 60), (2, 33, 33), (2, 60, 34), (2, 8, 20), (2, 1, 20), (2, 3, 33, 40)])
+@pytest.mark.parametrize("drop_first", [[0, 1], [1, 0], [1], [2, 0], [0, 1, 2]])
+def test_several_numbers_of_dropped_rows_are_those_of_each_alone(options, shape, drop_first):
+    rows = random(*shape)
+    mask = torch.arange(shape[-2]) < torch.tensor([shape[-2], max(1, shape[-2] - 3)]).view(-1, *[1] * (len(shape) - 2))
+    for found, first in zip(spectra(rows, mask, drop_first=drop_first, **options), drop_first, strict=True):
+        alone = spectrum(rows, mask, drop_first=first, **options)
+        for metric in ("entropy", "effective_rank", "participation_ratio", "rankme"):
+            np.testing.assert_allclose(
+                getattr(found, metric)(undefined="nan"), getattr(alone, metric)(undefined="nan"), rtol=1e-11
+            )
+
+
+def test_sets_too_close_to_singular_are_decomposed_themselves_with_and_without_the_first_row():
+    rows = torch.cat([falling(1, 40, 60, least)[0] for least in (1e-1, 1e-9)])
+    rows[0, 5] = rows[0, 3]
+    for found, first in zip(spectra(rows, drop_first=[0, 1]), (0, 1), strict=True):
+        alike(found, rows, [40, 40], first)

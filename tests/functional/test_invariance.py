@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.entropy import eigenvalues_, matrix_entropy
+from lit_layers.functional.entropy import matrix_entropy
+from lit_layers.functional.gram_spectra import eigenvalues_
 from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
 
 BOTH: Any = "both"
