@@ -36,7 +36,7 @@ def bucket() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A writer that was killed on another machine is waited for as long as its claim lasts."""
-    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
+    for name, seconds in {"LEASE": 4.0, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
         monkeypatch.setattr(remote_runs, name, seconds)
     monkeypatch.setattr(remote_copy, "SETTLED", 0.05)
 

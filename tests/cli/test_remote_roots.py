@@ -51,7 +51,7 @@ def machine(monkeypatch, tmp_path):
     def move(name: str) -> None:
         monkeypatch.setenv("LIT_LAYERS_REMOTE", str(tmp_path / name))
 
-    for name, seconds in {"LEASE": 1.5, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
+    for name, seconds in {"LEASE": 4.0, "HEARTBEAT": 0.3, "LOOK": 0.05}.items():
         monkeypatch.setattr(remote_runs, name, seconds)
     monkeypatch.setattr(remote_copy, "SETTLED", 0.05)
     move("machine")
