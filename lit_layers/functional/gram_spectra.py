@@ -46,6 +46,7 @@ def with_and_without_first(rows: Tensor, ranks: Sequence[Tensor]) -> list[Tensor
     size = rows.shape[-2]
     if rows.device.type != "cpu" or not _FEWEST < size <= min(_MOST, rows.shape[-1]):
         return None
+    rows = rows.detach()
     gram = products(rows)
     good = _keeps_digits(gram) & _keeps_digits(gram[..., 1:, 1:])
     arrays = without(gram, ~good).numpy().reshape(-1, size, size)
