@@ -44,7 +44,7 @@ def with_and_without_first(rows: Tensor, ranks: Sequence[Tensor]) -> list[Tensor
     decomposition. On a CPU the reduction of a Gram matrix to three diagonals leaves the first coordinate alone, so the
     three diagonals without it are those of the Gram matrix of the other rows."""
     size = rows.shape[-2]
-    if rows.device.type != "cpu" or not _FEWEST < size <= min(_MOST, rows.shape[-1]):
+    if rows.device.type != "cpu" or not rows.numel() or not _FEWEST < size <= min(_MOST, rows.shape[-1]):
         return None
     rows = rows.detach()
     gram = products(rows)

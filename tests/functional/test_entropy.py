@@ -521,7 +521,9 @@ def test_sets_whose_first_row_is_broken_have_the_spectrum_of_the_others():
 
 
 @pytest.mark.parametrize("options", [{}, {"center": True}, {"unit": True}, {"center": True, "unit": True}])
-@pytest.mark.parametrize("shape", [(2, 34, 60), (2, 33, 33), (2, 60, 34), (2, 8, 20), (2, 1, 20), (2, 3, 33, 40)])
+@pytest.mark.parametrize(
+    "shape", [(2, 34, 60), (2, 33, 33), (2, 60, 34), (2, 8, 20), (2, 1, 20), (2, 3, 33, 40), (2, 0, 33, 40)]
+)
 @pytest.mark.parametrize("drop_first", [[0, 1], [1, 0], [1], [2, 0], [0, 1, 2]])
 def test_several_numbers_of_dropped_rows_are_those_of_each_alone(options, shape, drop_first):
     rows = random(*shape)
