@@ -86,6 +86,7 @@ def check_trials(kind: str, seeds: range, monkeypatch: pytest.MonkeyPatch, dim: 
     within = 0
     for seed in seeds:
         count, tolerance = 1 + seed % (dim // 3), (1e-3, 1e-6, 1.0)[seed % 3]
+        monkeypatch.setattr(singular, "NARROW", (0, 256)[seed // 4 % 2])  # as wide ones are decomposed, and not
         matrix = example(kind, dim, seed)
         matrix = matrix.float() if seed % 2 else matrix  # which breaks ties by 1e-8
         other = gaussian(dim, dim, seed=seed + 10**6) if seed % 4 < 2 else matrix.double()
@@ -149,17 +150,20 @@ def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
     assert finite >= 15
 
 
-def test_where_lapack_finds_no_part_of_a_spectrum_the_whole_is_decomposed(monkeypatch):
+@pytest.mark.parametrize("narrow", [0, 256])
+def test_where_lapack_finds_no_eigenvectors_the_whole_is_decomposed(narrow, monkeypatch):
     import scipy.linalg
 
     def fails(*args, **options):
         raise np.linalg.LinAlgError("Internal Error.")
 
     monkeypatch.setattr(singular, "MIN_DIM", 0)
+    monkeypatch.setattr(singular, "NARROW", narrow)
     matrices = torch.stack([example("power", 40, seed) for seed in range(2)])
     expected = singular_factors(matrices, 6, tolerance=1e-6)
-    monkeypatch.setattr(scipy.linalg, "eigh", fails)
-    found = singular_factors(matrices, 6, tolerance=1e-6)
+    monkeypatch.setattr(scipy.linalg if narrow == 0 else np.linalg, "eigh", fails)
+    found, whole = singular_factors(matrices, 6, tolerance=1e-6), singular._whole(matrices, 6)
+    assert torch.equal(found.right, whole.right)
     torch.testing.assert_close(found.values, expected.values)
     assert bool((found.bounds[:, -1] <= 1e-6).all())
 
@@ -387,6 +391,35 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
     assert together.bounds[:, -1].isinf().tolist() == [False, True, False, True]
     for index, place in ((0, (0, 0)), (2, (1, 0))):
         assert bool((distances(together.right[index], factors.right[place]) <= 1e-9).all())
+
+
+@pytest.mark.parametrize(("dim", "count"), [(64, 21), (100, 33), (256, 12)])
+def test_narrow_matrices_have_the_directions_of_their_whole_decomposition(dim, count, monkeypatch):
+    """From the eigenvectors of J'J, a batch in parts, each within its bound and that within a millionth."""
+    matrices = torch.stack([example(kind, dim, seed) for seed in range(4) for kind in ("power", "gaussian", "network")])
+    monkeypatch.setattr(singular, "_whole", None)
+    factors = singular_factors(matrices.float(), count)
+    assert factors.left.dtype == factors.right.dtype == torch.float64
+    assert float(factors.bounds.max()) <= 1e-6
+    for place, matrix in enumerate(matrices.float().double()):
+        left, values, right = exact(matrix, count)
+        torch.testing.assert_close(factors.values[place], values, rtol=1e-12, atol=0)
+        turns = distances(factors.left[place], left).square() + distances(factors.right[place], right).square()
+        assert bool((turns.cumsum(0).sqrt() <= factors.bounds[place]).all())
+
+
+def test_narrow_matrices_are_decomposed_whole_where_the_others_bound_is_above_a_millionth(monkeypatch):
+    """Whatever tolerance is given: of values of 1e-5 the eigenvectors of J'J leave the direction open by more."""
+    values = torch.cat([torch.linspace(1, 0.5, 9).double(), 1e-5 * torch.linspace(1, 0.1, 91).double()])
+    matrix = with_spectrum(values)
+    eigenvectors = singular._leading(matrix[None], 12)
+    assert 1e-6 < float(eigenvectors.bounds[0, -1]) < 1
+    narrow = singular_factors(matrix, 12, tolerance=1.0)
+    assert torch.equal(narrow.right, singular._whole(matrix[None], 12).right[0])
+    assert float(narrow.bounds[-1]) < float(eigenvectors.bounds[0, -1])
+    monkeypatch.setattr(singular, "NARROW", 99)
+    monkeypatch.setattr(singular, "_whole", None)
+    assert singular_factors(matrix, 12, tolerance=1.0).bounds[-1] > 1e-6
 
 
 def test_ties_leave_what_comes_before_them_determined():

@@ -9,10 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_layers.functional._checks import wide_matrices
+from lit_layers.functional.gram_spectra import products
 
 # Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
 # but for tiny singular values, and is not relied on: how far they are off is measured on J itself.
-MIN_DIM = 257  # narrower matrices are decomposed whole in the same time
+MIN_DIM = 64  # narrower matrices are decomposed whole in the same time
+NARROW = 256  # up to here the whole takes but twice the time, and comes wherever the bound is above the following one
+TIGHT = 1e-6
 EPS = torch.finfo(torch.float64).eps
 
 
@@ -39,9 +42,9 @@ def singular_factors(
 ) -> Factors:
     """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
 
-    For dim > 256 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
-    matrices whose bound that does not bring to `tolerance` (ties, tiny singular values), by the whole decomposition in
-    float64. The same input gives the same output.
+    For dim >= 64 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
+    matrices whose bound that does not bring to `tolerance`, or to 1e-6 where dim is at most 256 (ties, tiny singular
+    values), by the whole decomposition in float64. The same input gives the same output.
 
     `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Vectors are in float64 for dim
     <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
@@ -64,8 +67,10 @@ def singular_factors(
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
     rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values to `dtype`
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
-    # some 2 GB; a CPU gains nothing by more than one large matrix
-    size = 1 if leading and flat.device.type == "cpu" else max(1, 2**31 // (60 * dim**2))
+    # some 2 GB; a CPU gains nothing by more than what stays near it, 1 MB, or one large matrix
+    entries = 2**17 if leading and flat.device.type == "cpu" else 2**31 // 60
+    size = max(1, entries // dim**2)
+    enough = min(tolerance, TIGHT) if dim <= NARROW else tolerance
     parts = []
     for piece in flat.split(size):
         piece = piece.double()
@@ -73,7 +78,7 @@ def singular_factors(
             parts.append(_whole(piece, count))
             continue
         factors = _leading(piece, count)
-        failed = ~(factors.bounds[:, -1] + rounding[-1] <= tolerance)  # also where they are NaN
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= enough)  # also where they are NaN
         if bool(failed.any()):
             for part, whole in zip(factors, _whole(piece[failed], count), strict=True):
                 part[failed] = whole
@@ -89,7 +94,7 @@ def _leading(matrices: Tensor, count: int) -> Factors:
     usable = sizes.isfinite() & (sizes > 0)
     scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
     matrices = torch.where(usable, matrices / scale, 0)
-    squares, right = _leading_eigenvectors(matrices.mT @ matrices, count)
+    squares, right = _leading_eigenvectors(products(matrices.mT), count)
     images = matrices @ right
     values = torch.linalg.vector_norm(images, dim=-2)
     left = images / values[:, None]
@@ -103,18 +108,22 @@ def _leading(matrices: Tensor, count: int) -> Factors:
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors; NaN
-    where LAPACK finds no part of a spectrum, as of one with many equal values."""
+    where LAPACK finds none, as of a part of a spectrum with many equal values."""
     if gram.device.type != "cpu":
         values, vectors = torch.linalg.eigh(gram)
         return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
-    from scipy.linalg import eigh  # torch has no driver for a part of the spectrum, which takes half the time
+    from scipy.linalg import eigh  # neither torch nor numpy has a driver for a part of the spectrum
 
     last = gram.shape[-1] - 1
-    # the transpose is in Fortran's order, so that LAPACK works in place
+    # with all vectors it takes twice the time at count = dim / 10, 0.7 of it at dim / 3, and never more if narrow
+    is_part = last >= NARROW and 5 * count <= last
     pairs: list[Any] = []
     for each in gram:
         try:
-            pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
+            if is_part:  # the transpose is in Fortran's order, so that LAPACK works in place
+                pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
+            else:
+                pairs.append([part[..., -count - 1 :] for part in np.linalg.eigh(each.numpy())])
         except np.linalg.LinAlgError:
             pairs.append((np.full(count + 1, np.nan), np.full((last + 1, count + 1), np.nan)))
     values, vectors = (torch.stack([torch.from_numpy(part) for part in parts]) for parts in zip(*pairs, strict=True))
