@@ -26,7 +26,7 @@ from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokeniz
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.typo_views import Action, Views, make_views
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel
@@ -378,8 +378,9 @@ class PromptStudies(DividedAnalysis):
 
         def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
             hidden = in_convention(model, self.states, layer, hidden)
-            for dropped in self.drop_first:
-                sets, single = spectrum(hidden, mask, drop_first=dropped), mask.sum(-1) - dropped < 2
+            of_rows = spectra(hidden, mask, drop_first=self.drop_first)
+            for dropped, sets in zip(self.drop_first, of_rows, strict=True):
+                single = mask.sum(-1) - dropped < 2
                 for normalization in NORMALIZATIONS:
                     values = sets.entropy(normalization=normalization, undefined="nan").cpu()
                     entropies.setdefault((normalization, dropped), []).append(

@@ -148,24 +148,26 @@ class WalkedPath:
             lengths=norms.new_empty(0, *norms.shape),
             distances=norms.new_empty(0, *norms.shape),
             stopped=torch.empty(0, *norms.shape, dtype=torch.bool, device=norms.device),
-            broken=~state.isfinite().all(-1).to(norms.device)[None],
+            broken=_not_finite(state, norms)[None],
         )
 
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
         """Takes the next layer, from the one before it."""
-        step = widened("states", after) - widened("states", before)  # two layers at a time, not all
+        reached = widened("states", after)
+        step = reached - widened("states", before)  # two layers at a time, not all
         self.state.update({name: tensor.to(step.device) for name, tensor in self.state.items()})
         length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
         total = step / length.masked_fill(length == 0, 1.0) + self.state.get("total", 0.0)
         still = (length == 0).squeeze(-1)
         if len(self.state["stopped"]):
             still = still | self.state["stopped"][-1]
+        norms = torch.linalg.vector_norm(reached, dim=-1)
         self._append(
-            norms=torch.linalg.vector_norm(widened("states", after), dim=-1),
+            norms=norms,
             lengths=length.squeeze(-1),
             distances=torch.linalg.vector_norm(total, dim=-1),
             stopped=still,
-            broken=self.state["broken"][-1] | ~after.isfinite().all(-1).to(total.device),
+            broken=self.state["broken"][-1] | _not_finite(after, norms),
         )
         self.state["total"] = total
 
@@ -225,6 +227,11 @@ class WalkedPath:
         scores = (number / distances).clamp(min=1.0)
         problems = {"a state is not finite": self._broken(so_far)[1:][which], "a step has length zero": stopped[which]}
         return settled(metric, scores[which], problems, undefined)
+
+
+def _not_finite(states: Float[Tensor, "*n dim"], norms: PerToken) -> Bool[Tensor, "*n"]:
+    """Which states are not finite, from their norms in float64 where no square can leave it."""
+    return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 
 
 def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:

@@ -239,6 +239,21 @@ def test_values_that_are_not_finite_are_undefined_where_they_stand(layer, value)
         assert missing[:, 0, 1].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it_is_not(dtype):
+    largest = torch.finfo(dtype).max
+    for value, finite in ((largest, True), (-largest, True), (math.nan, False), (math.inf, False), (-math.inf, False)):
+        states = torch.ones(3, 2, 5, dtype=dtype)
+        states[1, 0] = value if finite else 1.0
+        states[1, 0, 3] = value
+        assert WalkedPath.along(states).state["broken"].tolist() == [
+            [False, False],
+            [not finite, False],
+            [not finite, False],
+        ]
+        assert WalkedPath.along(states[1:]).state["broken"].tolist() == [[not finite, False]] * 2
+
+
 def test_too_few_layers_are_undefined():
     with pytest.raises(
         ValueError, match=r"line_shape_score is undefined at element .*: a trajectory needs at least one"
