@@ -239,8 +239,9 @@ class OrderStates(DividedAnalysis):
 
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         (whole,) = passes.parts
-        runs = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers).num_block_runs
-        return Work(parts=(Part("blocks", whole.count / model.num_layers * runs, whole.size),))
+        orders = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers)
+        runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
+        return Work(parts=(runs,), device=passes.device + orders.bytes_held(math.prod(whole.size), model.dim))
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +18,10 @@ from lit_layers.functional.jacobian.block_call import is_cache
 from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
+from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two
 from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
+from lit_layers.models.workload import OF_A_BLOCK
 
 Parallel = Literal["loop", "stacked"]
 EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
@@ -317,16 +318,28 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
 
 # Many orders on one batch, with what they begin with in common computed once.
 
+# What a block runs on at a time in place of one batch: more tokens make no product faster on a CPU (512 do nearly all).
+TOKENS_TOGETHER = 2**10
+BYTES_TOGETHER = 2**28  # of all states that are held then
+MOST_TOGETHER = 16
+
 
 class SharedPrefixes:
-    """Final states of many schedules, as a walk through the tree of their common beginnings, depth first.
+    """Final states of many schedules, as a walk through the tree of their common beginnings.
 
     Composed as in `LayeredModel.replay`. On one state each block runs at most once: as a step of its own, as the first
     of several schedules, in groups of blocks side by side. States that the full model passes are those of the
     trajectory and cost no run, as far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one.
 
-    In memory are the states on the way to where the walk is, one for each step, and at each of them what the branches
-    yet to come still need of a group: not one for each schedule.
+    Of a small batch a block runs on several states at once, as on a larger batch, which differs from runs one by one in
+    rounding alone; not in a model whose arguments of blocks for copies of the batch are not copies of those of the
+    batch, in one without a row in lit_layers/models/families, nor in one with quantized weights, where a scale may be
+    that of a whole batch.
+
+    In memory are at most `num_held` states for each batch that is run on at a time (`num_together`), not one for each
+    schedule. Where a batch is large, the walk is depth first: there are the states on the way to where it is, one for
+    each step, and at each of them what the branches yet to come still need of a group. A small batch has as many times
+    the room: the block that most places of the tree wait for is next, until no more room is left than one way takes.
 
     Raises:
         TypeError, ValueError: a schedule that does not fit `num_blocks` blocks.
@@ -334,23 +347,43 @@ class SharedPrefixes:
 
     def __init__(self, schedules: Sequence[Sequence[Step]], num_blocks: int) -> None:
         self.num_blocks, self.num_orders = num_blocks, len(schedules)
-        self._root = _Node(layer=0)
+        self._root = Node(layer=0)
         steps = [checked(schedule, num_blocks) for schedule in schedules]
         for index, schedule in enumerate(steps):
             self._insert(index, schedule)
         widest = max((len(members(step)) for schedule in steps for step in schedule), default=1)
-        # No more states of a batch than so many are held: on the way, and of a group each output and its copy.
-        self.num_held = max(map(len, steps), default=0) + 2 * widest
+        # On the way, and of a group each output and its copy.
+        self._on_one_way = max(map(len, steps), default=0) + 2 * widest
+        self.num_held = self._on_one_way + 3  # what a block is given, what it returns, what is read
 
     @property
     def num_block_runs(self) -> int:
-        """How many times a block runs for one batch, beside the trajectory itself."""
+        """How many times a block runs for one batch, beside the trajectory itself: on one state or several at once."""
         total, nodes = 0, [self._root]
         while nodes:
             node = nodes.pop()
             total += sum(number != node.next_of_full for number in node.uses())
             nodes += node.children.values()
         return total
+
+    def num_together(self, num_tokens: int, state_bytes: float) -> int:
+        """On how many states a block runs at a time at most, of a batch with so many tokens in all."""
+        room = int(BYTES_TOGETHER // max(1, self.num_held * state_bytes))
+        return power_of_two(max(1, min(MOST_TOGETHER, TOKENS_TOGETHER // max(1, num_tokens), room)))
+
+    def together(self, trajectory: Trajectory) -> int:
+        """`num_together` of the batch of a trajectory; 1 where its model takes one at a time."""
+        model, state = trajectory.model, trajectory.hidden[0]
+        if model.origin == "structure" or getattr(model.model, "is_quantized", False):
+            return 1
+        return self.num_together(state.shape[0] * state.shape[1], state.nbytes)
+
+    def bytes_held(self, num_tokens: int, dim: int) -> float:
+        """Of a walk on a batch with so many tokens in all, in float32: its states, of which there are no more than
+        runs, and what the block that runs holds beyond that of one batch."""
+        state = 4.0 * num_tokens * dim
+        together = self.num_together(num_tokens, state)
+        return (min(together * self.num_held, self.num_block_runs) + (together - 1) * OF_A_BLOCK) * state
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
@@ -364,76 +397,14 @@ class SharedPrefixes:
             raise ValueError(
                 f"expected a trajectory through {self.num_blocks} blocks, got one through {trajectory.num_layers}"
             )
-        path = [_Place(self._root, trajectory.hidden[0])]
-        while path:
-            place = path[-1]
-            if place.node.ends and not place.given:
-                place.given = True
-                yield tuple(place.node.ends), place.state
-            if not place.waiting:
-                path.pop()
-                continue
-            step = place.waiting.pop(0)
-            state = place.after(step, trajectory)
-            if not place.waiting:
-                path.pop()  # nothing else begins here: its state goes before the next one's branches come
-            path.append(_Place(place.node.children[step], state))
+        together = self.together(trajectory)
+        room = (together - 1) * self._on_one_way
+        yield from Walk(trajectory, Runs(trajectory, together), room).ends(self._root)
 
     def _insert(self, index: int, schedule: Schedule) -> None:
         node = self._root
         for step in schedule:
             if step not in node.children:
-                node.children[step] = _Node(layer=node.next_of_full if step == node.next_of_full else None)
+                node.children[step] = Node(layer=node.next_of_full if step == node.next_of_full else None)
             node = node.children[step]
         node.ends.append(index)
-
-
-@dataclass(eq=False)
-class _Node:
-    """Where all schedules stand that begin with the same steps."""
-
-    layer: int | None  # whose state it is, if the full model passes here
-    children: "dict[Step, _Node]" = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-
-    @property
-    def next_of_full(self) -> int | None:
-        """The block that the full model runs from here."""
-        return None if self.layer is None else self.layer + 1
-
-    def uses(self) -> Counter[int]:
-        """For how many of the next steps each block is needed."""
-        return Counter(number for step in self.children for number in set(members(step)))
-
-    def order(self) -> list[Step]:
-        """The next steps: single blocks, then groups, which need the same outputs and then let go of them; the full
-        model's last, so that nothing is held all along its way."""
-        return sorted(self.children, key=lambda step: (step == self.next_of_full, isinstance(step, tuple)))
-
-
-class _Place:
-    """A node on the way, with its state and what it still has to do."""
-
-    def __init__(self, node: _Node, state: Tensor) -> None:
-        self.node, self.state, self.given = node, state, False
-        self.waiting, self.needed = node.order(), node.uses()
-        self.outputs: dict[int, Tensor] = {}
-
-    def after(self, step: Step, trajectory: Trajectory) -> Tensor:
-        """The state after a step."""
-        group = members(step)
-        for number in group:
-            if number not in self.outputs:
-                self.outputs[number] = self._run(number, trajectory)
-        outputs = [self.outputs[number] for number in group]
-        for number in set(group):
-            self.needed[number] -= 1
-            if not self.needed[number]:
-                del self.outputs[number]
-        return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-
-    def _run(self, number: int, trajectory: Trajectory) -> Tensor:
-        if number == self.node.next_of_full and number < len(trajectory.hidden):
-            return trajectory.hidden[number]
-        with torch.no_grad():
-            return trajectory.block(number)(self.state)

@@ -40,7 +40,7 @@ from lit_layers.tasks.benchmark_rows import (
     write_broken_answers,
 )
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
+from lit_layers.tasks.lm_eval_scorer import MAX_STATES, LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there
@@ -154,9 +154,11 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         texts = [*{(context, text[:-LETTERS]): context + text for context, text in chosen}.values(), *written]
         tokens = self._mean_length(texts, limit)
         one = passes(model, texts=len(texts), tokens=tokens, batch=self.batch_size, kept=False, at_most=bool(written))
-        runs = sum(map(block_runs, schedules))
+        runs, held = sum(map(block_runs, schedules)), 0.0
         if not written and len(schedules) > 1:
-            runs = model.num_layers + SharedPrefixes([*schedules], model.num_layers).num_block_runs
+            orders = SharedPrefixes([*schedules], model.num_layers)
+            runs = model.num_layers + orders.num_block_runs
+            held = min(MAX_STATES, orders.bytes_held(self.batch_size * tokens, model.dim))
         parts = [Part("blocks", runs * len(texts) / self.batch_size, (self.batch_size, tokens))]
         read = self._mean_length([text for _, text in chosen], limit) * len(chosen) if chosen else 0
         if written:  # token by token, beside what is kept of those before
@@ -165,7 +167,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
             read += number
         parts.append(Part("head", len(schedules) * read))
         scores = 4.0 * self.batch_size * (model.vocab_size or 0) * max(1, read // len(requests))
-        return replace(one, parts=tuple(parts), device=one.device + scores)
+        return replace(one, parts=tuple(parts), device=one.device + held + scores)
 
     def _mean_length(self, texts: Sequence[str], limit: int) -> int:
         some = texts[:: -(-len(texts) // _SAMPLE)]

@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from lit_layers.functional.block_schedules import variants
+from lit_layers.models import running_order
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+
+@pytest.fixture(autouse=True)
+def one_state_at_a_time(monkeypatch):
+    """As of large batches; several states at once: `test_order_walk`."""
+    monkeypatch.setattr(running_order, "TOKENS_TOGETHER", 1)
+
 
 BY_HAND = [
     (1, 2, 3),

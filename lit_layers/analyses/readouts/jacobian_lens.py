@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
+from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
+from lit_layers.analyses.readouts.readout_scores import FullModel
 from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
