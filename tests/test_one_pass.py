@@ -239,6 +239,15 @@ def test_equal_batches_give_the_same_bits():
         assert [repr(record) for record in found[analysis.name].records] == [repr(record) for record in alone]
 
 
+def test_rows_are_told_apart_by_their_content_whatever_their_strides():
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    rows = shared_pass.row_digests({"input_ids": ids.T, "attention_mask": torch.tensor([[1], [1], [0], [0], [1]])})
+    plain = shared_pass.row_digests({"input_ids": torch.tensor([[3], [1], [4], [1], [5], [1]])})
+    assert [rows.index(row) for row in rows] == [0, 1, 2, 3, 4]
+    assert [rows[0], rows[1], rows[4]] == [plain[0], plain[1], plain[4]]  # a mask that hides nothing is as none
+    assert plain[3] == plain[1] != rows[3]
+
+
 def test_images_and_a_probe_that_announces_its_batches_share():
     model, rows = tiny("vit", torch.float64), []
     batch = {**tiny_batch("vit", batch=8), "labels": torch.tensor([0, 1] * 4)}

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import os
 import tempfile
 from collections import defaultdict
@@ -98,11 +99,14 @@ class SharedPass(LayeredModel):
 
     def rows(self, batches: Iterable[Batch]) -> list[bytes]:
         """What tells the rows of batches apart, by their content: equal for equal ones."""
-        return [key for batch in batches for key in self._keys(batch) or ()]
+        return self._digests(batches) if self._is_as_before() else []
+
+    def _digests(self, batches: Iterable[Batch]) -> list[bytes]:
+        return [key for batch in batches for key in self._digests_of(batch) or ()]
 
     def place(self, batches: Sequence[Batch]) -> float:
         """Where in the order of all announced rows these batches begin; behind all where nothing is known of them."""
-        return min((self._ledger.places.get(key, torch.inf) for key in self.rows(batches)), default=torch.inf)
+        return min((self._ledger.places.get(key, torch.inf) for key in self._digests(batches)), default=torch.inf)
 
     def turn(self, reader: str) -> None:
         """Says who asks from now on."""
@@ -156,10 +160,13 @@ class SharedPass(LayeredModel):
 
     def _keys(self, batch: Batch) -> list[bytes] | None:
         """What tells rows apart; None where a batch is no affair of others."""
+        return self._digests_of(batch) if self._is_as_before() else None
+
+    def _digests_of(self, batch: Batch) -> list[bytes] | None:
         columns = {name: batch[name] for name in self.family.columns if name in batch}
         if self.family.inputs[0] not in columns or not all(isinstance(column, Tensor) for column in columns.values()):
             return None
-        if len({len(column) for column in columns.values()}) > 1 or not self._is_as_before():
+        if len({len(column) for column in columns.values()}) > 1:
             return None
         return row_digests(columns, f"{self.attention} {self.dtype}")
 
@@ -236,9 +243,15 @@ def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
     digests = [hashlib.blake2b(how.encode(), digest_size=16) for _ in next(iter(columns.values()))]
     for name, column in columns.items():
         about = f"{name} {column.dtype} {tuple(column.shape[1:])}".encode()
-        for digest, row in zip(digests, column.detach().cpu().contiguous(), strict=True):
-            if name != "attention_mask" or not row.all():  # without one all is real
-                digest.update(about + row.reshape(-1).view(torch.uint8).numpy().tobytes())
+        width = math.prod(column.shape[1:])
+        flat = column.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)  # in strides of 1
+        rows = flat.view(torch.uint8).view(len(column), width * column.itemsize).numpy()
+        is_left_out = [False] * len(column)
+        if name == "attention_mask":  # without one all is real
+            is_left_out = flat.view(len(column), width).bool().all(1).tolist()
+        for digest, row, left_out in zip(digests, rows, is_left_out, strict=True):
+            if not left_out:
+                digest.update(about + row.tobytes())
     return [digest.digest() for digest in digests]
 
 

@@ -107,18 +107,19 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
     no work on what comes later. `together` reads all rows of a text off the context of its last: for causal models.
     """
     contexts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row, (text, position) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
+    texts, positions = rows.text.tolist(), rows.position.tolist()
+    for row, (text, position) in enumerate(zip(texts, positions, strict=True)):
         contexts[text, -1 if together else position].append(row)
     by_length: dict[int, list[list[int]]] = defaultdict(list)
     for members in contexts.values():
-        by_length[int(rows.position[members].max()) + 1].append(members)
+        by_length[max(positions[row] for row in members) + 1].append(members)
     for length, groups in sorted(by_length.items()):
         size = max(1, max_tokens // length)
         for start in range(0, len(groups), size):
             chunk = groups[start : start + size]
             row = torch.tensor([row for members in chunk for row in members])
             yield Pass(
-                input_ids=torch.stack([rows.texts[int(rows.text[members[0]])][:length] for members in chunk]),
+                input_ids=torch.stack([rows.texts[texts[members[0]]][:length] for members in chunk]),
                 row=row,
                 context=torch.tensor([index for index, members in enumerate(chunk) for _ in members]),
                 position=rows.position[row],
