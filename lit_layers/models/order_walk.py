@@ -7,11 +7,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_layers.functional.block_schedules import Step, members
 from lit_layers.models.block_calls import BlockCall
-from lit_layers.models.view import Trajectory
+from lit_layers.models.shared_pass import HOOKS
+from lit_layers.models.view import LayeredModel, Trajectory
 
 
 @dataclass(eq=False)
@@ -162,6 +163,22 @@ class Runs:
             return [block(state) for state in states]
         whole = self._repeated[count][number - 1](torch.cat(states))
         return [output.clone() for output in whole.split(len(states[0]))]  # each goes by itself
+
+
+def takes_copies(model: LayeredModel) -> bool:
+    """Whether a text is to its model the same whatever texts are beside it: where each part is torch's, or of the
+    package of its row, has weights of torch's plain kind, and no hook, which may change one row of the batch."""
+    network = model.model
+    if model.origin == "structure" or getattr(network, "is_quantized", False):
+        return False
+    known = ("torch.nn.", f"{model.family.package}.")
+    return all(
+        type(part).__module__.startswith(known)
+        and not any(getattr(part, kind) for kind in HOOKS)
+        and all(type(weight) is nn.Parameter for weight in part._parameters.values() if weight is not None)
+        and not (isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is None)
+        for part in network.modules()
+    )
 
 
 def repeated(trajectory: Trajectory, count: int) -> tuple[BlockCall, ...] | None:

@@ -18,7 +18,7 @@ from lit_layers.functional.jacobian.block_call import is_cache
 from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
-from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two
+from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two, takes_copies
 from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_BLOCK
@@ -333,8 +333,8 @@ class SharedPrefixes:
 
     Of a small batch a block runs on several states at once, as on a larger batch, which differs from runs one by one in
     rounding alone; not in a model whose arguments of blocks for copies of the batch are not copies of those of the
-    batch, in one without a row in lit_layers/models/families, nor in one with quantized weights, where a scale may be
-    that of a whole batch.
+    batch, in one without a row in lit_layers/models/families, nor in one with hooks, with parts of another package or
+    with quantized weights, where a scale may be that of a whole batch.
 
     In memory are at most `num_held` states for each batch that is run on at a time (`num_together`), not one for each
     schedule. Where a batch is large, the walk is depth first: there are the states on the way to where it is, one for
@@ -373,8 +373,8 @@ class SharedPrefixes:
 
     def together(self, trajectory: Trajectory) -> int:
         """`num_together` of the batch of a trajectory; 1 where its model takes one at a time."""
-        model, state = trajectory.model, trajectory.hidden[0]
-        if model.origin == "structure" or getattr(model.model, "is_quantized", False):
+        state = trajectory.hidden[0]
+        if not takes_copies(trajectory.model):
             return 1
         return self.num_together(state.shape[0] * state.shape[1], state.nbytes)
 

@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lit_layers.models import order_walk, running_order
 from lit_layers.models.order_walk import Runs, Walk, repeated
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
+from tests.support.noted_calls import noted_calls
 from tests.support.tiny_models import DIM, EVERY, LAYERS, by_kind, sees_images, tiny, tiny_batch
 
 ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
@@ -23,17 +25,9 @@ def rows_run(model, run):
     By the first part of a block: where states are handed on in its place, a block itself is called, too.
     """
     rows = []
-
-    def note(module, args, kwargs):
-        rows.append(len(args[0] if args else next(iter(kwargs.values()))))
-
-    parts = dict.fromkeys(next(iter(block.children())) for block in model.blocks)
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
-    try:
+    parts = {next(iter(block.children())) for block in model.blocks}
+    with noted_calls(parts, lambda state: rows.append(len(state))):
         found = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return rows, found
 
 
@@ -123,19 +117,17 @@ def most_held(model, trajectory, states_of_orders):
             if each.ndim == 3 and each.shape[1:] == (4, DIM)
         }
 
-    def note(module, args):
+    def note(state):
         nonlocal most, number
         number += 1
         if number % 3 == 0:  # looking through all objects takes its time
             most = max(most, sum(size for place, size in states().items() if place not in before))
 
     gc.collect()
-    before = states()
-    part = next(model.blocks[3].children())
-    handle = part.register_forward_pre_hook(note)
-    for _ in states_of_orders:
-        pass
-    handle.remove()
+    before = {*states(), trajectory.hidden.untyped_storage().data_ptr()}
+    with noted_calls({next(model.blocks[3].children())}, note):
+        for _ in states_of_orders:
+            pass
     assert most
     return most / trajectory.hidden[0].nbytes
 
@@ -144,6 +136,8 @@ def test_no_more_is_held_than_one_way_through_of_as_many_batches(deep, passed, m
     orders = SharedPrefixes([*permutations(range(1, 6))], 7)
     monkeypatch.setattr(running_order, "MOST_TOGETHER", 4)
     assert orders.num_held < most_held(deep, passed, orders.states(passed)) <= 4 * orders.num_held
+
+    orders = SharedPrefixes([*permutations(range(1, 7))], 7)
 
     def held(room):
         return most_held(deep, passed, Walk(passed, Runs(passed, 4), room).ends(orders._root))
@@ -195,3 +189,40 @@ def test_a_model_by_structure_or_with_quantized_weights_takes_one_state_at_a_tim
         trajectory = model.trajectory(tiny_batch(name, batch=2, tokens=4))
         rows, _ = rows_run(model, lambda trajectory=trajectory: walked(ORDERS, trajectory))
         assert set(rows) == {2}, name
+
+
+def of_one_text(module, args, output):
+    """A hook that takes what a part adds from the first text of a batch alone."""
+    output = output.clone()
+    output[0] = 0
+    return output
+
+
+class Centred(torch.nn.Module):
+    """A part of nobody's library that looks at the whole batch."""
+
+    def forward(self, hidden):
+        return hidden - hidden.mean((0, 1))
+
+
+def changed(kind):
+    network = tiny("llama").eval()
+    if kind == "quantized as it runs":
+        return torch.ao.quantization.quantize_dynamic(network, {torch.nn.Linear})
+    block: Any
+    for block in LayeredModel(network).blocks:
+        if kind == "a hook":
+            block.mlp.register_forward_hook(of_one_text)
+        else:
+            norm = torch.nn.BatchNorm1d(7, track_running_stats=False)
+            block.mlp = torch.nn.Sequential(block.mlp, norm if kind == "a norm" else Centred())
+    return network
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+@pytest.mark.parametrize("kind", ["quantized as it runs", "a hook", "a part", "a norm"])
+def test_where_a_text_depends_on_those_beside_it_each_state_is_passed_by_itself(kind):
+    model = LayeredModel(changed(kind))
+    trajectory = model.trajectory(tiny_batch("llama", batch=2, tokens=7))
+    for index, state in walked(ORDERS, trajectory).items():
+        torch.testing.assert_close(model.readout(state), model.replay(trajectory, ORDERS[index]), rtol=0, atol=0)

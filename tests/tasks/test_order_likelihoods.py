@@ -16,6 +16,7 @@ from lit_layers.tasks.benchmark_scores import LIKELIHOODS, BenchmarkScores
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.noted_calls import noted_calls
 from tests.support.tiny_models import tiny
 
 BLOCKS = 5
@@ -52,17 +53,12 @@ def calls_of(model, run):
     """
     calls = {}
 
-    def note(module, args, kwargs):
-        shape = tuple(args[0].shape[:2])
+    def note(state):
+        shape = tuple(state.shape[:2])
         calls[shape] = calls.get(shape, 0) + 1
 
-    parts = [next(block.children()) for block in LayeredModel(model).blocks]
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
-    try:
+    with noted_calls({next(block.children()) for block in LayeredModel(model).blocks}, note):
         found = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     calls.pop((1, 1), None)  # one token, to see what blocks return
     return calls, found
 
