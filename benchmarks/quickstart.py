@@ -12,6 +12,7 @@ process (`--measure async`); seconds of the wall from the start to the command's
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -111,11 +112,13 @@ def whole_runs(options: argparse.Namespace) -> int:
                 config.write_text(yaml.safe_dump(recipe if way != "alone" else recipe | {"analyses": []}))
                 command = [sys.executable, "-m", "lit_layers.cli.main", "fit", "--config", str(config), *more]
                 started = time.perf_counter()
-                subprocess.run([*command, "--root", str(root)], check=True, stdout=subprocess.DEVNULL)
+                done = subprocess.run([*command, "--root", str(root)], check=True, stdout=subprocess.PIPE, text=True)
                 seconds[way].append(time.perf_counter() - started)
                 if way == "beside":
                     wait_for_measurements(root, recipe)
                     seconds["last number"].append(time.perf_counter() - started)
+                    wait_for_process(done.stdout)
+        print({way: round(each[-1], 1) for way, each in seconds.items()}, file=sys.stderr)
     alone = seconds["alone"]
 
     def shares(way: str) -> list[float]:
@@ -140,6 +143,13 @@ def wait_for_measurements(root: Path, recipe: dict[str, Any]) -> None:
     while len({(each.step, each.analysis) for each in Store(root / "measurements.jsonl")}) < wanted:
         if time.monotonic() > deadline:
             raise TimeoutError(f"expected {wanted} measurements in {root}")
+        time.sleep(0.2)
+
+
+def wait_for_process(said: str) -> None:
+    """Until the second process has written the page and ended."""
+    named = re.search(r"are still being measured by process (\d+)", said)
+    while named is not None and Path("/proc", named[1]).exists():
         time.sleep(0.2)
 
 
