@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-# The options with which those end in half a minute that can; others take minutes, or weights or data that nobody has.
+# The options with which those end in a minute that can; others take minutes, or weights or data that nobody has.
 SMALLEST = {
     "async_measuring": "--steps 4 --every 2",
     "bfloat16": "--layers 2 --width 32 --tokens 16 --batch_size 1",
@@ -21,6 +21,7 @@ SMALLEST = {
     "lead_lag": "--pairs 4",
     "many_runs": "--runs 2 --steps 4 --numbers 620",
     "measuring_pass": "--share 16",
+    "quickstart": "--wall --steps 2",
     "parallel_blocks": "--widths 64 --groups 3 --tokens 1 --attention sdpa",
     "record_probes": "--rows 200 --dim 16 --classes 5",
     "watching_probes": "--layers 1 --rows 200 --dim 16 --classes 5",
