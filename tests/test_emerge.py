@@ -13,7 +13,17 @@ from scipy import stats
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.clock import Clock, agreement_table, curves_of, measure_times, order_table, over_seeds, times_table
+from lit_layers.clock import (
+    Clock,
+    agreement_table,
+    curves_of,
+    measure_times,
+    order_table,
+    over_seeds,
+    times_and_order,
+    times_of_run,
+    times_table,
+)
 from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
@@ -38,6 +48,7 @@ from tests.support.undrawn import leave_undrawn
 STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 AXIS = np.log2(1 + np.array(STEPS))
 ERROR = 0.02
+RUNS = (("one", 0), ("two", 1))
 
 
 def rise(middle: float) -> np.ndarray:
@@ -605,6 +616,28 @@ def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
     assert 'class="metric' in section
     short = write_run(tmp_path / "short", steps=STEPS[:5])
     assert 'id="emergence"' not in write_report(short, tmp_path / "short.html").read_text()
+
+
+def test_the_times_of_a_run_are_found_once_for_its_page_and_its_trackers(tmp_path, monkeypatch):
+    """By the content of its curves: another run, other values, and as many steps but one are asked for anew."""
+    asked, find = [], times_and_order.measure_times
+    monkeypatch.setattr(times_and_order, "_last", [])
+    monkeypatch.setattr(times_and_order, "measure_times", lambda curves: asked.append(len(curves)) or find(curves))
+    first, second = ([*records.read(write_run(tmp_path / name, seed) / "measurements.jsonl")] for name, seed in RUNS)
+
+    def halfway(measured, root):
+        clock = times_of_run(root, measured, tmp_path / root)
+        assert clock is not None
+        return [time.halfway.value for time in clock.times if time.halfway is not None]
+
+    expected = {"one": halfway(first, "one"), "two": halfway(second, "two"), "less": halfway(first[:-4], "one")}
+    assert len(asked) == 3
+    for name, root, measured in (("less", "one", first[:-4]), ("one", "one", first), ("two", "two", second)) * 2:
+        for _ in range(3):
+            assert halfway(measured, root) == expected[name]
+    assert len(asked) == 8  # the last asked for is kept, and no other
+    assert expected["one"] != expected["two"] != expected["less"] != expected["one"]
+    assert times_of_run("one", first[:4], tmp_path) is None
 
 
 def test_a_page_whose_times_fail_says_so_and_has_all_the_rest(run, tmp_path, monkeypatch):
