@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_layers.analyses.readouts.readout_scores import rows_at_once
 from lit_layers.functional.coupling import singular_factors
 from lit_layers.functional.entropy import spectrum
 from lit_layers.functional.jacobian import block_jacobian
@@ -79,19 +80,21 @@ class Bench:
                 return lambda: block(hidden), flop(self.model, Part("blocks", 1, (texts, tokens)))
             case "jacobians" if flop(self.model, part) < LONGEST:
                 block, mask = self._block(8)
-                hidden = random(*mask.shape, dim)
+                texts = 2 if not part.size and 2 * flop(self.model, part) < LONGEST else 1  # some analyses take batches
+                hidden, mask = random(texts, mask.shape[1], dim), mask.expand(texts, -1)
                 inputs = range(-1, -1 - min(part.size[0], mask.shape[1]), -1) if part.size else ()
                 how: dict[str, Any] = {"out_tokens": -1, "in_tokens": [*inputs]} if inputs else {}
-                return lambda: block_jacobian(block, hidden, mask=mask, **how), max(1, len(inputs)) * flop(
-                    self.model, part
-                )
+                timed = texts * max(1, len(inputs)) * flop(self.model, part)
+                return lambda: block_jacobian(block, hidden, mask=mask, **how), timed
             case "directions" if dim <= 1024:
                 matrix = random(1, dim, dim) * torch.arange(1, dim + 1, device=self.device) ** -0.7
                 return lambda: singular_factors(matrix, part.size[0]), flop(self.model, part)
             case "spectra" if min(part.size[0], dim) <= 1024:
                 rows = fewest_rows(part.size[0], lambda rows: Part("spectra", 1, (rows,)))
-                states, mask = random(1, rows, dim), torch.ones(1, rows, dtype=torch.bool, device=self.device)
-                return lambda: spectrum(states, mask).effective_rank(), flop(self.model, Part("spectra", 1, (rows,)))
+                one = flop(self.model, Part("spectra", 1, (rows,)))
+                sets = max(1, min(8, int(LONGEST / 10 // one)))  # as texts come in batches, and halves all at once
+                states, mask = random(sets, rows, dim), torch.ones(sets, rows, dtype=torch.bool, device=self.device)
+                return lambda: spectrum(states, mask).effective_rank(), sets * one
             case "calls" if part.call is not None:
                 rows = fewest_rows(part.size[0], lambda rows: Part("calls", 1, (rows,)))
                 points = random(rows, dim, dtype=torch.float64)
@@ -109,7 +112,8 @@ class Bench:
         dtype = torch.float64 if part.kind in ("wide products", "spectra") else torch.float32
         left, right = random(rows, dim, dtype=dtype), random(dim, columns, dtype=dtype)
         if part.kind == "head":
-            return lambda: _scores(left @ right), 2.0 * rows * dim * columns
+            at_once = rows_at_once(rows, columns, self.device)
+            return lambda: [_scores(some) for some in (left @ right).split(at_once)], 2.0 * rows * dim * columns
         return lambda: left @ right, 2.0 * rows * dim * columns
 
     def _block(self, tokens: int) -> tuple[BlockCall, Tensor]:

@@ -35,12 +35,16 @@ MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vo
 _CACHED_LOGITS = 2**18  # compared at a time on a CPU: 1 MB
 
 
+def rows_at_once(rows: int, classes: int, device: torch.device) -> int:
+    """On a CPU so few that their scores stay in the cache of its core from one step of a comparison to the next."""
+    return max(1, _CACHED_LOGITS // classes if device.type == "cpu" else rows)
+
+
 class FullModel:
     """What the full model makes of some rows, to compare other readouts of these rows with."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
-        # On a CPU a few rows at a time, which stay in the cache of its core from one step to the next.
-        self._size = max(1, _CACHED_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+        self._size = rows_at_once(len(logits), logits.shape[-1], logits.device)
         pieces = zip(logits.split(self._size), rows.chunks(self._size), strict=True)
         self.rows, self._pieces = rows, [_Piece(some, of_rows) for some, of_rows in pieces]
         self.itself = self._joined([piece.itself for piece in self._pieces])  # as `compared` with itself
