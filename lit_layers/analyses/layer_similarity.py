@@ -241,7 +241,7 @@ class OrderStates(DividedAnalysis):
         (whole,) = passes.parts
         orders = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers)
         runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
-        return Work(parts=(runs,), device=passes.device + orders.bytes_held(math.prod(whole.size), model.dim))
+        return Work(parts=(runs,), device=passes.device + orders.bytes_held(model, math.prod(whole.size)))
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""

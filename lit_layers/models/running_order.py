@@ -378,11 +378,11 @@ class SharedPrefixes:
             return 1
         return self.num_together(state.shape[0] * state.shape[1], state.nbytes)
 
-    def bytes_held(self, num_tokens: int, dim: int) -> float:
-        """Of a walk on a batch with so many tokens in all, in float32: its states, of which there are no more than
-        runs, and what the block that runs holds beyond that of one batch."""
-        state = 4.0 * num_tokens * dim
-        together = self.num_together(num_tokens, state)
+    def bytes_held(self, model: LayeredModel, num_tokens: int) -> float:
+        """Of a walk on a batch with so many tokens in all: its states, of which there are no more than runs, and what
+        the block that runs holds beyond that of one batch."""
+        state = float(model.dtype.itemsize * num_tokens * model.dim)
+        together = self.num_together(num_tokens, state) if takes_copies(model) else 1
         return (min(together * self.num_held, self.num_block_runs) + (together - 1) * OF_A_BLOCK) * state
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:

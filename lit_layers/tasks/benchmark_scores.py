@@ -158,7 +158,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         if not written and len(schedules) > 1:
             orders = SharedPrefixes([*schedules], model.num_layers)
             runs = model.num_layers + orders.num_block_runs
-            held = min(MAX_STATES, orders.bytes_held(self.batch_size * tokens, model.dim))
+            held = min(MAX_STATES, orders.bytes_held(model, self.batch_size * tokens))
         parts = [Part("blocks", runs * len(texts) / self.batch_size, (self.batch_size, tokens))]
         read = self._mean_length([text for _, text in chosen], limit) * len(chosen) if chosen else 0
         if written:  # token by token, beside what is kept of those before

@@ -100,8 +100,13 @@ def test_by_hand_so_many_run_together():
     assert [orders.num_together(1, megabytes * 1e6) for megabytes in (1, 5, 10, 20, 1000)] == [16, 4, 2, 1, 1]
     # In a plan no more states than block runs, and what a block holds of so many texts more: 12 states each.
     assert orders.num_block_runs == 2
-    assert orders.bytes_held(64, 10) == (2 + 15 * 12) * 64 * 10 * 4
-    assert orders.bytes_held(1024, 10) == 2 * 1024 * 10 * 4
+    model = LayeredModel(tiny("gpt2", n_layer=5, n_embd=12))
+    assert orders.bytes_held(model, 64) == (2 + 15 * 12) * 64 * 12 * 4
+    assert orders.bytes_held(model, 1024) == 2 * 1024 * 12 * 4
+    wide = LayeredModel(tiny("gpt2", n_layer=5, n_embd=12).double())
+    assert orders.bytes_held(wide, 64) == 2 * orders.bytes_held(model, 64)
+    model.blocks[0].register_forward_hook(lambda *_: None)  # one state at a time
+    assert orders.bytes_held(model, 64) == 2 * 64 * 12 * 4
 
 
 def most_held(model, trajectory, states_of_orders):

@@ -297,7 +297,7 @@ class Interventions(ReadoutAnalysis):
         orders = SharedPrefixes(schedules, model.num_layers)
         (whole,) = passes.parts
         runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
-        held = passes.device + orders.bytes_held(math.prod(whole.size), model.dim)
+        held = passes.device + orders.bytes_held(model, math.prod(whole.size))
         return Work(parts=(runs,)) + _readouts(
             model, replace(passes, device=held), len({str(each) for each in schedules})
         )
