@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_layers import records
 from lit_layers.cli.main import main
@@ -22,13 +25,14 @@ from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring import following
-from lit_layers.measuring.following import MeasuringAside, _complete, follow
+from lit_layers.measuring.following import MeasuringAside, _complete, _page_has_all, follow
 from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.rounding import assert_same_numbers
+from tests.support.runs import measurement
 from tests.support.series_hub import make_series, template
 from tests.support.tiny_training import fit
 
@@ -265,6 +269,106 @@ def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(started, 
     assert facts[0] == facts[1]
     assert_same_numbers(found, sync)  # of weights in memory, and of the same out of a file
     assert (roots["async"] / "measuring.log").read_text() == ""
+
+
+class Beside:
+    """The second process, which measures in this one what is saved at each look of training's at it."""
+
+    def __init__(self, command: list[str], *, stdin: IO[bytes], **_: Any) -> None:
+        self.pid, self.root = os.getpid(), Path(json.loads(stdin.readline())["root"])
+
+    def poll(self) -> None:
+        analyze_series(StepFolders(self.root), two_groups(), root=self.root, beside_training=True)
+
+
+class AtStep3(L.Callback):
+    def __init__(self, measured: EmergenceCallback) -> None:
+        self.measured = measured
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 3:
+            self.measured._aside._process.poll()
+
+
+@pytest.mark.slow
+def test_the_last_numbers_reach_loggers_where_they_come_soon(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(following, "subprocess", SimpleNamespace(Popen=Beside))
+    root, logged = tmp_path / "run", CSVLogger(tmp_path)
+    sent, heard, ends = set(), Heard(), []
+    monkeypatch.setattr(logged, "log_metrics", lambda metrics, step: sent.update((step, name) for name in metrics))
+    both = callbacks(root, "async", watchers=[heard])
+    monkeypatch.setattr(both[1].measurer, "finish", lambda **_: ends.append(len(heard.measurements)))
+    fit(root, [*both, AtStep3(both[1])], steps=4, logger=logged)
+    assert both[1].under_way is None
+    assert sorted((each.step, each.analysis) for each in heard.measurements) == [
+        (step, name) for step in (0, 2, 4) for name in ("coupling", "other", "trajectory")
+    ]
+    assert {(step, f"{name}/line_shape_score") for step in (0, 2, 4) for name in ("trajectory", "other")} <= sent
+    assert ends == [9]  # trackers get their tables from all of it
+    assert caplog.text.count("measure: async: the last steps are waited for, 30 s at most") == 1
+
+
+class Process:
+    """A second process that measures one analysis of step 2 at each look, `dies` or hangs."""
+
+    pid = 1
+
+    def __init__(self, file: Path, names: list[str], *, dies: bool = False) -> None:
+        self.file, self.names, self.dies, self.looks = file, names, dies, 0
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        if self.names:
+            records.append(self.file, measurement("run", 2, self.names.pop(0)))
+        return 1 if self.dies and not self.names else None
+
+
+@pytest.mark.parametrize(
+    ("before", "process", "expected", "said"),
+    [
+        ({0: 7.0}, {"names": ["lens", "coupling"]}, ["lens", "coupling"], None),
+        ({0: 7.0}, {"names": ["lens"], "dies": True}, ["lens"], "1 of 2 saved steps are not measured, as the process"),
+        ({0: 7.0}, {"names": ["lens"]}, ["lens"], "1 of 2 saved steps are still being measured"),  # it hangs
+        ({0: 0.1, -1: 31.0}, {"names": ["lens"]}, [], "1 of 2 saved steps are still being measured"),
+        ({}, {"names": ["lens"]}, [], "1 of 2 saved steps are still being measured"),
+    ],
+)
+def test_the_last_step_is_waited_for_where_it_is_soon_measured(before, process, expected, said, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    aside = MeasuringAside.__new__(MeasuringAside)
+    aside.file, aside.root, aside._offset = tmp_path / "measurements.jsonl", tmp_path, 0
+    aside._names, aside._saved, aside._measured = {"lens", "coupling"}, {0, 2}, {0: {"lens", "coupling"}}
+    aside._seconds, aside._process = before, Process(aside.file, **process)
+    assert [each.analysis for each in aside.last()] == expected
+    assert clock[0] <= 30.1  # of the pretended clock
+    assert bool(expected) == (aside._process.looks > 0)
+    sentence = aside.under_way()
+    assert sentence is None if said is None else sentence.startswith(said)
+
+
+def test_nothing_left_is_not_waited_for(tmp_path):
+    aside = MeasuringAside.__new__(MeasuringAside)
+    aside._saved, aside._names, aside._measured, aside._seconds = {1}, {"lens"}, {1: {"lens"}}, {1: 1.0}
+    assert [*aside.last()] == []
+
+
+@pytest.mark.parametrize(
+    ("order", "whole"),
+    [
+        (("measurements.jsonl", "run.json", "report.html"), True),
+        (("run.json", "measurements.jsonl", "report.html"), False),  # measured while the page was drawn
+        (("run.json", "report.html", "measurements.jsonl"), False),
+        (("report.html", "measurements.jsonl", "run.json"), False),  # of an earlier part, resumed since
+        (("measurements.jsonl", "report.html"), False),  # of a Trainer's own run
+    ],
+)
+def test_the_page_is_written_anew_unless_it_was_begun_after_the_last_number(order, whole, tmp_path):
+    for second, name in enumerate(order):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (second, second))
+    assert _page_has_all(tmp_path) is whole
 
 
 @pytest.mark.soak

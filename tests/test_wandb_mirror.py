@@ -14,7 +14,7 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
-from lit_layers.report import WandbMirror, wandb_mirror
+from lit_layers.report import WandbMirror, logged_numbers, wandb_mirror
 from lit_layers.report.logged_numbers import of_the_whole_run, values_of
 from lit_layers.report.wandb_files import run_files
 from tests.support.forked import run_forked
@@ -544,3 +544,32 @@ def test_a_mean_over_layers_is_of_all_of_them_or_absent():
     assert mean_of("line_shape_score", {2: 2.0, 3: 6.0}) == 4.0  # one step is straight
     for values in ({1: 1.0, 2: 2.0}, {1: 1.0, 3: 6.0}, {2: 2.0, 3: 6.0}, {1: 1.0, 2: float("nan"), 3: 6.0}):
         assert mean_of("growth_rate", values) is None
+
+
+@pytest.mark.slow
+def test_maps_over_layers_are_drawn_before_the_end_and_anew_where_more_was_measured(
+    root: Path, tmp_path: Path, monkeypatch
+):
+    at_once, drawn, later = (Path(shutil.copytree(root, tmp_path / name / "run")) for name in ("a", "b", "c"))
+    steps: list[set[int]] = []
+
+    def counted(measured, plain):
+        steps.append({m.step for m in measured})
+        return layer_maps(measured, plain)
+
+    layer_maps = logged_numbers.layer_maps
+    for module in (logged_numbers, wandb_mirror):
+        monkeypatch.setattr(module, "layer_maps", counted)
+    expected = mirror_all(at_once)
+    assert [*steps.pop()] == [0, 1, 2, 4]
+    for folder, more in ((drawn, False), (later, True)):
+        mirror = WandbMirror(mode="offline")
+        mirror.open(folder, run_id=RUN_ID, config={"lr": 1e-3})
+        mirror.draw()
+        if more:
+            records.append(folder / "measurements.jsonl", measurement("quickstart", 8, "lens", layers=2))
+        mirror.finish()
+        run = read_back(folder)
+        assert run.media("image-file").keys() == expected.media("image-file").keys()
+        assert any(name.endswith("/over_layers") for name in run.media("image-file"))
+    assert steps == [{0, 1, 2, 4}, {0, 1, 2, 4}, {0, 1, 2, 4, 8}]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ EVERY = 5.0  # seconds between two looks
 SETTLED = 10.0  # seconds that the files of a folder must be untouched: only our own appear as a whole
 OURS = "step-*"
 LOG = "measuring.log"  # in the run's folder: what the second process says
+PATIENCE = 30.0  # seconds that a training waits at its end for what is nearly measured
 
 
 def follow(
@@ -121,6 +122,7 @@ class MeasuringAside:
         self.file, self._names = root / "measurements.jsonl", {each.name for each in analyses}
         self.root, self._saved = root, set[int]()
         self._measured: dict[int, set[str]] = {}
+        self._seconds: dict[int, float] = {}  # of the steps that this process measured
         self._offset = 0
         self._note(self._read())  # what was there is no news
         if local := next((each for each in analyses if type(each).__module__ == "__main__"), None):
@@ -158,7 +160,27 @@ class MeasuringAside:
             logger.warning("measure: async: no numbers from here on: %s", error)
             self._offset, measurements = sys.maxsize, []
         self._note(measurements)
+        for each in measurements:
+            if each.step is not None:
+                self._seconds[each.step] = self._seconds.get(each.step, 0.0) + each.seconds
         return measurements
+
+    def last(self, patience: float = PATIENCE) -> Iterator[Measurement]:
+        """Yields what is measured after the last step of training, until all is or `patience` seconds are over.
+
+        Nothing is waited for where, by the longest of the steps before, that would not be enough, or nobody knows.
+        """
+        expected = len(self._left()) * max(self._seconds.values(), default=patience + 1)
+        if not 0 < expected <= patience:
+            return
+        logger.warning("measure: async: the last steps are waited for, %.0f s at most", patience)
+        deadline = time.monotonic() + patience
+        while self._left() and time.monotonic() < deadline:
+            has_ended = self._process.poll() is not None  # before the look: what it wrote last is seen
+            yield from self.arrived()
+            if has_ended:
+                return
+            time.sleep(0.1)
 
     def _read(self) -> list[Measurement]:
         measurements, self._offset = records.read_on(self.file, self._offset)
@@ -169,10 +191,13 @@ class MeasuringAside:
             if each.step is not None:
                 self._measured.setdefault(each.step, set()).add(each.analysis)
 
+    def _left(self) -> list[int]:
+        """The saved steps that are not measured yet."""
+        return [step for step in self._saved if not self._names <= self._measured.get(step, set())]
+
     def under_way(self) -> str | None:
         """A sentence of what is not measured yet; None where all is."""
-        left = sorted(step for step in self._saved if not self._names <= self._measured.get(step, set()))
-        if not left:
+        if not (left := self._left()):
             return None
         steps = f"{len(left)} of {len(self._saved)} saved steps"
         if self._process.poll() is not None:
@@ -198,8 +223,17 @@ def main() -> None:
 
     with contextlib.suppress(InputError):  # which was said
         follow(root, measure, tokens_per_step=tokens_per_step, every=1.0, patience=0.0)
-    if (root / "report.html").is_file():
+    if (root / "report.html").is_file() and not _page_has_all(root):
         write_report(root)
+
+
+def _page_has_all(root: Path) -> bool:
+    """Whether the last number was there when `fit` began its page, just before which it closes run.json."""
+    try:
+        times = [(root / name).stat().st_mtime_ns for name in ("measurements.jsonl", "run.json", "report.html")]
+    except FileNotFoundError:
+        return False
+    return times[0] < times[1] < times[2]
 
 
 if __name__ == "__main__":

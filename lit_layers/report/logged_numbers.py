@@ -191,11 +191,17 @@ def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
 
 
 def of_the_whole_run(
-    root: Path, measured: Sequence[Measurement], plain: dict[tuple[str, str], str], *, allow_suspect: bool = False
+    root: Path,
+    measured: Sequence[Measurement],
+    plain: dict[tuple[str, str], str],
+    *,
+    allow_suspect: bool = False,
+    maps: dict[str, bytes] | None = None,
 ) -> tuple[dict[str, Table], dict[str, bytes]]:
     """The tables and the pictures (PNG) that are of all steps together, by their names; of no measurements none.
 
-    The long form of all, `layer_maps`, and where there are checkpoints enough to say it when each metric emerges.
+    The long form of all, `layer_maps` (unless `maps` are these), and where there are checkpoints enough to say it when
+    each metric emerges.
     """
     rows = list(table_rows([*measured], most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
     if len(rows) > _TABLE_LIMIT:
@@ -203,7 +209,7 @@ def of_the_whole_run(
     if not rows:
         return {}, {}
     tables: dict[str, Table] = {TABLE: ([*TABLE_COLUMNS], rows[:_TABLE_LIMIT])}
-    pictures = layer_maps(measured, plain)
+    pictures = layer_maps(measured, plain) if maps is None else dict(maps)
     clock = None
     try:
         run = read_run(root)

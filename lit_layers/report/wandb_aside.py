@@ -48,6 +48,10 @@ class MirrorAside(CallThread):
         values, measured = dict(scalars), list(measurements)
         self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
 
+    def draw(self) -> None:
+        """Returns at once."""
+        self._later(self.mirror.draw)
+
     def finish(self, exit_code: int = 0) -> None:
         """Returns when all is sent, or at the limit."""
         limit = self._limit

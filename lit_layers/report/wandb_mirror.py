@@ -16,7 +16,15 @@ from lit_layers.files.durable import no_link
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import TABLE, TIMES, as_logged, heat_maps, of_the_whole_run, values_of
+from lit_layers.report.logged_numbers import (
+    TABLE,
+    TIMES,
+    as_logged,
+    heat_maps,
+    layer_maps,
+    of_the_whole_run,
+    values_of,
+)
 from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
 
 try:
@@ -74,6 +82,7 @@ class WandbMirror:
         self._defined: set[str] = set()
         self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
+        self._drawn: tuple[tuple[int, int] | None, dict[str, bytes]] | None = None  # of what the log held then
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
 
@@ -154,6 +163,12 @@ class WandbMirror:
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
+
+    def draw(self) -> None:
+        """Draws the maps that `finish` sends, for whoever has something else to do meanwhile: the page, say."""
+        if self._run is not None and self._lacks_table():
+            held = self._held()  # before it is read
+            self._drawn = held, layer_maps(self._measured(), self._plain)
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
@@ -327,12 +342,22 @@ class WandbMirror:
 
     def _log_table(self) -> None:
         """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
-        if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
+        if not self._lacks_table():
             return
+        maps = self._drawn[1] if self._drawn is not None and self._drawn[0] == self._held() else None
         measured, allowed = self._measured(), self._allow_suspect
-        tables, pictures = of_the_whole_run(self.root, measured, self._plain, allow_suspect=allowed)
+        tables, pictures = of_the_whole_run(self.root, measured, self._plain, allow_suspect=allowed, maps=maps)
         if tables:
             self._send(None, as_logged(self._wandb, tables, pictures))
+
+    def _held(self) -> tuple[int, int] | None:
+        """The size of the measurements' log, and when it grew; None where there is none."""
+        file = self.root / "measurements.jsonl"
+        about = file.stat() if file.exists() else None
+        return None if about is None else (about.st_size, about.st_mtime_ns)
+
+    def _lacks_table(self) -> bool:
+        return self._table_is_due or TABLE not in self._sent.names.get(None, frozenset())
 
     # ------------------------------------------------------------------------------------------- words
 

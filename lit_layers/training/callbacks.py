@@ -384,7 +384,15 @@ class EmergenceCallback(_AtSteps):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self.measurer.finish()
+        if self._aside is None:
+            self.measurer.finish()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Not before: the checkpoint to resume from does not wait for measuring.
+        if self._aside is not None:
+            for measurement in self._aside.last():
+                self.measurer.tell(measurement, trainer.loggers)
+            self.measurer.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.measurer.finish(whole=False)

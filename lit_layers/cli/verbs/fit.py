@@ -363,6 +363,8 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
             checkpoint_seconds=run.series.paused_seconds + run.resumable.paused_seconds,
             analysis_seconds=run.emergence.paused_seconds,
         )
+        if mirror is not None and code == 0:
+            mirror.draw()  # in other processes, while the page is written
         show_results(root)
         print(f"\nreport: {write_report(root)}")
         if (sentence := run.emergence.under_way) is not None:
