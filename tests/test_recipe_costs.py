@@ -4,12 +4,8 @@ import pytest
 
 from tests.support.recipe_costs import ROOT, WITHOUT, recipes, with_cost
 
-SOME = ("recipes/quickstart/gpt2.yaml", "recipes/analyses/text.yaml", "recipes/series/pythia_70m.yaml")
 
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(each, marks=[pytest.mark.soak] * (each not in SOME)) for each in recipes()]
-)
+@pytest.mark.parametrize("path", recipes())
 def test_the_cost_of_a_recipe_is_that_of_the_plan(path):
     """`python -m tests.support.recipe_costs` writes them anew."""
     text = (ROOT / path).read_text()

@@ -186,6 +186,23 @@ def test_equal_weights_of_another_architecture_do_not_meet(model, make):
     assert len(said) == 2
 
 
+def test_a_template_of_a_prompt_is_compiled_once_whatever_the_number_of_rows(folder, monkeypatch):
+    from lm_eval.utils import env
+
+    compiled, compile_ = [], type(env).compile
+    monkeypatch.setattr(
+        type(env), "compile", lambda env, source, *more: compiled.append(source) or compile_(env, source)
+    )
+    asked = {}
+    for task in ("arc_challenge", "gsm8k"):
+        rows = local_rows(task, folder / "local")
+        assert sum(map(len, rows.rows.values())) > 2
+        scorer = LmEvalScorer(rows, str(folder / "tokenizer"))
+        asked[task] = [[each.arguments for each in scorer.requests()] for _ in range(2)]
+    assert len(compiled) == len(set(compiled))
+    assert all(once == again and once for once, again in asked.values())
+
+
 def test_equal_orders_are_scored_once(model, make):
     analysis = make(variants=("reverse", "random", "parallel", "middle_repeat"), middles=(1,), seeds=(0, 1))
     said = counted(analysis)
