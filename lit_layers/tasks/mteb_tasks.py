@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -148,21 +149,48 @@ class Sources:
     def num_texts(self, spec: ScoredTask) -> tuple[int, float] | None:
         """How many distinct texts are embedded, and their mean length in letters, without fetching any.
 
-        Of a local copy its test rows are counted, of an official task mteb's own account of them is read: what is drawn
-        of the training rows (a few of each class) is left out. None where there is neither.
+        Of a local copy its rows are counted, of an official task mteb's own account of them is read. None where there
+        is neither. Which training rows of a classification are drawn is not known before: how many, on average, is.
         """
         if self.place(spec) == "folder":
             names = [name for name in _COLUMNS[spec.domain] if name in _TEXTS]
             columns = self._copies()[spec.name].read(["test"], dict.fromkeys(names, "columns")).values
             values = [value for name in names for value in columns[name]]
             texts = {text for value in values for text in ([value] if isinstance(value, str) else value)}
-            return len(texts), sum(map(len, texts)) / max(1, len(texts))
-        account = (_official(spec.name).metadata.descriptive_stats or {}).get("test", {})
-        account = account.get("hf_subset_descriptive_stats", {}).get(spec.subset, account)
-        parts = [part for name, part in account.items() if name.endswith("text_statistics") or name in _STATISTICS]
-        number = sum(part["unique_texts"] for part in parts)
-        letters = sum(part["unique_texts"] * part["average_text_length"] for part in parts)
-        return (number, letters / number) if number else None
+            parts = [(float(len(texts)), sum(map(len, texts)) / max(1, len(texts)))]
+        else:
+            account = self._account(spec, "test")
+            tested = [part for name, part in account.items() if name.endswith("text_statistics") or name in _STATISTICS]
+            parts = [(part["unique_texts"], part["average_text_length"]) for part in tested]
+            if not sum(number for number, _ in parts):
+                return None
+        if spec.domain == "classification":
+            parts.append(self._drawn(spec))
+        number = sum(number for number, _ in parts)
+        return round(number), sum(number * letters for number, letters in parts) / max(1, number)
+
+    def _account(self, spec: ScoredTask, split: str) -> dict[str, Any]:
+        """mteb's own account of a split of an official task; {} where there is none."""
+        account = (_official(spec.name).metadata.descriptive_stats or {}).get(split, {})
+        return account.get("hf_subset_descriptive_stats", {}).get(spec.subset, account)
+
+    def _drawn(self, spec: ScoredTask) -> tuple[float, float]:
+        """Of a classification's training rows: how many are drawn on average, and their mean length in letters.
+
+        Of a class with n rows, in each experiment m are drawn anew: after k of them n (1 - (1 - m / n)^k) were.
+        """
+        kind: Any = _official(spec.name) if spec.official else _own_kind(spec)
+        if self.place(spec) == "folder":
+            columns = self._copies()[spec.name].read(["train"], dict.fromkeys(("text", "label"), "columns")).values
+            sizes = [*Counter(columns["label"]).values()]
+            letters = sum(map(len, columns["text"])) / max(1, len(columns["text"]))
+        elif account := self._account(spec, "train"):
+            sizes = [each["count"] for each in account["label_statistics"]["labels"].values()]
+            letters = account["text_statistics"]["average_text_length"]
+        else:
+            return 0.0, 0.0
+        left = [max(0.0, 1 - kind.samples_per_label / size) ** kind.n_experiments for size in sizes]
+        return sum(size * (1 - rest) for size, rest in zip(sizes, left, strict=True)), letters
 
     def describe(self, spec: ScoredTask) -> dict[str, Any]:
         """Where the data come from and how they differ from the official ones, for the results."""
