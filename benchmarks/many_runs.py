@@ -22,6 +22,7 @@ from rounds import Row, add_options, finish
 from lit_layers import records
 
 LAYERS, SHARE = 25, 124  # numbers of an analysis a step: metrics x layers
+LEAST = 4 * SHARE  # of which the fourth analysis is asked for
 SECOND = 1.0
 
 
@@ -30,8 +31,11 @@ def main() -> int:
     add_options(parser)
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--steps", type=int, default=154)
-    parser.add_argument("--numbers", type=int, default=3100, help="of a step")
+    parser.add_argument("--numbers", type=int, default=3100, help=f"of a step, at least {LEAST}")
     options = parser.parse_args()
+    if options.numbers < LEAST or min(options.runs, options.steps, options.rounds) < 1:
+        got = f"{options.runs}, {options.steps}, {options.rounds} and {options.numbers}"
+        parser.error(f"expected positive runs, steps and rounds, and numbers of at least {LEAST}, got {got}")
     with tempfile.TemporaryDirectory() as folder:
         roots = [Path(folder) / f"run{number:02d}" for number in range(options.runs)]
         for number, root in enumerate(roots):

@@ -19,6 +19,7 @@ from rounds import Row, add_options, clock, finish, ratios
 
 from lit_layers.data.batches import EncodedTexts
 from lit_layers.data.tokenization import train_bpe
+from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
@@ -45,10 +46,14 @@ class Listener(LayerEncoder):
 
 
 def main() -> int:
-    options = _options()
+    parser = _parser()
+    options = parser.parse_args()
     sources = Sources(folder=options.folder)
-    specs = resolve(options.tasks.split(","), own=sources.own_tasks())
-    tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in specs]
+    try:
+        specs = resolve(options.tasks.split(","), own=sources.own_tasks())
+        tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in specs]
+    except InputError as error:
+        parser.error(str(error))
     complete = {task.spec.name: _texts(task) for task in tasks}
     texts = {name: each[: options.num_texts] for name, each in complete.items()}
     tokenizer = train_bpe([text for each in complete.values() for text in each], VOCABULARY)
@@ -117,7 +122,7 @@ def _row(what: str, num_texts: int, seconds: dict, scoring: float | None, target
     return Row(what, ratios(seconds["all"], seconds["last"]), target, at_most=True, others=others)
 
 
-def _options() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="local data of the tasks")
     parser.add_argument("--tasks", default="STS16,TrecQaAnswers,StackOverflowTitles")
@@ -127,7 +132,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=512)
     add_options(parser)
     parser.add_argument("--device", default="cpu")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

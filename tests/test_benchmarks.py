@@ -97,6 +97,24 @@ def test_each_begins(script: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("many_runs", "--numbers 495", "expected positive runs, steps and rounds, and numbers of at least 496, got"),
+        ("many_runs", "--steps 0", "got 45, 0, 5 and 3100"),
+        ("mteb_layers", "--folder {}", "error: folder: expected a file tasks.yaml in {} that says where its tasks lie"),
+        ("mteb_layers", "--folder {}/none", "error: folder: expected a folder of data, {}/none is none"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(name: str, words: str, sentence: str, tmp_path: Path) -> None:
+    command = [sys.executable, FOLDER / f"{name}.py", *words.format(tmp_path).split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert sentence.format(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SMALLEST)
 def test_each_that_is_short_ends_with_a_table(name: str) -> None:
     command = [sys.executable, FOLDER / f"{name}.py", *SMALLEST[name].split(), "--rounds", "1"]
