@@ -21,7 +21,7 @@ PLUMBING = {
     "jacobian.block_attention",
     "jacobian.linear_cut",
 }
-PLUMBING |= {"emergence.drawn_curves", "emergence.replicates"}
+PLUMBING |= {"emergence.drawn_curves", "emergence.replicates", "emergence.step_pairs"}
 
 
 def tree_of(file: str) -> ast.Module:

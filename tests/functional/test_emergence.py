@@ -8,18 +8,11 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
-from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, flat_p_value
+from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, flat_p_value, step_pairs
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
-from lit_layers.functional.emergence.drawn_curves import (
-    SHAPES,
-    _Kernel,
-    _Pairs,
-    _Process,
-    _Steps,
-    draw_curves,
-    mean_curves,
-)
+from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
 from lit_layers.functional.emergence.replicates import drawn_together
+from lit_layers.functional.emergence.step_pairs import SHAPES, Pairs, Steps, likeliest
 from tests.support.drawn_emergence import covered, drawn
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -181,33 +174,101 @@ def test_without_errors_the_p_value_is_the_rank_among_permutations():
     assert emergence_times(steps, jump).p_value == pytest.approx(2 / 252, abs=3 * (2 / 252 / 1000) ** 0.5)
 
 
-def test_evidence_and_heights_of_two_steps_are_those_of_the_joint_normal_distribution():
+def covariance_of(kernel, x, other):
+    """Matern's formulas, Rasmussen & Williams 2006, equation 4.17."""
+    r = np.abs(x[:, None] - other) / kernel.length
+    rough, smooth = (1 + 3**0.5 * r) * np.exp(-(3**0.5) * r), (1 + 5**0.5 * r + 5 / 3 * r**2) * np.exp(-(5**0.5) * r)
+    return kernel.height**2 * (rough if kernel.rough else smooth) + kernel.level**2
+
+
+@pytest.mark.parametrize("batch", [1, 2**17])
+def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_normal_distribution(batch, monkeypatch):
+    """Of all processes, one or several at a time, with no step, one and two, and with some steps beside any."""
+    monkeypatch.setattr(drawn_curves, "BATCH", batch)
     rng = np.random.default_rng(0)
-    x, y = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7)
-    noise, kernel, steps = np.diag(rng.uniform(0.1, 1, 7)), _Kernel(True, 1.3, 0.7, 5.0), _Steps.over(x)
-    shapes = steps.at(x)
-    distance = np.abs(x[:, None] - x) * 3**0.5 / 1.3
-    covariance = 0.49 * (1 + distance) * np.exp(-distance) + 25 + noise
-    process = _Process(kernel, np.linalg.cholesky(covariance), 2.0)
-    last = len(shapes[0]) - 1
-    pairs = _Pairs(steps, np.array([[0, 0, 0, 1, 60, last // 2, 60], [0, 60, last, 60, 1, last, 61]]))
-    ramps, rest = process.rest(shapes), process.rest(y[:, None])
-    found = process.evidence(y[:, None], ramps, pairs)[:, 0] - 7 / 2 * np.log(2 * np.pi)
-    first_precision, second_precision, slope, first, second = process.solved(rest, ramps, pairs)
-    for number, (one, other) in enumerate(pairs.places.T):
-        design = shapes[:, [one, other]]
-        joint = stats.multivariate_normal(cov=covariance + 4 * design @ design.T)
-        two = 2 if one else 1  # of two steps either may be the first
-        prior = steps.log_prior[one] + steps.log_prior[other] + np.log(two)
-        assert found[number] == pytest.approx(joint.logpdf(y) + prior)
-        # The heights given the values: linear regression of joint normal numbers.
-        heights = 4 * design.T @ np.linalg.solve(joint.cov, y)
-        spread = 4 * np.eye(2) - 16 * design.T @ np.linalg.solve(joint.cov, design)
-        late = second[number, 0]
-        assert [first[number, 0] - slope[number] * late, late] == pytest.approx(heights)
-        assert 1 / second_precision[number] == pytest.approx(spread[1, 1])
-        assert 1 / first_precision[number] == pytest.approx(spread[0, 0] - spread[0, 1] ** 2 / spread[1, 1])
-        assert -slope[number] == pytest.approx(spread[0, 1] / spread[1, 1])
+    x, y, noises = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7), [np.diag(rng.uniform(0.1, 1, 7))] * 2
+    noises[1] = 0.5 * noises[0] + 0.2
+    processes, steps = drawn_curves._processes(x, y, noises), Steps.over(x)
+    shapes, last = steps.at(x), len(steps.shape) - 1
+    assert len(processes.kernels) == 2 * 5 * 4 * 2
+    pairs = Pairs(steps, np.array([[0, 0, 0, 1, 60, last // 2, 60, 60], [0, 60, last, 60, 1, last, 61, 0]]))
+    alone = Pairs(steps, pairs.places[:, :3])
+    evidence = processes.evidence(x, y, pairs)
+    assert processes.evidence(x, y, alone) == pytest.approx(evidence[:, :3], rel=1e-12)
+    with_any = processes.most_evidence(x, y, steps, np.array([1, 60, last // 2]))
+    scale, of_pairs = np.ptp(y), []
+    for number, kernel in enumerate(processes.kernels):
+        covariance = covariance_of(kernel, x, x) + noises[number // 40]
+        of_pairs.append([])
+        for place, (one, other) in enumerate(pairs.places.T):
+            design = shapes[:, [one, other]]
+            joint = stats.multivariate_normal(cov=covariance + scale**2 * design @ design.T)
+            two = 2 if one and other else 1  # of two steps either may be the first
+            prior = steps.log_prior[one] + steps.log_prior[other] + np.log(two)
+            of_pairs[-1].append(joint.logpdf(y) + 7 / 2 * np.log(2 * np.pi))
+            assert evidence[number, place] == pytest.approx(of_pairs[-1][-1] + prior)
+    best = np.max(of_pairs, 0)
+    assert [with_any[0, 60], with_any[1, 1], with_any[2, last], with_any[1, 61]] == pytest.approx(best[3:7])
+
+
+def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
+    """Few processes and steps, each with weights by its density; sets of values in blocks, the last of one set."""
+    for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SETS": 2, "SPLITS": 1, "KEPT": 20, "BATCH": 1000}.items():
+        monkeypatch.setattr(drawn_curves, name, number)
+    monkeypatch.setattr(step_pairs, "PLACES", 5)
+    rng = np.random.default_rng(0)
+    x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 11)
+    sets = (x > 2) * 1.0 + rng.normal(0, 0.1, (3, 6))
+    values = sets - sets.mean(1, keepdims=True)
+    processes, pairs, _ = drawn_curves._weighed(x, values.mean(0), [noise], 0)
+    design, on_grid, scale = pairs.steps.at(x), pairs.steps.at(grid), np.ptp(values.mean(0))
+    densities, means, two = [], [], (pairs.steps.shape[pairs.places] > 0).all(0)
+    assert 0 < two.sum() < len(two)
+    for kernel, (number, places) in itertools.product(processes.kernels, enumerate(pairs.places.T)):
+        joint = covariance_of(kernel, x, x) + noise + scale**2 * design[:, places] @ design[:, places].T
+        across = covariance_of(kernel, grid, x) + scale**2 * on_grid[:, places] @ design[:, places].T
+        prior = pairs.steps.log_prior[places].sum() + np.log(2) * two[number]
+        densities.append(stats.multivariate_normal(cov=joint).logpdf(values) + prior)
+        means.append(across @ np.linalg.solve(joint, values.T))
+    power = np.exp(0.9 * (np.array(densities) - np.max(densities, 0)))  # (processes x pairs, sets)
+    fewer = power * ~np.tile(two, len(processes.kernels))[:, None]
+    weight = (power / power.sum(0) + fewer / fewer.sum(0)) / 2
+    expected = np.einsum("ks,kgs->sg", weight, np.array(means)) + sets.mean(1, keepdims=True)
+    assert mean_curves(x, sets, noise, grid) == pytest.approx(expected, abs=1e-8)
+
+
+def test_curves_drawn_with_two_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
+    """One process and one pair of steps: mean and covariance of the draws, by 5 standard errors."""
+    rng = np.random.default_rng(0)
+    x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 9)
+    y = (x > 2) - 0.5 * (x > 3) + rng.normal(0, 0.1, 6)
+    processes, pairs, evidence = drawn_curves._weighed(x, y - y.mean(), [noise], 1)
+    process, pair = 70, np.flatnonzero(pairs.are_two)[3]
+    certain = np.full(evidence.shape, -np.inf)
+    certain[process, pair] = 0
+    monkeypatch.setattr(drawn_curves, "_weighed", lambda *_: (processes, pairs, certain))
+    monkeypatch.setattr(drawn_curves, "_pooled", lambda evidence, _: np.exp(evidence))
+    draws = draw_curves(x, y, [noise], grid, 20000, np.random.default_rng(1))
+    kernel, places, height = processes.kernels[process], pairs.places[:, pair], np.ptp(y)
+    design, on_grid = pairs.steps.at(x)[:, places], pairs.steps.at(grid)[:, places]
+    joint = covariance_of(kernel, x, x) + noise + height**2 * design @ design.T
+    across = covariance_of(kernel, grid, x) + height**2 * on_grid @ design.T
+    mean = across @ np.linalg.solve(joint, y - y.mean()) + y.mean()
+    covariance = covariance_of(kernel, grid, grid) + height**2 * on_grid @ on_grid.T
+    covariance -= across @ np.linalg.solve(joint, across.T)
+    variance = np.diag(covariance)
+    assert (np.abs(draws.mean(0) - mean) < 5 * (variance / 20000) ** 0.5).all()
+    error = ((covariance**2 + np.outer(variance, variance)) / 20000) ** 0.5
+    assert (np.abs(np.cov(draws.T) - covariance) < 5 * error).all()
+
+
+def test_what_differs_by_rounding_stands_in_the_order_of_its_numbers():
+    """The best last; of those alike the last ones are taken."""
+    evidence = np.array([3.0, 1, 2, 3, 2, 3, -np.inf, 2])
+    for seed in range(5):
+        rounded = evidence + np.random.default_rng(seed).uniform(-1e-9, 1e-9, 8)
+        assert likeliest(rounded, 5).tolist() == [4, 7, 0, 3, 5]
+        assert likeliest(rounded, 20).tolist() == [6, 1, 2, 4, 7, 0, 3, 5]
 
 
 def test_two_steps_are_found_though_neither_is_likely_alone():
@@ -227,11 +288,11 @@ def test_two_steps_are_found_though_neither_is_likely_alone():
 
 def test_half_of_the_draws_are_by_the_evidence_of_one_step_at_most():
     """In closed form: two processes, of which one is e times as likely with two steps, the other e times with one."""
-    steps = _Steps.over(np.arange(7.0))
-    pairs = _Pairs(steps, np.array([[0, 0, 1], [0, 1, 2]]))  # none, one and two steps
+    steps = Steps.over(np.arange(7.0))
+    pairs = Pairs(steps, np.array([[0, 0, 1], [0, 1, 2]]))  # none, one and two steps
     unit = 1 / drawn_curves.TEMPER
     evidence = np.array([[0, 0, unit], [0, unit, 0]]) + 1000  # as far from 0 as evidence lies
-    weight = drawn_curves._pooled(evidence, pairs)
+    weight = drawn_curves._pooled(evidence.copy(), pairs)
     e = np.e
     of_all, of_fewer = np.array([[1, 1, e], [1, e, 1]]) / (4 + 2 * e), np.array([[1, 1, 0], [1, e, 0]]) / (3 + e)
     assert weight == pytest.approx((of_all + of_fewer) / 2, rel=1e-9)  # differences of numbers near 1,000
@@ -239,7 +300,7 @@ def test_half_of_the_draws_are_by_the_evidence_of_one_step_at_most():
     of_sets = drawn_curves._pooled(np.stack([evidence, 2 * evidence], -1), pairs)
     assert of_sets[..., 0] == pytest.approx(weight, rel=1e-9)
     assert of_sets.sum((0, 1)) == pytest.approx([1, 1])
-    two = _Pairs(steps, np.array([[1, 1], [2, 3]]))
+    two = Pairs(steps, np.array([[1, 1], [2, 3]]))
     assert drawn_curves._pooled(evidence[:, 1:], two) == pytest.approx(np.array([[1, e], [e, 1]]) / (2 + 2 * e))
 
 
@@ -247,8 +308,8 @@ def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
     """Those of 150 checkpoints stand for more than a gap. Of each shape the likeliest are split, and no other."""
     rng = np.random.default_rng(0)
     for x in (np.sort(rng.uniform(0, 10, 7)), np.arange(150.0)):
-        steps = _Steps.over(x)
-        pairs = _Pairs(steps, np.stack([np.zeros(len(steps.place), dtype=int), np.arange(len(steps.place))]))
+        steps = Steps.over(x)
+        pairs = Pairs(steps, np.stack([np.zeros(len(steps.place), dtype=int), np.arange(len(steps.place))]))
         chosen = np.isin(pairs.places[1], pairs.likeliest(evidence := rng.normal(size=len(steps.place))))
         for number in (1, 2, 3):
             mine = steps.shape == number

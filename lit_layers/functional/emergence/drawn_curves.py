@@ -9,130 +9,21 @@ wherever the curve is flat, too.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.linalg.lapack import dtrtrs
+from scipy.linalg.blas import dtrmm
+from scipy.linalg.lapack import dpotrf, dtrtri
+
+from lit_layers.functional.emergence.step_pairs import SPLIT, Pairs, Steps, likeliest
 
 Array = NDArray[np.floating[Any]]
 TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow
 RARE, MOST_PAIRS = 5e-3, 100  # the share of processes, and the number of pairs, that count in means over resamples
-PLACES, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
-SPLITS, SPLIT = 2, 12  # how often steps are split, and how many of each shape: the likeliest
+SPLITS = 2  # how often steps are split
 TRIED, LIKELY, KEPT = 36, 10.0, 600  # steps tried with any other; pairs of two that count: so near the best, so many
-
-
-def _nothing(u: Array) -> Array:
-    return np.zeros_like(u)
-
-
-def _sigmoid(u: Array) -> Array:
-    return 1 / (1 + np.exp(-np.clip(u, -50, 50)))
-
-
-def _from_a_corner(u: Array) -> Array:
-    return -np.expm1(-np.maximum(u, 0) / 2)
-
-
-def _into_a_corner(u: Array) -> Array:
-    return np.exp(np.minimum(u, 0) / 2)
-
-
-# Of each rise the middle eight tenths are as wide.
-SHAPES = (_nothing, _sigmoid, _from_a_corner, _into_a_corner)
-
-
-class _Steps(NamedTuple):
-    """Steps by shape, place and width, the first one without a shape: no step.
-
-    Each stands for a cell, `cell` wide in place and `ratio` in the logarithm of the width, as likely as that is large.
-    """
-
-    shape: NDArray[np.intp]
-    place: Array
-    width: Array
-    cell: Array
-    ratio: Array
-    log_prior: Array
-
-    @classmethod
-    def over(cls, x: Array) -> "_Steps":
-        x, span = np.append(x[: -1 : max(1, round(len(x) / PLACES))], x[-1]), x[-1] - x[0]
-        per = max(1, PLACES // len(x))
-        cells = np.repeat(np.diff(x) / per, per)
-        places = x[0] + cells.cumsum() - cells / 2
-        shape, at, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(places), len(WIDTHS))))
-        prior = np.log(cells[at] / span / len(WIDTHS) / (len(SHAPES) - 1))
-        ratio = np.full(len(at), np.log(WIDTHS[1] / WIDTHS[0]))
-        steps = cls(shape + 1, places[at], span * WIDTHS[wide], cells[at], ratio, prior)
-        return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
-
-    def at(self, x: Array) -> Array:
-        """(points, steps)"""
-        scaled = (x[:, None] - self.place) / self.width
-        for number, shape in enumerate(SHAPES):
-            mine = self.shape == number
-            scaled[:, mine] = shape(scaled[:, mine])
-        return scaled
-
-    def among(self, chosen: NDArray[Any]) -> "_Steps":
-        fields: list[Any] = [each[chosen] for each in self]
-        return _Steps(*fields)
-
-    def split(self) -> "_Steps":
-        """Each into nine, by thirds of its cell."""
-        parts = []
-        for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
-            place, width = self.place + along * self.cell, self.width * np.exp(across * self.ratio)
-            parts.append(_Steps(self.shape, place, width, self.cell / 3, self.ratio / 3, self.log_prior - np.log(9)))
-        return _joined(*parts)
-
-
-def _joined(*steps: _Steps) -> _Steps:
-    fields: list[Any] = [np.concatenate(parts) for parts in zip(*steps, strict=True)]
-    return _Steps(*fields)
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """Two steps each of some, by their numbers (2, pairs), of which no step may be one or both; the first are few."""
-
-    steps: _Steps
-    places: NDArray[np.intp]
-
-    @cached_property
-    def few(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """The first steps, each once, and which of these is whose."""
-        return np.unique(self.places[0], return_inverse=True)
-
-    @cached_property
-    def log_prior(self) -> Array:
-        """Before the power `TEMPER` none, one and two steps are as likely; of two, either may stand first."""
-        two = (self.steps.shape[self.places] > 0).all(0)
-        return self.steps.log_prior[self.places].sum(0) + np.log(2) * two
-
-    def among(self, chosen: NDArray[Any]) -> "_Pairs":
-        used, places = np.unique(self.places[:, chosen], return_inverse=True)
-        return _Pairs(self.steps.among(used), places.reshape(2, -1))
-
-    def and_of(self, other: "_Pairs") -> "_Pairs":
-        places = np.concatenate([self.places, other.places + len(self.steps.shape)], 1)
-        return _Pairs(_joined(self.steps, other.steps), places)
-
-    def split(self, side: int) -> "_Pairs":
-        """Each into nine by one of its steps, which then stands second."""
-        parts = self.steps.among(self.places[side]).split()
-        kept = np.tile(self.places[1 - side], 9)
-        return _Pairs(_joined(self.steps, parts), np.stack([kept, len(self.steps.shape) + np.arange(len(kept))]))
-
-    def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Which are split: `SPLIT` of each shape of the second step."""
-        shape = self.steps.shape[self.places[1]]
-        of_each = [np.flatnonzero(shape == number) for number in range(1, len(SHAPES))]
-        return np.concatenate([mine[np.argsort(evidence[mine])[-SPLIT:]] for mine in of_each])
+BATCH, SETS = 2**17, 125  # numbers of an array (1 MB), and sets of values, that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -145,48 +36,120 @@ class _Kernel:
     level: float
 
     def correlation(self, distance: Array) -> Array:
-        d = distance / self.length * (3**0.5 if self.rough else 5**0.5)
-        return (1 + d + (0 if self.rough else d * d / 3)) * np.exp(-d)
+        d = distance / self.length
+        d *= 3**0.5 if self.rough else 5**0.5
+        shape = 1 + d
+        if not self.rough:
+            shape += d * d / 3
+        shape *= np.exp(-d)
+        return shape
 
-    def __call__(self, distance: Array) -> Array:
-        return self.height**2 * self.correlation(distance) + self.level**2
+    def covariance(self, correlation: Array) -> Array:
+        values = self.height**2 * correlation
+        values += self.level**2
+        return values
 
 
 @dataclass(frozen=True)
-class _Process:
-    """A Gaussian process: `whole` (checkpoints, checkpoints) is the lower triangle of the covariance of the values."""
+class _Processes:
+    """Gaussian processes, each on the values at n checkpoints.
 
-    kernel: _Kernel
-    whole: Array
-    step_height: float
+    `whitening` (processes, n, n) are the inverses of the lower triangles of the covariances of the values, `log_size`
+    (processes,) the logarithms of these triangles' determinants, `step_height` (processes,) that of steps beside them.
+    """
 
-    def rest(self, columns: Array) -> Array:
-        """What it leaves of values or of the shapes of steps, (checkpoints, any)."""
-        return dtrtrs(self.whole, columns, lower=1)[0]  # scipy's own checks cost more than it solves
+    kernels: Sequence[_Kernel]
+    whitening: Array
+    log_size: Array
+    step_height: Array
 
-    def solved(self, rest: Array, ramps: Array, pairs: _Pairs) -> tuple[Array, Array, Array, Array, Array]:
-        """Of the heights of pairs of steps, of which `ramps` is the rest, given the rest of values (checkpoints, sets).
+    def among(self, chosen: NDArray[np.intp]) -> "_Processes":
+        kernels = [self.kernels[number] for number in chosen]
+        return _Processes(kernels, self.whitening[chosen], self.log_size[chosen], self.step_height[chosen])
 
-        Returns the precision of the first height, that of the second whatever the first is, the slope of the first on
-        the second, each (pairs,), and both heights in these terms, (pairs, sets): of the first as if the second were 0.
-        """
-        first, second = pairs.places
-        toward, least = ramps.T @ rest, self.step_height**-2
-        own = least + (ramps * ramps).sum(0)
-        few, which = pairs.few
-        slope = (ramps[:, few].T @ ramps)[which, second] / own[first]
-        left = np.maximum(own[second] - slope**2 * own[first], least)
-        later = (toward[second] - slope[:, None] * toward[first]) / left[:, None]
-        return own[first], left, slope, toward[first] / own[first][:, None], later
+    def batches(self, columns: int) -> Iterator[slice]:
+        """One process or more at a time: what they leave of so many columns stays in the cache."""
+        count, n, _ = self.whitening.shape
+        size = max(1, BATCH // (n * columns))
+        return (slice(start, start + size) for start in range(0, count, size))
 
-    def evidence(self, values: Array, ramps: Array, pairs: _Pairs) -> Array:
-        """The log-evidence of values (checkpoints, sets) with each pair of steps, `ramps` their rest, (pairs, sets)."""
-        rest = self.rest(values)
-        precision, left, _, early, late = self.solved(rest, ramps, pairs)
-        gain = precision[:, None] * early**2 + left[:, None] * late**2
-        gain -= np.log(precision * left * self.step_height**4)[:, None]
-        alone = -0.5 * (rest**2).sum(0) - np.log(np.diag(self.whole)).sum()
-        return alone + 0.5 * gain + pairs.log_prior[:, None]
+    def rest(self, columns: Array, of: slice = slice(None)) -> Array:
+        """What they leave of values or of the shapes of steps (n, any), (processes, n, any)."""
+        n = len(columns)
+        return (self.whitening[of].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
+
+    def without_steps(self, rest: Array, of: slice = slice(None)) -> Array:
+        """The log-evidence of values of which that is the rest, (processes, sets)."""
+        return -0.5 * _products(rest, rest) - self.log_size[of, None]
+
+    def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
+        """The log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
+        columns, num_pairs = pairs.steps.at(x), pairs.places.shape[1]
+        evidence = np.empty((len(self.kernels), num_pairs))
+        alone = not pairs.steps.shape[pairs.places[0]].any()  # no step is the first of any
+        for of in self.batches(max(columns.shape[1], num_pairs)):
+            rest, ramps = self.rest(y[:, None], of), self.rest(columns, of)
+            toward, least = (rest.transpose(0, 2, 1) @ ramps)[:, 0], self.step_height[of, None] ** -2
+            own = least + _products(ramps, ramps)
+            if alone:
+                toward, own = toward.take(pairs.places[1], 1), own.take(pairs.places[1], 1)
+                gain = toward * toward / own - np.log(own / least)
+            else:
+                together = _products(*(ramps.take(places, 2) for places in pairs.places))
+                both_toward, both_own = ([each.take(places, 1) for places in pairs.places] for each in (toward, own))
+                gain = _gain(both_toward, both_own, together, least)
+            gain *= 0.5
+            gain += self.without_steps(rest, of)
+            np.add(gain, pairs.log_prior, out=evidence[of])
+        return evidence
+
+    def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
+        """That of the best process with some of the steps beside any, (firsts, steps), before priors are added."""
+        columns = steps.at(x)
+        most = np.full((len(firsts), columns.shape[1]), -np.inf)
+        for number, least in enumerate(self.step_height**-2):
+            of = slice(number, number + 1)
+            rest, ramps = self.rest(y[:, None], of), self.rest(columns, of)[0]
+            toward, own = rest[0, :, 0] @ ramps, least + _products(ramps, ramps)
+            both_toward, both_own = ([each[firsts, None], each] for each in (toward, own))
+            gain = _gain(both_toward, both_own, ramps[:, firsts].T @ ramps, least)
+            gain *= 0.5
+            gain += self.without_steps(rest, of)
+            np.maximum(most, gain, out=most)
+        return most
+
+
+def _products(first: Array, second: Array) -> Array:
+    """Of each column (..., n, columns) with that of the other, (..., columns)."""
+    return np.einsum("...nc,...nc->...c", first, second)
+
+
+def _heights(own: Sequence[Array], together: Array, least: Any) -> tuple[Array, Array]:
+    """Of two steps' heights the slope of the first on the second, and the precision of the second one.
+
+    `own` are the precisions of each as if the other one were known. `together` is the product of what processes leave
+    of the two, `least` the precision before any value.
+    """
+    slope = together / own[0]
+    left = slope * together
+    np.subtract(own[1], left, out=left)
+    return slope, np.maximum(left, least, out=left)
+
+
+def _gain(toward: Sequence[Array], own: Sequence[Array], together: Array, least: Any) -> Array:
+    """Twice what two steps add to the log-evidence; `toward` are the products of their rests with that of the values.
+
+    Most of the time goes here, half of it into memory were each term an array of its own.
+    """
+    slope, left = _heights(own, together, least)
+    slope *= toward[0]
+    gain = np.subtract(toward[1], slope, out=slope)
+    gain *= gain
+    gain /= left
+    left *= own[0] / least**2
+    gain -= np.log(left, out=left)
+    gain += toward[0] ** 2 / own[0]
+    return gain
 
 
 def draw_curves(
@@ -205,30 +168,77 @@ def draw_curves(
     level, y = y.mean(), y - y.mean()
     processes, pairs, evidence = _weighed(x, y, noises, SPLITS)
     weight = _pooled(evidence, pairs)
-    counts = rng.multinomial(draws, weight.ravel()).reshape(weight.shape)
-    to_values, to_itself, parts = np.abs(grid[:, None] - x), np.abs(grid[:, None] - grid), []
-    correlations: dict[Any, Array] = {}  # of each form, whatever its height
-    for process, count in zip(processes, counts, strict=True):
-        if not count.any():
-            continue
-        drawn_from = pairs.among(np.repeat(np.arange(len(count)), count))
-        seen, ramps = process.rest(process.kernel(to_values).T), process.rest(drawn_from.steps.at(x))
-        kernel = process.kernel
-        form = kernel.rough, kernel.length
-        if form not in correlations:
-            correlations[form] = kernel.correlation(to_itself)
-        left = kernel.height**2 * correlations[form] + kernel.level**2 - seen.T @ seen
-        np.fill_diagonal(left, left.diagonal() + 1e-7 * (kernel.level / 10) ** 2)
-        drawn = np.linalg.cholesky(left) @ rng.standard_normal((len(grid), count.sum()))
-        rest = process.rest(y)[:, None]
-        precision, own, slope, early, late = process.solved(rest, ramps, drawn_from)
-        second = late[:, 0] + rng.standard_normal(len(own)) / np.sqrt(own)
-        first = early[:, 0] - slope * second + rng.standard_normal(len(own)) / np.sqrt(precision)
-        heights = np.zeros((ramps.shape[1], len(own)))  # of all steps in each draw
-        np.add.at(heights, (drawn_from.places, np.arange(len(own))), np.stack([first, second]))
-        drawn += seen.T @ (rest - ramps @ heights) + drawn_from.steps.at(grid) @ heights
-        parts.append(drawn.T)
-    return np.concatenate(parts) + level
+    counts = rng.multinomial(draws, weight.ravel())
+    whose, chosen = np.divmod(np.repeat(np.arange(counts.size), counts), weight.shape[1])
+    pairs = pairs.among(chosen)  # of each draw
+    used, starts = np.unique(whose, return_index=True)
+    of_process = {number: slice(*ends) for number, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
+    curves, chances = np.empty((draws, len(grid))), np.empty((2, draws))
+    for mine in of_process.values():
+        count = mine.stop - mine.start
+        curves[mine] = rng.standard_normal((len(grid), count)).T
+        chances[:, mine] = rng.standard_normal((2, count))
+    heights, rest = _drawn_heights(processes, pairs, whose, of_process, x, y, chances)
+    _correlate_(curves, processes, of_process, x, grid, rest)
+    on_grid = pairs.steps.at(grid).T
+    for places, of_step in zip(pairs.places, heights, strict=True):
+        curves += on_grid[places] * of_step[:, None]
+    curves += level
+    return curves
+
+
+def _drawn_heights(
+    processes: _Processes,
+    pairs: Pairs,
+    whose: NDArray[np.intp],
+    of_process: dict[int, slice],
+    x: Array,
+    y: Array,
+    chances: Array,
+) -> tuple[tuple[Array, Array], Array]:
+    """The heights of both steps of each draw, by two normal numbers, and the rest of the values less these (n, draws).
+
+    `whose` is each draw's process; `chances` (2, draws) are for the second step and the first.
+    """
+    columns, rest, ramps = pairs.steps.at(x), np.empty((len(x), len(whose))), np.empty((len(x), 2, len(whose)))
+    for number, mine in of_process.items():
+        whitening, places = processes.whitening[number], pairs.places[:, mine]
+        rest[:, mine] = (whitening @ y)[:, None]
+        ramps[..., mine] = (whitening @ columns[:, places.ravel()]).reshape(-1, *places.shape)
+    first, second = ramps[:, 0], ramps[:, 1]
+    least = processes.step_height[whose] ** -2
+    own = least + _products(first, first), least + _products(second, second)
+    slope, left = _heights(own, _products(first, second), least)
+    toward = _products(first, rest), _products(second, rest)
+    late = (toward[1] - slope * toward[0]) / left + chances[0] / np.sqrt(left)
+    early = toward[0] / own[0] - slope * late + chances[1] / np.sqrt(own[0])
+    rest -= first * early + second * late
+    return (early, late), rest
+
+
+def _correlate_(
+    curves: Array, processes: _Processes, of_process: dict[int, slice], x: Array, grid: Array, rest: Array
+) -> None:
+    """Makes of independent normal numbers (draws, grid) the processes given the rest (n, draws) of the values."""
+    to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
+    of_form: dict[Any, list[int]] = {}  # whose correlations are the same, whatever their height
+    for number in of_process:
+        kernel = processes.kernels[number]
+        of_form.setdefault((kernel.rough, kernel.length), []).append(number)
+    for alike in of_form.values():
+        at_values, at_grid = map(processes.kernels[alike[0]].correlation, (to_values, to_itself))
+        for number in alike:
+            kernel, mine = processes.kernels[number], of_process[number]
+            seen = processes.whitening[number] @ kernel.covariance(at_values)
+            left = kernel.covariance(at_grid)
+            left -= seen.T @ seen
+            np.fill_diagonal(left, left.diagonal() + 1e-7 * (kernel.level / 10) ** 2)
+            # In its own room: numpy's Cholesky copies it twice.
+            triangle, wrong = dpotrf(left.T, lower=1, clean=0, overwrite_a=1)
+            if wrong:
+                raise np.linalg.LinAlgError(f"the covariance of a curve is not positive definite, from row {wrong} on")
+            curves[mine] = dtrmm(1, triangle, curves[mine].T, lower=1).T
+            curves[mine] += rest[:, mine].T @ seen
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
@@ -240,111 +250,159 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     values = (values - level).T
     processes, pairs, evidence = _weighed(x, values.mean(1), [noise], SPLITS - 1)
     share = _pooled(evidence, pairs)
-    pairs = pairs.among(np.argsort(share.sum(0))[-MOST_PAIRS:])
-    likely = [process for process, kept in zip(processes, share.sum(1) > RARE, strict=True) if kept]
-    columns = np.asfortranarray(pairs.steps.at(x))
-    weight = _pooled(np.stack([each.evidence(values, each.rest(columns), pairs) for each in likely]), pairs)
-    curves, heights = np.zeros((len(grid), values.shape[1])), np.zeros((columns.shape[1], values.shape[1]))
-    both = np.arange(pairs.places.size)  # of each pair; a sparse sum takes a twentieth of the time of `np.add.at`
-    whose = sparse.csr_array((np.ones(len(both)), (pairs.places.ravel(), both)), (len(heights), len(both)))
-    for process, of_process in zip(likely, weight, strict=True):
-        rest, ramps = process.rest(values), process.rest(columns)
-        *_, slope, early, late = process.solved(rest, ramps, pairs)
-        of_steps = whose @ np.concatenate([(early - slope[:, None] * late) * of_process, late * of_process])
-        seen = process.rest(process.kernel(np.abs(grid[:, None] - x)).T)
-        curves += seen.T @ (rest * of_process.sum(0) - ramps @ of_steps)
-        heights += of_steps
-    return (curves + pairs.steps.at(grid) @ heights).T + level
+    most = likeliest(np.log(np.maximum(share.sum(0), 1e-300)), MOST_PAIRS)
+    pairs = pairs.among(np.sort(most))
+    processes = processes.among(np.flatnonzero(share.sum(1) > RARE))
+    directions, constant, to_heights = _directions(processes, pairs, x)
+    (count, n, both), sets = directions.shape, values.shape[1]
+    num_pairs = both // 2
+    left_over, heights = np.empty((count, n, sets)), np.empty((both, sets))
+    all_along, all_evidence = np.empty(count * both * SETS), np.empty(count * num_pairs * SETS)
+    for start in range(0, sets, SETS):
+        rest = processes.rest(values[:, start : start + SETS])
+        size, alone = rest.shape[2], processes.without_steps(rest)
+        along = all_along[: count * both * size].reshape(count, both, size)
+        evidence = all_evidence[: count * num_pairs * size].reshape(count, num_pairs, size)
+        for number in range(count):
+            np.matmul(directions[number].T, rest[number], out=along[number])
+            squares = along[number] * along[number]
+            np.add(constant[number, :, None], alone[number], out=evidence[number])
+            evidence[number] += squares[:num_pairs]
+            evidence[number] += squares[num_pairs:]
+        weight = _pooled(evidence, pairs)
+        along[:, :num_pairs] *= weight
+        along[:, num_pairs:] *= weight
+        left_over[..., start : start + size] = rest * weight.sum(1)[:, None] - 2 * (directions @ along)
+        of_each = along.reshape(2 * count, num_pairs, size).transpose(1, 0, 2)
+        heights[:, start : start + size] = (to_heights @ of_each).reshape(both, size)
+    curves = heights.T @ pairs.steps.at(grid)[:, pairs.places.T.ravel()].T
+    distance = np.abs(x[:, None] - grid)
+    for of in processes.batches(len(grid)):
+        seen = np.stack([kernel.covariance(kernel.correlation(distance)) for kernel in processes.kernels[of]])
+        seen = processes.whitening[of] @ seen
+        curves += left_over[of].reshape(-1, sets).T @ seen.reshape(-1, len(grid))
+    curves += level
+    return curves
 
 
-def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[list[_Process], _Pairs, Array]:
-    """Processes, pairs of steps, and the evidence of each with each, (processes, pairs).
+def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
+    """Of each pair the rest of the first step, and what it leaves of the second's: (processes, n, 2 x pairs).
+
+    So long that the squares of products with the rest of values add up to what the steps add to the log-evidence, but
+    for a constant (processes, pairs). Of these products, of all processes, a matrix of each pair makes the heights of
+    the first step and of the second, (pairs, 2, processes x 2).
+    """
+    ramps, least = processes.rest(pairs.steps.at(x)), processes.step_height[:, None] ** -2
+    first, second = (ramps.take(places, 2) for places in pairs.places)
+    own = least + _products(first, first), least + _products(second, second)
+    slope, left = _heights(own, _products(first, second), least)
+    early, late = 1 / np.sqrt(2 * own[0]), 1 / np.sqrt(2 * left)
+    second -= slope[:, None] * first
+    constant = pairs.log_prior + np.log(2 * early * late * least)
+    to_heights = np.zeros((pairs.places.shape[1], 2, len(early), 2))
+    to_heights[:, 0, :, 0], to_heights[:, 0, :, 1] = 2 * early.T, -2 * (slope * late).T
+    to_heights[:, 1, :, 1] = 2 * late.T
+    directions = np.concatenate([first * early[:, None], second * late[:, None]], 2)
+    return directions, constant, to_heights.reshape(len(to_heights), 2, -1)
+
+
+def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
+    """Processes, pairs of steps, those of two last, and the evidence of each with each, (processes, pairs).
 
     Small errors tell the width of a step to some percent: the likeliest steps are split until they are as close.
     """
-    processes, steps = list(_processes(x, y, noises)), _Steps.over(x)
-    pairs = _Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
-    evidence = _evidence(processes, pairs, x, y)
-    of_two = _two_steps(_likeliest_of_heights(processes, evidence.max(1)), pairs, x, y, splits)
+    processes, steps = _processes(x, y, noises), Steps.over(x)
+    pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
+    evidence = processes.evidence(x, y, pairs)
+    best = _likeliest_of_heights(processes.kernels, evidence.max(1))
+    of_two = _two_steps(processes.among(best), steps, evidence[best].max(0), x, y, splits)
     for _ in range(splits):
         likely = pairs.likeliest(evidence.max(0))
         parts = pairs.among(likely).split(1)
         rest = np.setdiff1d(np.arange(evidence.shape[1]), likely)
-        evidence = np.concatenate([evidence[:, rest], _evidence(processes, parts, x, y)], 1)
+        evidence = np.concatenate([evidence[:, rest], processes.evidence(x, y, parts)], 1)
         pairs = pairs.among(rest).and_of(parts)
-    return processes, pairs.and_of(of_two), np.concatenate([evidence, _evidence(processes, of_two, x, y)], 1)
+    return processes, pairs.and_of(of_two), np.concatenate([evidence, processes.evidence(x, y, of_two)], 1)
 
 
-def _evidence(processes: Sequence[_Process], pairs: _Pairs, x: Array, y: Array) -> Array:
-    """Of each process with each pair, (processes, pairs)."""
-    columns = np.asfortranarray(pairs.steps.at(x))  # as LAPACK copies it, once for all processes
-    return np.stack([each.evidence(y[:, None], each.rest(columns), pairs)[:, 0] for each in processes])
-
-
-def _likeliest_of_heights(processes: Sequence[_Process], evidence: Array) -> list[_Process]:
+def _likeliest_of_heights(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
     """Of each height the likeliest process."""
-    likeliest: dict[float, _Process] = {}
-    for number in np.argsort(evidence):
-        likeliest[processes[number].kernel.height] = processes[number]
-    return [*likeliest.values()]
+    of_heights = {kernels[number].height: number for number in np.argsort(evidence)}
+    return np.array([*of_heights.values()])
 
 
-def _two_steps(processes: Sequence[_Process], one: _Pairs, x: Array, y: Array, splits: int) -> _Pairs:
-    """The likeliest pairs of two steps: each likely one with any other, then each that went best with one of these."""
-    steps, score = one.steps, _evidence(processes, one, x, y).max(0)
-    second, tried = np.arange(1, len(steps.shape)), np.zeros(len(steps.shape), dtype=bool)
-    pairs, evidence = _Pairs(steps, np.zeros((2, 0), dtype=np.intp)), np.zeros(0)
-    tried[0] = True
+def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
+    """The likeliest pairs of two steps: each likely one with any other, then each that went best with one of these.
+
+    `score` is the evidence of each alone.
+    """
+    every, tried = np.arange(len(steps.shape)), steps.shape == 0
+    firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
     for _ in range(2):
-        firsts = np.argsort(np.where(tried, -np.inf, score))[-TRIED:]
-        places = np.stack([each.ravel() for each in np.meshgrid(firsts, second, indexing="ij")])
-        again = tried[places[1]] | (np.isin(places[1], firsts) & (places[1] <= places[0]))
-        more = _Pairs(steps, places[:, ~again])
-        of_more = _evidence(processes, more, x, y).max(0)
-        tried[firsts], score = True, np.full(len(score), -np.inf)
-        np.maximum.at(score, more.places[1], of_more)
-        pairs, evidence = _Pairs(steps, np.concatenate([pairs.places, more.places], 1)), np.append(evidence, of_more)
-    likely = np.argsort(evidence)[-KEPT:]
-    likely = likely[evidence[likely] > evidence.max() - LIKELY]
-    pairs, evidence = pairs.among(likely), evidence[likely]
+        more = likeliest(np.where(tried, -np.inf, score), TRIED)
+        of_more = processes.most_evidence(x, y, steps, more)
+        of_more += steps.log_prior[more, None] + steps.log_prior + np.log(2)
+        again = tried | (np.isin(every, more) & (every <= more[:, None]))
+        of_more[again] = -np.inf
+        tried[more], score = True, of_more.max(0)
+        firsts, evidence = np.append(firsts, more), np.concatenate([evidence, of_more])
+    likely = np.flatnonzero(evidence > evidence.max() - LIKELY)
+    evidence = evidence.ravel()[likely]
+    order = likeliest(evidence, KEPT)
+    first, second = np.divmod(likely[order], len(every))
+    pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
+    pairs = pairs.among(np.arange(len(order)))
     for _ in range(2 * splits):  # by the one step, and by the other
-        order = np.argsort(evidence)
+        order = likeliest(evidence, len(evidence))
         parts = pairs.among(order[-SPLIT:]).split(0)
         pairs = pairs.among(order[:-SPLIT]).and_of(parts)
-        evidence = np.append(evidence[order[:-SPLIT]], _evidence(processes, parts, x, y).max(0))
+        evidence = np.append(evidence[order[:-SPLIT]], processes.evidence(x, y, parts).max(0))
     return pairs
 
 
-def _pooled(evidence: Array, pairs: _Pairs) -> Array:
-    """Half by the evidence of all, and half by that of one step at most.
+def _pooled(evidence: Array, pairs: Pairs) -> Array:
+    """The shares of processes with pairs, those of two steps last, by their evidence (processes, pairs, ...), in place.
 
-    Two smooth steps leave next to nothing to the process, which then knows the peak between them better than anyone
-    knows their shape; a process with one step at most wanders where two are flat. Neither is a training curve.
+    Half by the evidence of all, and half by that of one step at most. Two smooth steps leave next to nothing to the
+    process, which then knows the peak between them better than anyone knows their shape; a process with one step at
+    most wanders where two are flat. Neither is a training curve.
     """
-    two = (pairs.steps.shape[pairs.places] > 0).all(0)
-    if two.all():
-        return _shares(evidence)
-    fewer = np.where(two.reshape(-1, *[1] * (evidence.ndim - 2)), -np.inf, evidence)
-    return (_shares(evidence) + _shares(fewer)) / 2
+    fewer = int((~pairs.are_two).sum())
+    of_fewer = _shares(evidence[:, :fewer].copy()) if fewer else None
+    shares = _shares(evidence)
+    if of_fewer is not None:
+        shares[:, :fewer] += of_fewer
+        shares /= 2
+    return shares
 
 
 def _shares(evidence: Array) -> Array:
-    """Of processes with steps (processes, steps, ...) by their evidence."""
-    weight = evidence - evidence.max((0, 1))
-    weight *= TEMPER
-    np.exp(weight, out=weight)
-    weight /= weight.sum((0, 1))
-    return weight
+    """Of processes with steps (processes, steps, ...) by their evidence, in place."""
+    evidence -= evidence.max((0, 1))
+    evidence *= TEMPER
+    np.exp(evidence, out=evidence)
+    evidence /= evidence.sum((0, 1))
+    return evidence
 
 
-def _processes(x: Array, y: Array, noises: Sequence[Array]) -> Iterator[_Process]:
-    span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
+def _processes(x: Array, y: Array, noises: Sequence[Array]) -> _Processes:
+    span, distance, n = x[-1] - x[0], np.abs(x[:, None] - x), len(x)
     one_noise = len(noises) == 1
-    lengths = np.geomspace(span / (2 * len(x)), 2 * span, 7 if one_noise else 5)
+    lengths = np.geomspace(span / (2 * n), 2 * span, 7 if one_noise else 5)
     heights = (0.02, 0.06, 0.15, 0.4, 1.0, 2.5) if one_noise else (0.02, 0.15, 0.4, 1.0)
-    for noise in noises:
+    forms = list(itertools.product(heights, (True, False)))
+    kernels, scales = [], []
+    whitening = np.empty((len(noises) * len(lengths), len(forms), n, n))
+    log_size = np.empty(whitening.shape[:2])
+    for number, (noise, length) in enumerate(itertools.product(noises, lengths)):
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
-        noise = noise + 1e-10 * scale**2 * np.eye(len(x))
-        for length, height, rough in itertools.product(lengths, heights, (True, False)):
-            kernel = _Kernel(bool(rough), float(length), height * scale, 10 * scale)
-            yield _Process(kernel, np.linalg.cholesky(kernel(distance) + noise), scale)
+        some = [_Kernel(rough, float(length), height * scale, 10 * scale) for height, rough in forms]
+        correlation = {kernel.rough: kernel.correlation(distance) for kernel in some[:2]}
+        covariances = np.stack([kernel.covariance(correlation[kernel.rough]) for kernel in some])
+        triangles = np.linalg.cholesky(covariances + (noise + 1e-10 * scale**2 * np.eye(n)))
+        log_size[number] = np.log(np.diagonal(triangles, axis1=1, axis2=2)).sum(1)
+        for form, triangle in enumerate(triangles):
+            whitening[number, form] = dtrtri(triangle.T, lower=0)[0].T
+        kernels.extend(some)
+        scales.extend([scale] * len(some))
+    return _Processes(kernels, whitening.reshape(-1, n, n), log_size.ravel(), np.array(scales))

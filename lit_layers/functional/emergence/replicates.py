@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
-from scipy.linalg import solve_triangular
+from scipy.linalg.lapack import dtrtrs
 
 Array = NDArray[np.floating[Any]]
 PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
@@ -81,13 +81,14 @@ def _smooth_correlation(residuals: Array, x: Array) -> Array:
     span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
     level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n  # residuals have no level
     best, most = np.eye(n), -np.inf
+    columns = np.asfortranarray(residuals.T)  # as LAPACK copies it; scipy's own checks cost more than it solves
     for length in np.geomspace(span / n, span, 6):
         rough = np.exp(-distance / length)
         for shape in (rough, rough * (1 + distance / length)):
             for share in (0.0, 0.25, 0.5, 0.75, 0.95):
                 kernel = share * shape + (1 - share) * np.eye(n)
                 factor = np.linalg.cholesky(kernel + level)
-                spread = (solve_triangular(factor, residuals.T, lower=True) ** 2).sum()
+                spread = (dtrtrs(factor, columns, lower=1)[0] ** 2).sum()
                 likely = -(count - 1) * ((n - 1) / 2 * np.log(spread) + np.log(np.diag(factor)).sum())
                 if likely > most:
                     best, most = free @ kernel @ free, likely
