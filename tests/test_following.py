@@ -29,6 +29,7 @@ from lit_layers.measuring.following import MeasuringAside, _complete, _page_has_
 from lit_layers.measuring.offline import SeriesResult, analyze_series
 from lit_layers.series import Audit, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
+from lit_layers.training.resuming import ResumeCheckpoint
 from tests.support.listed_batches import Listed
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.rounding import assert_same_numbers
@@ -291,6 +292,25 @@ class AtStep3(L.Callback):
 
 
 @pytest.mark.slow
+def test_whoever_is_told_to_end_waits_for_no_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "subprocess", SimpleNamespace(Popen=Beside))
+    root = tmp_path / "run"
+    both, resumable = callbacks(root, "async"), ResumeCheckpoint(root, every=None)
+    saved, save = [], resumable._save
+
+    def saved_and_told(trainer) -> None:
+        saved.append(trainer.global_step)
+        save(trainer)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(resumable, "_save", saved_and_told)
+    fit(root, [*both, AtStep3(both[1]), resumable], steps=4)
+    assert saved == [4]
+    assert resumable.has_heard_sigterm
+    assert both[1].under_way.startswith("1 of 3 saved steps")
+
+
+@pytest.mark.slow
 def test_the_last_numbers_reach_loggers_where_they_come_soon(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(following, "subprocess", SimpleNamespace(Popen=Beside))
     root, logged = tmp_path / "run", CSVLogger(tmp_path)
@@ -341,7 +361,7 @@ def test_the_last_step_is_waited_for_where_it_is_soon_measured(before, process, 
     aside.file, aside.root, aside._offset = tmp_path / "measurements.jsonl", tmp_path, 0
     aside._names, aside._saved, aside._measured = {"lens", "coupling"}, {0, 2}, {0: {"lens", "coupling"}}
     aside._seconds, aside._process = before, Process(aside.file, **process)
-    assert [each.analysis for each in aside.last()] == expected
+    assert [each.analysis for each in aside.last(is_stopped=lambda: False)] == expected
     assert clock[0] <= 30.1  # of the pretended clock
     assert bool(expected) == (aside._process.looks > 0)
     sentence = aside.under_way()
@@ -351,7 +371,7 @@ def test_the_last_step_is_waited_for_where_it_is_soon_measured(before, process, 
 def test_nothing_left_is_not_waited_for(tmp_path):
     aside = MeasuringAside.__new__(MeasuringAside)
     aside._saved, aside._names, aside._measured, aside._seconds = {1}, {"lens"}, {1: {"lens"}}, {1: 1.0}
-    assert [*aside.last()] == []
+    assert [*aside.last(is_stopped=lambda: False)] == []
 
 
 @pytest.mark.parametrize(

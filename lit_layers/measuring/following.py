@@ -165,8 +165,9 @@ class MeasuringAside:
                 self._seconds[each.step] = self._seconds.get(each.step, 0.0) + each.seconds
         return measurements
 
-    def last(self, patience: float = PATIENCE) -> Iterator[Measurement]:
-        """Yields what is measured after the last step of training, until all is or `patience` seconds are over.
+    def last(self, patience: float = PATIENCE, *, is_stopped: Callable[[], bool]) -> Iterator[Measurement]:
+        """Yields what is measured after the last step of training, until all is, `patience` seconds are over, or
+        training `is_stopped`.
 
         Nothing is waited for where, by the longest of the steps before, that would not be enough, or nobody knows.
         """
@@ -175,7 +176,7 @@ class MeasuringAside:
             return
         logger.warning("measure: async: the last steps are waited for, %.0f s at most", patience)
         deadline = time.monotonic() + patience
-        while self._left() and time.monotonic() < deadline:
+        while self._left() and time.monotonic() < deadline and not is_stopped():
             has_ended = self._process.poll() is not None  # before the look: what it wrote last is seen
             yield from self.arrived()
             if has_ended:

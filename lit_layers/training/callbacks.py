@@ -390,7 +390,8 @@ class EmergenceCallback(_AtSteps):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Not before: the checkpoint to resume from does not wait for measuring.
         if self._aside is not None:
-            for measurement in self._aside.last():
+            heard = [each for each in _callbacks(trainer) if hasattr(each, "has_heard_sigterm")]
+            for measurement in self._aside.last(is_stopped=lambda: any(each.has_heard_sigterm for each in heard)):
                 self.measurer.tell(measurement, trainer.loggers)
             self.measurer.finish()
 
