@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.blas import dtrmm
-from scipy.linalg.lapack import dpotrf, dtrtri
+from scipy.linalg.lapack import dpotrf, dtrtri, dtrtrs
 
 from lit_layers.functional.emergence.step_pairs import SPLIT, Pairs, Steps, likeliest
 
@@ -54,18 +54,20 @@ class _Kernel:
 class _Processes:
     """Gaussian processes, each on the values at n checkpoints.
 
-    `whitening` (processes, n, n) are the inverses of the lower triangles of the covariances of the values, `log_size`
-    (processes,) the logarithms of these triangles' determinants, `step_height` (processes,) that of steps beside them.
+    `triangles` (processes, n, n) are the lower ones of the covariances of the values, `whitening` their inverses and
+    `log_size` (processes,) the logarithms of their determinants, `step_height` (processes,) that of steps beside them.
     """
 
     kernels: Sequence[_Kernel]
+    triangles: Array
     whitening: Array
     log_size: Array
     step_height: Array
 
     def among(self, chosen: NDArray[np.intp]) -> "_Processes":
         kernels = [self.kernels[number] for number in chosen]
-        return _Processes(kernels, self.whitening[chosen], self.log_size[chosen], self.step_height[chosen])
+        arrays = (self.triangles, self.whitening, self.log_size, self.step_height)
+        return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
         """One process or more at a time: what they leave of so many columns stays in the cache."""
@@ -229,7 +231,8 @@ def _correlate_(
         at_values, at_grid = map(processes.kernels[alike[0]].correlation, (to_values, to_itself))
         for number in alike:
             kernel, mine = processes.kernels[number], of_process[number]
-            seen = processes.whitening[number] @ kernel.covariance(at_values)
+            # Solved: of values without errors the inverse is not exact enough for what is left to be a covariance.
+            seen = dtrtrs(processes.triangles[number], kernel.covariance(at_values), lower=1)[0]
             left = kernel.covariance(at_grid)
             left -= seen.T @ seen
             np.fill_diagonal(left, left.diagonal() + 1e-7 * (kernel.level / 10) ** 2)
@@ -393,16 +396,17 @@ def _processes(x: Array, y: Array, noises: Sequence[Array]) -> _Processes:
     forms = list(itertools.product(heights, (True, False)))
     kernels, scales = [], []
     whitening = np.empty((len(noises) * len(lengths), len(forms), n, n))
-    log_size = np.empty(whitening.shape[:2])
+    every, log_size = np.empty_like(whitening), np.empty(whitening.shape[:2])
     for number, (noise, length) in enumerate(itertools.product(noises, lengths)):
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
         some = [_Kernel(rough, float(length), height * scale, 10 * scale) for height, rough in forms]
         correlation = {kernel.rough: kernel.correlation(distance) for kernel in some[:2]}
         covariances = np.stack([kernel.covariance(correlation[kernel.rough]) for kernel in some])
         triangles = np.linalg.cholesky(covariances + (noise + 1e-10 * scale**2 * np.eye(n)))
+        every[number] = triangles
         log_size[number] = np.log(np.diagonal(triangles, axis1=1, axis2=2)).sum(1)
         for form, triangle in enumerate(triangles):
             whitening[number, form] = dtrtri(triangle.T, lower=0)[0].T
         kernels.extend(some)
         scales.extend([scale] * len(some))
-    return _Processes(kernels, whitening.reshape(-1, n, n), log_size.ravel(), np.array(scales))
+    return _Processes(kernels, every.reshape(-1, n, n), whitening.reshape(-1, n, n), log_size.ravel(), np.array(scales))
