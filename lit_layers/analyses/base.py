@@ -281,7 +281,7 @@ class DividedAnalysis(Analysis):
         """Yields the records of all parts, of which there is at least one, in their order."""
 
     def run(self, model: LayeredModel) -> Iterable[Record]:
-        yield from self.join(model, [self.share(model)])
+        yield from self.join(model, [self.of_parts(model)])
 
     def prepared(self, model: LayeredModel) -> LayeredModel:
         """The model as it is measured."""
@@ -294,7 +294,7 @@ class DividedAnalysis(Analysis):
         rows = view.rows if isinstance(view, SharedPass) else lambda batches: []
         return [rows(self.reads(view, part)) for part in self.parts(view)]
 
-    def share(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
+    def of_parts(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
         """What the parts of these numbers give, by their number."""
         results: dict[int, Any] = {}
         view = SharedPass.of(model)
@@ -306,7 +306,7 @@ class DividedAnalysis(Analysis):
     def turns(
         self, model: SharedPass, numbers: Container[int], results: dict[int, Any], seconds: dict[int, float]
     ) -> Iterator[float]:
-        """`share` in turns with others that look at the same model, all of which announce first what they will read.
+        """`of_parts` in turns with others that look at the same model, all of which announce first what they will read.
 
         Before each part yields its place in the pass, and then adds what it gives and how long it took.
         """

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.analyses.blockwise import Key, joined
-from lit_layers.analyses.probes.task_features import LayerFeatures, text_features
-from lit_layers.analyses.states import States, at_least_float32, in_convention, special_tokens
+from lit_layers.analyses.probes.probe_fits import FollowingAnalysis
+from lit_layers.analyses.probes.task_features import Features, HeldFeatures, PooledBatch, pooled_batch, text_features
+from lit_layers.analyses.states import States, in_convention, special_tokens
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -30,16 +31,21 @@ from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import LETTERS, Part, Work, of_texts, passes, passes_of
+from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Part, Work, of_texts, passes, passes_of
 from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
+MOST_SENT = 1e9  # bytes of vectors that processes send to one another: 1,500 texts of GPT-2 small at 16 views
 LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
+
+_Metric = tuple[str, Normalization]
+_OfLayer = tuple[int, dict[_Metric, list[float]]]
+_WITHIN: _Metric = ("lidar_within_over_delta", "raw")
 
 
 @dataclass(kw_only=True)
-class Invariance(Analysis):
+class Invariance(StagedAnalysis):
     """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
 
     `num_views` misprinted copies of each text are made (`data.make_views`), each is passed once, and one pooled
@@ -133,7 +139,8 @@ class Invariance(Analysis):
         spectra = Part("spectra", repeats, (len(texts),))
         vectors = 4.0 * len(texts) * views * model.dim
         parts = (compared, pencils, spectra, Part("steps", 70 * sets))
-        return work + Work(parts=parts, host=3 * vectors, disk=vectors * layers)
+        of_all, are_sent = vectors * layers, self._are_sent(model)
+        return work + Work(parts=parts, host=3 * vectors + of_all * are_sent, disk=of_all * (not are_sent))
 
     def data_hash(self) -> str | None:
         """Over the texts and the token ids of their views."""
@@ -143,16 +150,40 @@ class Invariance(Analysis):
     def tokenizer_hash(self) -> str | None:
         return self._encode(self.max_tokens).tokenizer_hash
 
-    def run(self, model: LayeredModel) -> Iterator[Record]:
-        self.check_options(model)
+    def parts(self, model: LayeredModel) -> Iterator[tuple[list[int], Batch] | None]:
+        """Batches of texts; or none, where each process passes all: their vectors are cached, or too large to send."""
+        yield from self._of(model).batches(BATCH_TOKENS) if self._are_sent(model) else [None]
+
+    def _are_sent(self, model: LayeredModel) -> bool:
+        num_texts = len(self.texts.texts()) * self.num_views
+        return self.cache is None and 4 * num_texts * (model.num_layers + 1) * model.dim <= MOST_SENT
+
+    def of_part(self, model: LayeredModel, part: tuple[list[int], Batch] | None) -> PooledBatch | None:
+        options = self.resolved(model)
+        return part and pooled_batch(model, *part, options.pooling, options.states)
+
+    def then(self, model: LayeredModel, results: list[PooledBatch | None]) -> FollowingAnalysis:
+        """The layers, a part each."""
         encoded, options = self._of(model), self.resolved(model)
         options._views = self.make()
-        model = at_least_float32(model)
-        features = text_features(
-            model, encoded, pooling=options.pooling, states=options.states, cache=self.cache, undefined="nan"
-        )
+        if batches := [result for result in results if result is not None]:
+            results.clear()
+            features: Features = HeldFeatures(batches)
+        else:
+            how: dict[str, Any] = {"pooling": options.pooling, "states": options.states, "cache": self.cache}
+            features = text_features(model, encoded, **how, undefined="nan")
+        layers, kept = options._kept(features)
+        halves = random_halves(len(kept), self.num_halves)
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
-        yield from options._records(features, encoded.num_cut, device)
+
+        def of_layer(layer: int) -> _OfLayer:
+            vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
+            return layer, options._of_layer(vectors.to(device), halves)
+
+        def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
+            return options._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
+
+        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
 
     def make(self) -> Views:
         """The views; made on the first call."""
@@ -177,7 +208,7 @@ class Invariance(Analysis):
             self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
         return self._encoded[limit]
 
-    def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
+    def _kept(self, features: Features) -> tuple[Tensor, Tensor]:
         """Which layers are no gap, and the prompts (kept,) all of whose views have a vector at each of these."""
         layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
@@ -188,33 +219,38 @@ class Invariance(Analysis):
             )
         return layers, prompts.nonzero().squeeze(-1)
 
-    def _records(self, features: LayerFeatures, num_cut: int, device: torch.device) -> Iterator[Record]:
-        layers, kept = self._kept(features)
-        views, n = self.make(), len(kept)
+    def _of_layer(self, vectors: Tensor, halves: Sequence[Tensor]) -> dict[_Metric, list[float]]:
+        """Of all prompts' vectors (views, prompts, dim), then of halves of them."""
+        vectors = self._rescaled(vectors)
+        of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
+        return {key: [values[key] for values in of_sets] for key in of_sets[0]}
+
+    def _records(
+        self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int, has_halves: bool
+    ) -> Iterator[Record]:
+        """Of the layers that are no gap, by their numbers."""
+        views = self.make()
         num_texts = len(views.texts[0])
         missing = left_out("", num_texts - n)
         counts = {"num_equal": views.num_equal, "num_unchanged": views.num_unchanged, "num_cut": num_cut}
         tags: dict[str, Any] = {name: count for name, count in counts.items() if count} | missing
         yield Record(metric="changed_fraction", value=views.changed_fraction, n=num_texts, tags=tags)
-        halves = random_halves(n, self.num_halves)
-        for metric, size in {"infonce_chance": n, **({"infonce_chance_of_half": n // 2} if halves else {})}.items():
+        for metric, size in {"infonce_chance": n, **({"infonce_chance_of_half": n // 2} if has_halves else {})}.items():
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
-        values: dict[tuple[str, Normalization], Tensor] = {}  # (layers + 1, all prompts and halves of them)
-        for layer in layers.nonzero()[:, 0].tolist():
-            vectors = self._rescaled(features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept].to(device))
-            for column, rows in enumerate([slice(None), *halves]):
-                for key, value in self._values(vectors[:, rows]).items():
-                    of_layers = torch.full((len(layers), 1 + len(halves)), math.nan, dtype=torch.float64)
-                    values.setdefault(key, of_layers)[layer, column] = value
+        values: dict[_Metric, Tensor] = {}  # (layers + 1, all prompts and halves of them)
+        for layer, of_layer in of_layers.items():
+            for key, columns in of_layer.items():
+                whole = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
+                values.setdefault(key, whole)[layer] = torch.tensor(columns, dtype=torch.float64)
         within = values.pop(_WITHIN)[:, 0]
-        for layer in layers.nonzero()[:, 0].tolist():
+        for layer in of_layers:
             tags = self._tags(_WITHIN[0]) | missing
             yield Record(metric=_WITHIN[0], value=within[layer].item(), layer=layer, n=n, tags=tags)
         for (metric, normalization), columns in values.items():
             counted = {"num_layers_near_delta": (within < LITTLE).tolist()} if metric.startswith("lidar") else {}
-            of_halves = columns[:, 1:] if halves else None
+            of_halves = columns[:, 1:] if has_halves else None
             tags = self._tags(metric, normalization) | missing
             yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
 
@@ -225,7 +261,7 @@ class Invariance(Analysis):
         vectors = vectors.double() - vectors.double().mean(1, keepdim=True)
         return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
 
-    def _values(self, vectors: Tensor) -> dict[tuple[str, Normalization], float]:
+    def _values(self, vectors: Tensor) -> dict[_Metric, float]:
         """Of one layer's vectors (views, prompts, dim), by metric and how it is normalized; NaN where undefined."""
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
@@ -259,9 +295,6 @@ class Invariance(Analysis):
         given = self.tags_of("preset", *options)
         # what begins with num_ is a count, not a variant
         return tags | {"views" if option == "num_views" else option: value for option, value in given.items()}
-
-
-_WITHIN: tuple[str, Normalization] = ("lidar_within_over_delta", "raw")
 
 
 Study = Literal["repetition", "randomness", "length"]

@@ -191,7 +191,7 @@ def test_the_gram_of_a_category_is_that_of_its_records(words):
 
 def test_several_processes_find_what_one_does(words):
     model, analysis = LayeredModel(text_model("gpt2")), ConceptAlignment(words=words)
-    shares = [analysis.share(model, range(rank, 99, 3)) for rank in range(3)]
+    shares = [analysis.of_parts(model, range(rank, 99, 3)) for rank in range(3)]
     assert all(shares)
     assert list(analysis.join(model, shares)) == list(analysis.run(model))
 

@@ -103,7 +103,7 @@ def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, ana
 
 @pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
 def test_every_share_has_parts_of_its_own(model, analysis):
-    shares = [analysis.share(LayeredModel(model), range(rank, 99, 2)) for rank in range(2)]
+    shares = [analysis.of_parts(LayeredModel(model), range(rank, 99, 2)) for rank in range(2)]
     numbers = [number for share in shares for number in share]
     assert sorted(numbers) == list(range(len(numbers)))
     assert all(number % 2 == rank for rank, share in enumerate(shares) for number in share)
@@ -116,10 +116,10 @@ STAGED = [analysis for analysis in ANALYSES if isinstance(analysis, StagedAnalys
 def test_what_follows_gives_the_same_numbers_whoever_has_which_layer(model, analysis):
     view = LayeredModel(model)
     alone = [*map(repr, analysis.run(view))]
-    following = analysis.then(view, analysis.in_order([analysis.share(view)]))
+    following = analysis.then(view, analysis.in_order([analysis.of_parts(view)]))
     draw = random.Random(5)
     owners = [draw.randrange(3) for _ in range(99)]
-    shares = [following.share(view, {n for n in range(99) if owners[n] == rank}) for rank in (2, 0, 1)]
+    shares = [following.of_parts(view, {n for n in range(99) if owners[n] == rank}) for rank in (2, 0, 1)]
     assert sum(map(bool, shares)) > 1
     assert [repr(record) for record in following.join(view, shares)] == alone
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import Invariance
+from lit_layers.analyses import Invariance, changed_texts
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
@@ -186,6 +187,36 @@ def test_it_is_measured_like_every_analysis(model, folder):
     found = measure(model, analysis, run="run", step=1)
     assert found.error is None
     assert {"infonce", "lidar", "dime"} <= {record.metric for record in found.records}
+
+
+def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(changed_texts, "BATCH_TOKENS", 100)  # some three texts
+    options = {"preset": "released_code_later", **OPTIONS}
+    analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
+    alone = list(analysis.run(view))
+    assert len(list(analysis.parts(view))) > 20
+    shares = [analysis.of_parts(view, range(rank, 99, 3)) for rank in (2, 0, 1)]
+    assert all(map(len, shares))
+    following = analysis.then(view, analysis.in_order(pickle.loads(pickle.dumps(shares))))
+    layers = [following.of_parts(view, numbers) for numbers in ([3], [0, 2], [1])]
+    assert [repr(record) for record in following.join(view, layers)] == [repr(record) for record in alone]
+    # What is too large to be sent, or cached, each process computes by itself.
+    cached = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), cache=str(tmp_path), **options)
+    assert list(cached.parts(view)) == [None]
+    monkeypatch.setattr(changed_texts, "MOST_SENT", 0)
+    assert list(analysis.parts(view)) == [None]
+    for whole in (analysis, cached):
+        others = list(whole.run(view))
+        assert [(each.metric, each.layer, each.n, each.tags) for each in others] == [
+            (each.metric, each.layer, each.n, each.tags) for each in alone
+        ]
+        # in batches of another size float64 is rounded in other places
+        for ends in ("value", "low", "high"):
+            wanted = [getattr(each, ends) for each in alone]
+            found = [getattr(each, ends) for each in others]
+            assert [each is None for each in found] == [each is None for each in wanted]
+            numbers = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
+            assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)
 
 
 @pytest.mark.parametrize(

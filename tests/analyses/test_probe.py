@@ -342,7 +342,7 @@ def test_ranks_that_divide_the_layers_give_the_numbers_of_one(model, tokenizer, 
     options = {"untrained": True} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
     analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
     alone = [*map(repr, analysis.run(model))]
-    following = analysis.then(model, analysis.in_order([analysis.share(model)]))
-    shares = [following.share(model, set(numbers)) for numbers in ([1], [0, *range(2, 99)])]
+    following = analysis.then(model, analysis.in_order([analysis.of_parts(model)]))
+    shares = [following.of_parts(model, set(numbers)) for numbers in ([1], [0, *range(2, 99)])]
     assert all(shares)
     assert [*map(repr, following.join(model, shares))] == alone

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lit_layers.files.durable import naming, sync, write_json
 from lit_layers.files.scratch import Scratch
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import BATCH_TOKENS
 from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
@@ -254,6 +254,48 @@ def text_features(
     return features
 
 
+class PooledBatch(NamedTuple):
+    """What one batch of texts gives, for another process."""
+
+    rows: list[int]  # of the texts
+    vectors: Tensor  # (layers + 1, rows, dim)
+
+
+def pooled_batch(model: LayeredModel, rows: list[int], batch: Batch, pooling: Pooling, states: States) -> PooledBatch:
+    """The features of all layers of a batch of `EncodedTexts.batches`, NaN where undefined, as `text_features`."""
+    layers: list[Tensor] = []
+
+    def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
+        layers.append(_vectors(model, pooling, states, layer, hidden, mask)[0])
+
+    with torch.autocast(model.device.type, enabled=False):
+        model.pass_states(batch, keep)
+    return PooledBatch(rows, torch.stack(layers))
+
+
+class HeldFeatures:
+    """The features of all layers in memory: those of batches, whose list is emptied."""
+
+    def __init__(self, batches: list[PooledBatch]) -> None:
+        num_layers, _, dim = batches[0].vectors.shape
+        num_rows = sum(len(batch.rows) for batch in batches)
+        self._vectors = batches[0].vectors.new_empty(num_layers, num_rows, dim)
+        while batches:
+            rows, vectors = batches.pop()
+            self._vectors[:, rows] = vectors
+
+    def layer(self, layer: int) -> Tensor:
+        """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
+        return self._vectors[layer]
+
+    def defined(self) -> Tensor:
+        """Which texts have a vector at which layer, (layers + 1, rows)."""
+        return self._vectors.isfinite().all(-1)
+
+
+Features = LayerFeatures | HeldFeatures
+
+
 def _not_finite(layer: int, row: int) -> InputError:
     return InputError(f"the features of text {row} at layer {layer} are not finite")
 
@@ -281,7 +323,7 @@ def _write(
     store_dtype: StoreDtype,
     folder: Path,
 ) -> None:
-    exact = "float64" if model.dtype == torch.float64 else "float32"
+    exact = _exact(model)
     kept = exact if store_dtype == "float32" else store_dtype
     order: list[int] = []
     broken: list[tuple[int, int]] = []
@@ -290,17 +332,12 @@ def _write(
         files = [stack.enter_context(path.open("wb")) for path in paths]
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            hidden = in_convention(model, states, layer, hidden)
             way = pooling if layer < model.num_layers else last
-            pooled = _pooled(hidden, mask, way)
-            # what "centered_unit_mean" leaves undefined is NaN, of finite states
-            finite = (_pooled(hidden, mask, "mean") if way == "centered_unit_mean" else pooled).isfinite()
+            vectors, finite = _vectors(model, way, states, layer, hidden, mask)
             if not finite.all():
-                broken.append((layer, order[-len(pooled) :][int(finite.all(-1).int().argmin())]))
+                broken.append((layer, order[-len(vectors) :][int(finite.int().argmin())]))
                 if undefined == "raise":
                     raise _not_finite(*broken[0])
-                pooled = pooled.masked_fill(~finite.all(-1, keepdim=True), torch.nan)
-            vectors = pooled.cpu().to(getattr(torch, exact))
             rounded = vectors.to(getattr(torch, kept))
             if kept != exact and not rounded[vectors.isfinite()].isfinite().all():
                 raise InputError(
@@ -318,6 +355,22 @@ def _write(
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
     facts |= {"broken": broken[0] if broken else None, "dtype": kept, "pooling": pooling, "states": states}
     write_json(folder / _FACTS, facts)
+
+
+def _exact(model: LayeredModel) -> Literal["float64", "float32"]:
+    return "float64" if model.dtype == torch.float64 else "float32"
+
+
+def _vectors(
+    model: LayeredModel, pooling: Pooling, states: States, layer: int, hidden: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of a batch at a layer the vectors (batch, dim) on the CPU, NaN where there is none; whose states are finite."""
+    hidden = in_convention(model, states, layer, hidden)
+    pooled = _pooled(hidden, mask, pooling)
+    # what "centered_unit_mean" leaves undefined is NaN, of finite states
+    finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
+    pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
+    return pooled.cpu().to(getattr(torch, _exact(model))), finite
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
