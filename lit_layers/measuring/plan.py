@@ -277,15 +277,17 @@ def share_of(budget: str | float) -> float:
     """A budget such as 5% or 0.05 as a share.
 
     Raises:
-        InputError: it is none between 0 and 100%.
+        InputError: it is none between 0 and 100%, or 1, which is as likely 1%.
     """
     text = str(budget).strip()
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = math.nan
-    if not 0 < share <= 1:
-        raise InputError(f"budget: expected a share of the training such as 5% or 0.05, got {budget!r}")
+    if not 0 < share <= 1 or (share == 1 and not text.endswith("%")):
+        raise InputError(
+            f"budget: expected a share of the training such as 5% or 0.05, or 100% for all of it, got {budget!r}"
+        )
     return share
 
 

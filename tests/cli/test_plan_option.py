@@ -115,10 +115,14 @@ def test_a_training_is_planned_without_weights_or_a_run_folder(recipe, tmp_path,
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--budget", "much"], "budget: expected a share of the training such as 5% or 0.05, got 'much'"),
+        (
+            ["--budget", "much"],
+            "budget: expected a share of the training such as 5% or 0.05, or 100% for all of it, got 'much'",
+        ),
         (["--budget", "0%"], "budget: expected a share"),
         (["--budget", "200%"], "budget: expected a share"),
         (["--budget=-1"], "budget: expected a share"),
+        (["--budget", "1"], "budget: expected a share of the training such as 5% or 0.05, or 100% for all of it"),
         (["--budget", "0.0001%"], "budget: measuring the first and the last step takes"),
         (["--plan=perhaps"], "plan"),
     ],
