@@ -81,14 +81,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pictures_by_one_process() -> Iterator[None]:
-    from tests.support.drawn import by_one_process
-
-    with by_one_process():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def emergence_times_once() -> Iterator[None]:
     from tests.support.times_once import times_once
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,7 +33,6 @@ from lit_layers.report.sections import block
 from lit_layers.report.template import Block, Figures, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
-from tests.support.drawn import in_its_own_process
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, STEPS, make_models, make_run, make_series, measurement
@@ -1046,18 +1046,20 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     assert len(table["coupling"]) == len(of_many_runs["curve"]) == 3
 
 
-@pytest.mark.parametrize("failure", [OSError("no more processes"), subprocess.TimeoutExpired("x", 600), None])
+@pytest.mark.parametrize("failure", [OSError("no more processes"), None])
 def test_where_nothing_can_be_drawn_the_report_says_so_in_a_sentence(tmp_path, monkeypatch, failure):
     """A training writes its page at its end: what vl-convert does to itself is no reason to fail."""
 
-    def run(*_, **__):
-        if failure is not None:
-            raise failure
-        return SimpleNamespace(returncode=-9, stderr="", stdout="")
+    class Dying(subprocess.Popen):
+        def __init__(self, *args, **options):
+            if failure is not None:
+                raise failure
+            super().__init__([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], **options)
 
+    while vega._kept:
+        vega._kept.pop().end()
     root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), layers=2)
-    monkeypatch.setattr(vega, "_drawing", in_its_own_process)
-    monkeypatch.setattr(vega.subprocess, "run", run)
+    monkeypatch.setattr(vega.subprocess, "Popen", Dying)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     vega.script.cache_clear()
     with pytest.raises(InputError, match="nothing can be drawn: "):
@@ -1065,6 +1067,55 @@ def test_where_nothing_can_be_drawn_the_report_says_so_in_a_sentence(tmp_path, m
     assert not (root / "report.html").exists()
     with pytest.raises(InputError, match="nothing can be drawn: "):
         vega.pictures_of([{}], [".png"])
+
+
+def titled(title: str) -> dict[str, Any]:
+    return {"data": {"values": [{"a": 1}]}, "mark": "point", "title": title}
+
+
+def drawn(title: str) -> str:
+    return vega.pictures_of([titled(title)], [".svg"])[0][0].decode()
+
+
+def test_one_process_draws_all_pictures_and_none_gets_the_answer_for_another(monkeypatch):
+    """An error is that of its picture alone; an interrupted one, or another thread's, leaves the next as it is."""
+    assert ">first<" in drawn("first")
+    pid = vega._kept[-1]._process.pid
+    with pytest.raises(InputError, match="nothing can be drawn: ValueError: "):
+        vega.pictures_of([titled("good"), {"mark": 5}], [".svg"])
+    assert ">second<" in drawn("second")
+    assert vega._kept[-1]._process.pid == pid
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vega._kept[-1]._process, "stdout", SimpleNamespace(readline=interrupted, close=lambda: None))
+        with pytest.raises(KeyboardInterrupt):
+            drawn("late")
+    assert ">third<" in drawn("third")
+    assert vega._kept[-1]._process.pid != pid
+    pid = vega._kept[-1]._process.pid
+    with vega._asking:  # as another thread holds it while its picture is drawn
+        assert ">fourth<" in drawn("fourth")
+    os.kill(pid, signal.SIGKILL)
+    vega._kept[-1]._process.wait()
+    assert ">fifth<" in drawn("fifth")
+    monkeypatch.setattr(vega, "_PATIENCE", 0.0)
+    with pytest.raises(InputError, match="nothing can be drawn: vl-convert took more than 0 s"):
+        drawn("sixth")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_draws_by_a_process_of_its_own():
+    assert ">before<" in drawn("before")
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, b"yes" if ">forked<" in drawn("forked") else b"no")
+        os._exit(0)
+    assert ">after<" in drawn("after")
+    os.waitpid(child, 0)
+    assert os.read(read, 9) == b"yes"
 
 
 def test_a_user_without_a_home_has_pages(tmp_path, monkeypatch):

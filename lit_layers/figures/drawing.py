@@ -8,25 +8,38 @@ import base64
 import json
 import re
 import sys
+import traceback
 from typing import Any
 
 _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
 
-def main(suffixes: list[str]) -> None:
-    """Draws the specifications on the standard input in each format; without a format it writes the script."""
+def main() -> None:
+    """Answers each line of the standard input, formats and specifications, by a line: pictures, or why there are none.
+
+    Without a format the answer is the script.
+    """
     import vl_convert  # the only import of it in the package
 
-    if not suffixes:
-        sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())  # pyright: ignore[reportCallIssue]
-        return
-    drawings = []
-    for spec in _printable(json.load(sys.stdin)):
+    formats: dict[str, Any] = {".svg": str.encode, ".png": lambda svg: vl_convert.svg_to_png(svg, scale=2)}
+    formats[".pdf"] = vl_convert.svg_to_pdf
+
+    def drawn(spec: Any, suffixes: list[str]) -> list[str]:
         svg = _numbered_anew(vl_convert.vegalite_to_svg(spec))
-        formats: dict[str, Any] = {".svg": str.encode, ".png": lambda svg: vl_convert.svg_to_png(svg, scale=2)}
-        formats[".pdf"] = vl_convert.svg_to_pdf
-        drawings.append([base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes])
-    json.dump(drawings, sys.stdout)
+        return [base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes]
+
+    for line in sys.stdin:
+        suffixes, specs = json.loads(line)
+        try:
+            answer = {
+                "drawn": [drawn(spec, suffixes) for spec in _printable(specs)]
+                if suffixes
+                else vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+            }
+        except Exception as error:
+            answer = {"error": traceback.format_exception_only(error)[0].splitlines()[0]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 def _printable(part: Any) -> Any:
@@ -50,4 +63,4 @@ def _numbered_anew(svg: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

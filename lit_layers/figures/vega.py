@@ -1,5 +1,6 @@
 """Parts of Vega-Lite: axes, layers and what they say on touch; and a specification as a picture."""
 
+import atexit
 import base64
 import contextlib
 import functools
@@ -9,6 +10,8 @@ import math
 import os
 import re
 import subprocess
+import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,9 +190,7 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
     for suffix in suffixes:
         if suffix not in SUFFIXES:
             raise ValueError(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {suffix!r}")
-    task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", json.dumps(specs))  # a NUL ends vl-convert's process
-    drawings = json.loads(_drawing(*suffixes, task=task))
-    return [[base64.b64decode(picture) for picture in pictures] for pictures in drawings]
+    return [[base64.b64decode(picture) for picture in each] for each in _drawing(*suffixes, specs=specs)]
 
 
 @functools.cache
@@ -216,29 +217,96 @@ def _cache() -> Path:
     return Path(os.devnull)
 
 
-def _drawing(*arguments: str, task: str = "") -> str:
-    """What `drawing.py` answers, in a process of its own that a signal for this one's group does not reach.
+class _Drawing:
+    """The process of `drawing.py`, which a signal for this one's group does not reach.
+
+    It is kept, as its start takes longer than most pictures, and ends with this process.
+    """
+
+    def __init__(self) -> None:
+        self.pid, self._complaints = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
+        command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
+        self._process = subprocess.Popen(command, start_new_session=True, **pipes)
+        atexit.register(self.end)
+
+    @property
+    def is_alive(self) -> bool:
+        """And no forked process's, whose answers would be another's."""
+        return self.pid == os.getpid() and self._process.poll() is None
+
+    def answer(self, task: str) -> Any:
+        """Raises:
+        InputError: it cannot draw this, dies, or takes too long.
+        """
+        asked, told, answer = self._process.stdin, self._process.stdout, b""
+        assert asked is not None
+        assert told is not None
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(_PATIENCE, give_up)
+        timer.start()
+        try:
+            with contextlib.suppress(OSError):  # it has died
+                asked.write(task.encode() + b"\n")
+                asked.flush()
+                answer = told.readline()
+        finally:
+            timer.cancel()
+            if is_cut := not answer.endswith(b"\n"):  # whoever asks next must not be given what comes yet
+                self._process.kill()
+                self._process.wait()
+        if not is_cut:
+            found = json.loads(answer)
+            if (reason := found.get("error")) is None:
+                return found["drawn"]
+        elif is_late.is_set():
+            reason = f"vl-convert took more than {_PATIENCE:g} s"
+        else:
+            self._complaints.seek(0)
+            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+            reason = (lines or [f"vl-convert's process ended with {self._process.returncode}"])[-1]
+        raise InputError(f"nothing can be drawn: {reason}")
+
+    def end(self) -> None:
+        if self.pid == os.getpid() and not self._complaints.closed:
+            atexit.unregister(self.end)
+            with contextlib.suppress(BrokenPipeError), self._process, self._complaints:  # of what it did not read
+                self._process.kill()
+
+
+_asking = threading.Lock()
+_kept: list[_Drawing] = []
+
+
+def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
+    """What the kept process answers; one of its own where another thread asks that, or in a forked process.
 
     Raises:
-        InputError: it cannot be started, dies, or takes too long.
+        InputError: it cannot be started, or has no answer.
     """
-    command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"], *arguments)
+    task = json.dumps([suffixes, specs])
+    task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", task)  # a NUL ends vl-convert's process
+    is_free = _asking.acquire(blocking=False)
+    own = None
     try:
-        done = subprocess.run(
-            command,
-            input=task,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-            timeout=_PATIENCE,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        if is_free and not (_kept and _kept[-1].is_alive):
+            while _kept:
+                _kept.pop().end()
+            _kept.append(_Drawing())
+        own = None if is_free else _Drawing()
+        return (own or _kept[-1]).answer(task)
+    except OSError as error:
         raise InputError(f"nothing can be drawn: {error.__class__.__name__} of vl-convert's process") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"vl-convert's process ended with {done.returncode}"])[-1]
-        raise InputError(f"nothing can be drawn: {reason}")
-    return done.stdout
+    finally:
+        if own is not None:
+            own.end()
+        if is_free:
+            _asking.release()
 
 
 def file_name(text: str, names: set[str]) -> str:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,9 @@ from lit_layers.figures import vega
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 
 
-def _drawing(*suffixes: str, task: str = "") -> str:
-    return json.dumps([[PNG] * len(suffixes)] * len(json.loads(task))) if suffixes else ""
+def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
+    json.dumps(specs)
+    return [[PNG] * len(suffixes)] * len(specs) if suffixes else ""
 
 
 def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
