@@ -3,12 +3,14 @@
 from lit_layers.analyses.attention import AttentionPatterns, InContext, Induction
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
+from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.layer_similarity import LayerSimilarity, OrderStates
-from lit_layers.analyses.linear_structure import ConceptAlignment, NextTokenResidual
 from lit_layers.analyses.probes.label_probe import AttentiveProbe, LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
-from lit_layers.analyses.probes.task_probes import Probe, SampleSizeSweep
+from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
+from lit_layers.analyses.probes.sample_sizes import SampleSizeSweep
+from lit_layers.analyses.probes.task_probes import Probe
 from lit_layers.analyses.readouts.jacobian_lens import JacobianLens
 from lit_layers.analyses.readouts.jacobian_lens import fit_jacobian_lens as fit_jacobian_lens
 from lit_layers.analyses.readouts.ngram_agreement import NgramAgreement

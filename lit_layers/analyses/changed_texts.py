@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.analyses.blockwise import Key, joined
-from lit_layers.analyses.probes.probe_fits import FollowingAnalysis
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
 from lit_layers.analyses.probes.task_features import Features, HeldFeatures, PooledBatch, pooled_batch, text_features
 from lit_layers.analyses.states import States, in_convention, special_tokens
 from lit_layers.analyses.statistics import (
@@ -36,7 +36,6 @@ from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
-MOST_SENT = 1e9  # bytes of vectors that processes send to one another: 1,500 texts of GPT-2 small at 16 views
 LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
 
 _Metric = tuple[str, Normalization]

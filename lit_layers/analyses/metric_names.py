@@ -8,7 +8,7 @@ from lit_layers.analyses.attention import AttentionPatterns
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
-from lit_layers.analyses.linear_structure import NextTokenResidual
+from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.readouts.readout_scores import Lens
 from lit_layers.analyses.representation import Representation, StateMetric
 from lit_layers.analyses.state_spread import PooledStates, StateGeometry

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lit_layers.analyses.linear_structure import METRICS, ConceptAlignment, _alignment_records
+from lit_layers.analyses.concept_alignment import METRICS, ConceptAlignment, _alignment_records
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError

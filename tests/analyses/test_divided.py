@@ -8,6 +8,7 @@ import torch
 
 from lit_layers.analyses import (
     AttentionPatterns,
+    AttentiveProbe,
     Coupling,
     CouplingMatrices,
     CrossTokenInfluence,
@@ -18,6 +19,7 @@ from lit_layers.analyses import (
     LayerSimilarity,
     Lens,
     NextTokenProbe,
+    NextTokenResidual,
     NgramAgreement,
     OrderStates,
     PooledStates,
@@ -65,6 +67,8 @@ ANALYSES = [
     CouplingMatrices(batches=text(), pairs=[(1, 2)], k=3, num_prompts=4),
     NextTokenProbe(train=text(), test=text(1), num_classes=4, min_context=2, positions_per_sequence=3),
     LabelProbe(train=text(labels=2), test=text(1, labels=2), pooling=("mean", "last")),
+    AttentiveProbe(train=text(labels=2), test=text(1, labels=2), steps=3),
+    NextTokenResidual(batches=Listed(*text(), *text(1)), num_halves=2),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 
-from lit_layers.analyses.linear_structure import MAX_BYTES, NextTokenResidual, _own_norm
+from lit_layers.analyses.probes.next_token_residual import MAX_BYTES, NextTokenResidual, _own_norm
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
@@ -268,8 +268,17 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence(name, batches, optio
             call(LayeredModel(tiny(name)))
 
 
+def test_states_that_are_too_large_to_send_are_measured_by_one_process(model, monkeypatch):
+    analysis, view = NextTokenResidual(batches=Listed(*BATCHES), num_halves=2), LayeredModel(model)
+    alone = [*map(repr, analysis.run(view))]
+    monkeypatch.setattr("lit_layers.analyses.probes.next_token_residual.MOST_SENT", 0)
+    assert list(analysis.parts(view)) == [None]
+    following = analysis.then(view, analysis.in_order([analysis.of_parts(view)]))
+    assert [*map(repr, following.run(view))] == alone
+
+
 def test_states_that_would_not_fit_in_memory_are_refused_before_any_forward_pass(model, monkeypatch):
-    monkeypatch.setattr("lit_layers.analyses.linear_structure.MAX_BYTES", 50_000)
+    monkeypatch.setattr("lit_layers.analyses.probes.next_token_residual.MAX_BYTES", 50_000)
     monkeypatch.setattr(LayeredModel, "trajectory", None)
     size = len(rows := NextTokenResidual(batches=Listed(*BATCHES))._rows().targets) * DIM * (LAYERS + 1) * 8
     assert len(rows) == (29 + 27 + 25 + 23) + 3 * 24 + (27 + 25 + 23 + 21 + 19) + 1

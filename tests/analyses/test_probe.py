@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss, r2_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import Probe, SampleSizeSweep
-from lit_layers.analyses.probes.task_probes import over_seeds, sizes, subsets
+from lit_layers.analyses.probes import task_probes
+from lit_layers.analyses.probes.sample_sizes import over_seeds, sizes, subsets
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
@@ -338,11 +340,25 @@ def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer
 
 
 @pytest.mark.parametrize("kind", [Probe, SampleSizeSweep])
-def test_ranks_that_divide_the_layers_give_the_numbers_of_one(model, tokenizer, tmp_path, kind):
+def test_ranks_that_divide_texts_and_layers_give_the_numbers_of_one(model, tokenizer, tmp_path, kind, monkeypatch):
     options = {"untrained": True} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
     analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
+
+    def divided(of_texts):
+        assert all(of_texts)
+        following = analysis.then(model, analysis.in_order(pickle.loads(pickle.dumps(of_texts))))
+        shares = [following.of_parts(model, set(numbers)) for numbers in ([1], [0, *range(2, 99)])]
+        assert all(shares)
+        return [*map(repr, following.join(model, shares))]
+
+    sent = [*map(repr, analysis.run(model))]
+    with monkeypatch.context() as patched:  # too large to be sent: each process passes all texts, in the same batches
+        patched.setattr(task_probes, "MOST_SENT", 0)
+        assert list(analysis.parts(model)) == [None]
+        assert divided([analysis.of_parts(model)]) == sent
+    monkeypatch.setattr(task_probes, "BATCH_TOKENS", 100)
+    assert len(list(analysis.parts(model))) > 6
     alone = [*map(repr, analysis.run(model))]
-    following = analysis.then(model, analysis.in_order([analysis.of_parts(model)]))
-    shares = [following.of_parts(model, set(numbers)) for numbers in ([1], [0, *range(2, 99)])]
-    assert all(shares)
-    assert [*map(repr, following.join(model, shares))] == alone
+    assert divided([analysis.of_parts(model, range(rank, 999, 3)) for rank in (2, 0, 1)]) == alone
+    analysis.cache = str(tmp_path / "cache")
+    assert list(analysis.parts(model)) == [None]

@@ -21,8 +21,8 @@ WORDS = ["<|endoftext|>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
 class FullDisk(Probe):
-    def _features(self, model, rows):
-        super()._features(model, rows)
+    def _features_of(self, model, rows, results):
+        super()._features_of(model, rows, results)
         raise OSError("no space left on device")
 
 

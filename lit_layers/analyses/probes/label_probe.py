@@ -1,7 +1,8 @@
 """Probes of each layer that predict the label of a text or image: linear ones, and ones that attend to tokens."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import StagedAnalysis
 from lit_layers.analyses.probes.probe_fits import Fitting, FollowingAnalysis, SplitProbe
-from lit_layers.analyses.states import at_least_float32, real_tokens
-from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize, with_a_value
+from lit_layers.analyses.states import real_tokens
+from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -236,7 +237,7 @@ _OPTIONS = ("num_heads", "steps", "batch_size", "lr", "weight_decay", "seed")
 
 
 @dataclass(kw_only=True)
-class AttentiveProbe(Analysis):
+class AttentiveProbe(StagedAnalysis):
     """A probe per layer, 0 to L, of the `labels` of texts or images, that attends to tokens with learned queries.
 
     Beside `LabelProbe`, whose feature is one vector of a row, it shows what stands at tokens that differ from row to
@@ -300,25 +301,34 @@ class AttentiveProbe(Analysis):
         parts = (*passes, Part("products", flop, (model.dim,)))
         return replace(whole, parts=parts, host=4.0 * whole.tokens * model.dim)
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        self.check_options(model)
-        view = at_least_float32(model)
-        yield from with_a_value(self.name, self._records(view))
+    def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
+        return self._rows.parts(model)
 
-    def _records(self, view: LayeredModel) -> Iterator[Record]:
-        problem = self._rows.problem(view)
-        train, test = (self._finite(view, split) for split in ("train", "test"))
-        train = train[:, problem.kept]
-        layers, kept = complete(torch.cat([train, test], dim=1))
+    def reads(self, model: LayeredModel, part: tuple[str, Batch]) -> Sequence[Batch]:
+        return [part[1]]
+
+    def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, Tensor]:
+        """Which rows of a split's batch have finite states at all their real tokens, (layers + 1, rows)."""
+        split, batch = part
+        trajectory = model.trajectory(batch)
+        return split, (trajectory.hidden.isfinite().all(-1) | ~trajectory.mask).all(-1).cpu()
+
+    def then(self, model: LayeredModel, results: list[tuple[str, Tensor]]) -> FollowingAnalysis:
+        """The layers, a part each, whose states each process passes for itself."""
+        problem = self._rows.problem(model)
+        train, test = (
+            torch.cat([finite for split, finite in results if split == wanted], dim=1) for wanted in ("train", "test")
+        )
+        layers, kept = complete(torch.cat([train[:, problem.kept], test], dim=1))
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         if len(problem.train[in_train].unique()) < 2 or not in_test.any():
-            return
+            raise nothing_defined(self.name)
         problem = problem.left(in_train, in_test)
-        yield from self._rows.majority(problem)
         tags: TagDict = {**left_out("", ~kept)}
-        for layer in layers.nonzero()[:, 0].tolist():
-            states, mask = self._states(view, "train", layer)
-            rows = problem.kept.nonzero()[:, 0][in_train]
+        rows = problem.kept.nonzero()[:, 0][in_train]
+
+        def of_layer(layer: int) -> list[Record]:
+            states, mask = self._states(model, "train", layer)
             probe = fit_attentive_probe(
                 states[rows],
                 mask[rows],
@@ -326,17 +336,15 @@ class AttentiveProbe(Analysis):
                 num_classes=problem.num_classes,
                 **{option: getattr(self, option) for option in _OPTIONS},
             )
-            states, mask = self._states(view, "test", layer)
+            states, mask = self._states(model, "test", layer)
             log_proba = probe.log_proba(states[in_test], mask[in_test]).cpu()
-            yield from label_scores(problem, log_proba, tags, layer)
+            return [*label_scores(problem, log_proba, tags, layer)]
 
-    def _finite(self, view: LayeredModel, split: Literal["train", "test"]) -> Tensor:
-        """Which rows have finite states at all their real tokens, (layers + 1, rows)."""
-        parts = []
-        for batch in getattr(self, split):
-            trajectory = view.trajectory(batch)
-            parts.append((trajectory.hidden.isfinite().all(-1) | ~trajectory.mask).all(-1).cpu())
-        return torch.cat(parts, dim=1)
+        def records(of_layers: list[list[Record]]) -> Iterator[Record]:
+            yield from self._rows.majority(problem)
+            yield from itertools.chain.from_iterable(of_layers)
+
+        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
 
     def _states(self, view: LayeredModel, split: Literal["train", "test"], layer: int) -> tuple[Tensor, Tensor]:
         """States (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts with padding behind them."""

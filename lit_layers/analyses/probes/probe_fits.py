@@ -22,6 +22,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, fits
 from lit_layers.records import Record
 
+MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
+
 
 class FollowingAnalysis(DividedAnalysis):
     """What follows on the parts of an analysis: further parts, such as its layers; their records are the analysis's."""

@@ -1,8 +1,6 @@
-"""Linear probes of each layer on a downstream task, and their scores with fewer labelled texts."""
+"""Linear probes of each layer on a downstream task."""
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -11,32 +9,46 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.probes.probe_fits import (
+    MOST_SENT,
     FollowingAnalysis,
     ProbeAnalysis,
     ProbeOptions,
     RowScores,
     curve_records,
-    fit_layer,
     of_log_proba,
     score_records,
     score_rows,
 )
 from lit_layers.analyses.probes.task_features import (
-    LayerFeatures,
+    Features,
+    HeldFeatures,
+    PooledBatch,
     TaskReader,
     TaskRows,
     TextPooling,
     permuted,
+    pooled_batch,
     text_features,
 )
-from lit_layers.analyses.statistics import TagDict, Tags, complete, in_range, left_out, nothing_defined
+from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
-from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Work, of_texts
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import BATCH_TOKENS, Work, of_texts
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
+
+
+class _Texts(NamedTuple):
+    """A batch of a task's texts."""
+
+    split: str
+    rows: list[int]  # of the split
+    batch: Batch
+
+
+_OfTexts = tuple[str, PooledBatch]  # of a split
 
 
 @dataclass(kw_only=True)
@@ -46,7 +58,8 @@ class OnTask(ProbeAnalysis):
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
     at another layer is left out of every part and layer, and counted in `num_undefined`.
 
-    Several processes divide the probes, a layer each; features each of them makes for itself, unless `cache` has them.
+    Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors, and with `cache`, each
+    process passes all texts, or finds their vectors in that folder.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -102,18 +115,28 @@ class OnTask(ProbeAnalysis):
         data = self._read().data()
         train, test = data.train_and_validation().texts, data.test.texts
         work = of_texts(model, [*train, *test], min(self.max_tokens, model.max_tokens or self.max_tokens))
-        held = 4.0 * model.dim * (len(train) + len(test))
-        return (
-            work
-            + self.all_fits(model, len(train), len(data.classes or ()))
-            + Work(host=held, disk=held * (model.num_layers + 1))
-        )
+        of_layer = 4.0 * model.dim * (len(train) + len(test))
+        of_all, are_sent = of_layer * (model.num_layers + 1), self._are_sent(model, len(train) + len(test))
+        held = Work(host=of_layer + of_all * are_sent, disk=of_all * (not are_sent))
+        return work + self.all_fits(model, len(train), len(data.classes or ())) + held
 
-    def parts(self, model: LayeredModel) -> Iterator[None]:
-        yield None
+    def parts(self, model: LayeredModel) -> Iterator[_Texts | None]:
+        """Batches of texts; or none, where each process passes all: their vectors are cached, or too large to send."""
+        texts = self._rows(model).texts
+        if not self._are_sent(model, sum(map(len, texts.values()))):
+            yield None
+            return
+        for split, each in texts.items():
+            yield from (_Texts(split, *part) for part in each.batches(BATCH_TOKENS))
 
-    def of_part(self, model: LayeredModel, part: None) -> None:
-        """Nothing: features are too large to be sent."""
+    def _are_sent(self, model: LayeredModel, num_texts: int) -> bool:
+        return self.cache is None and 4 * num_texts * (model.num_layers + 1) * model.dim <= MOST_SENT
+
+    def reads(self, model: LayeredModel, part: _Texts | None) -> Sequence[Batch]:
+        return [part.batch] if part else []
+
+    def of_part(self, model: LayeredModel, part: _Texts | None) -> _OfTexts | None:
+        return part and (part.split, pooled_batch(model, part.rows, part.batch, self.pooling, "resid"))
 
     def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
         """What the probes take that are fitted to so many training rows."""
@@ -123,13 +146,21 @@ class OnTask(ProbeAnalysis):
         """The parts that are measured on; train holds the validation rows."""
         return self._read().rows(model, join_validation=True)
 
-    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
+    def _features_of(self, model: LayeredModel, rows: TaskRows, results: list[_OfTexts | None]) -> dict[str, Features]:
+        """Those of all parts, whose list is emptied; made here where the parts have none."""
+        batches: dict[str, list[PooledBatch]] = {}
+        while results:
+            if result := results.pop():
+                batches.setdefault(result[0], []).append(result[1])
+        return {split: HeldFeatures(batches[split]) for split in rows.texts} if batches else self._features(model, rows)
+
+    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, Features]:
         return {
             part: text_features(model, texts, pooling=self.pooling, cache=self.cache, undefined="nan")
             for part, texts in rows.texts.items()
         }
 
-    def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _complete(self, features: Mapping[str, Features]) -> tuple[Tensor, dict[str, Tensor]]:
         """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
 
         Raises:
@@ -196,10 +227,10 @@ class Probe(OnTask):
     def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
         return self.fits_a_layer(model, 1 + self.random_labels + self.untrained, rows, num_classes)
 
-    def then(self, model: LayeredModel, results: list[None]) -> FollowingAnalysis:
+    def then(self, model: LayeredModel, results: list[_OfTexts | None]) -> FollowingAnalysis:
         self.check(model)
         rows = self._rows(model)
-        features = self._features(model, rows)
+        features = self._features_of(model, rows, results)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
         labels, trained = rows.targets["train"], _Kept(features, layers, kept)
@@ -275,7 +306,7 @@ class Probe(OnTask):
 class _Kept(NamedTuple):
     """Features of those layers that are no gap, of those rows of each part that have them."""
 
-    parts: Mapping[str, LayerFeatures]
+    parts: Mapping[str, Features]
     layers: Tensor  # (layers + 1,)
     rows: Mapping[str, Tensor]  # (rows of the part,) each
 
@@ -314,128 +345,3 @@ def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
         assert errors is not None, "of a regression"
         scores, tags = RowScores(errors), {**tags, "reference": "mean"}
     yield from score_records(scores, targets, tags, layer=None, baseline=rows.errors_of_mean("test"), intervals=True)
-
-
-SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-
-
-@dataclass(kw_only=True)
-class SampleSizeSweep(OnTask):
-    """The test score of each layer's probe with a 32nd, a 16th, ... and all of the training rows.
-
-    The subsets of a seed are nested: the first rows of one permutation. Test rows and classes stay. Per layer and size,
-    tag `train_rows`: mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`, with Student's 95%
-    interval over seeds and `n` seeds; all rows are the same rows under every seed and are fitted once. The tag
-    `num_classes_seen` is the fewest classes that a subset held: a test row of another class counts as an error and is
-    left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation fades as rows are
-    added. Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are
-    ours.
-
-    Args:
-        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator, cache:
-            as for `Probe`, whose features a shared `cache` saves making again.
-        name: of the analysis; sample_sizes/TASK by default.
-        layers: which layers; None: all, with layer 0.
-        num_seeds: permutations.
-        seed: of the first; the others follow it.
-    """
-
-    kind = "sample_sizes"
-    LEAST: ClassVar = {**OnTask.LEAST, "num_seeds": 1}
-
-    layers: list[int] | None = None
-    num_seeds: int = 5
-
-    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
-        share = 1 if self.layers is None else len(self.layers) / (model.num_layers + 1)
-        whole = self.fits_a_layer(model, share, rows, num_classes)
-        for each in sizes(rows)[:-1]:
-            whole += self.fits_a_layer(model, share * self.num_seeds, each, num_classes)
-        return whole
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        for layer in self.layers or ():
-            if not 0 <= layer <= model.num_layers:
-                raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {layer}")
-        if self.layers is not None and len(set(self.layers)) < len(self.layers):
-            raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
-
-    def then(self, model: LayeredModel, results: list[None]) -> FollowingAnalysis:
-        self.check(model)
-        rows = self._rows(model)
-        parts = self._features(model, rows)
-        defined, kept = self._complete(parts)
-        rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
-
-        def of_layer(layer: int) -> list[Record]:
-            features, held_out = (parts[part].layer(layer)[kept[part]] for part in ("train", "test"))
-            return [
-                record
-                for size in sizes(len(features))
-                for record in self._of_size(rows, features, held_out, layer, size, counts)
-            ]
-
-        layers = range(model.num_layers + 1) if self.layers is None else self.layers
-        if not (present := [layer for layer in layers if defined[layer]]):
-            raise nothing_defined(self.name)
-        return FollowingAnalysis(self, present, of_layer, itertools.chain.from_iterable)
-
-    def _of_size(
-        self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
-    ) -> Iterable[Record]:
-        labels, targets = rows.targets["train"], rows.targets["test"]
-        by_metric: dict[str, list[float]] = {}
-        seen, unconverged = [], 0
-        for subset in subsets(len(features), size, self.num_seeds, self.seed):
-            chosen = labels[subset]
-            if rows.is_classification:
-                seen.append(len(chosen.unique()))
-                if seen[-1] < 2:
-                    continue  # one class: no probe
-            probe = fit_layer(features[subset], chosen, self.probe_options(), num_classes=rows.num_classes or None)
-            unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
-            scores = score_rows(probe, held_out, targets)
-            if scores.hits is None:
-                by_metric.setdefault("mean_squared_error", []).append(float(scores.losses.mean()))
-                continue
-            by_metric.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
-            losses = scores.losses[scores.losses.isfinite()]
-            by_metric.setdefault("log_loss", []).append(float(losses.mean()) if len(losses) else math.nan)
-        tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
-        if seen:
-            tags["num_classes_seen"] = min(seen)
-        if unconverged:
-            tags["num_not_converged"] = unconverged
-        for metric, values in by_metric.items():
-            defined = [value for value in values if not math.isnan(value)]
-            if defined:
-                yield over_seeds(metric, defined, layer=layer, tags=tags)
-
-
-def sizes(num_rows: int) -> list[int]:
-    """n/32, n/16, ..., n, rounded down, of at least 2 rows and each once."""
-    return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
-
-
-def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]:
-    """The first `size` rows of a permutation for each seed; all rows once."""
-    if size == num_rows:
-        return [torch.arange(num_rows)]
-    orders = [
-        torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + turn)) for turn in range(num_seeds)
-    ]
-    return [order[:size] for order in orders]
-
-
-def over_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, str | int | float]) -> Record:
-    """Mean over seeds; with two or more of them stderr and Student's interval."""
-    mean, n = sum(values) / len(values), len(values)
-    if n < 2:
-        return Record(metric=metric, value=mean, layer=layer, n=n, tags=tags)
-    from scipy.stats import t
-
-    stderr = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    half = stderr * float(t.ppf(0.975, n - 1))
-    low, high = in_range(metric, mean, mean - half, mean + half)
-    return Record(metric=metric, value=mean, stderr=stderr, low=low, high=high, layer=layer, n=n, tags=tags)

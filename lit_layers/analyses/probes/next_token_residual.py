@@ -1,8 +1,9 @@
-"""What is linear at each layer: the next token's id, by least squares, and relations between words, as directions."""
+"""The next token's id by least squares on the states of each layer: what it leaves, and how it falls with depth."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis
-from lit_layers.analyses.states import at_least_float32, final_norm, in_convention
+from lit_layers.analyses.base import StagedAnalysis
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
+from lit_layers.analyses.states import final_norm, in_convention
 from lit_layers.analyses.statistics import (
     TagDict,
     complete,
@@ -19,18 +21,15 @@ from lit_layers.analyses.statistics import (
     left_out,
     nothing_defined,
     records_with_halves,
-    summarize,
     without_texts,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
-from lit_layers.functional import geometry
 from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, of_texts
+from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
@@ -39,7 +38,7 @@ EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this 
 
 
 @dataclass(kw_only=True)
-class NextTokenResidual(Analysis):
+class NextTokenResidual(StagedAnalysis):
     """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
 
     Per layer, `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance, in
@@ -89,15 +88,32 @@ class NextTokenResidual(Analysis):
         )
         return Work(parts=parts, host=4.0 * layers * rows * model.dim)
 
-    def announced(self) -> Iterable[Batch]:
-        return self.batches
-
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        self.check_options(model)
-        model = at_least_float32(model)
+    def parts(self, model: LayeredModel) -> Iterator[Batch | None]:
+        """Batches of texts; or none, where one process measures all: the states are too large to send."""
         rows = self._rows()
         self._check_rows(model, rows)
-        states = self._states(model, rows)  # (layers + 1, rows, dim)
+        yield from self.batches if _num_bytes(model, rows) <= MOST_SENT else [None]
+
+    def reads(self, model: LayeredModel, part: Batch | None) -> Sequence[Batch]:
+        return [*self.batches] if part is None else [part]
+
+    def of_part(self, model: LayeredModel, part: Batch | None) -> Tensor | list[Record]:
+        """States (layers + 1, rows, dim) of a batch; or all records."""
+        if part is not None:
+            return self._states(model, part)
+        return [*self.then(model, [self._states(model, batch) for batch in self.batches]).run(model)]
+
+    def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
+        """The layers, a part each."""
+        if isinstance(results[0], list):
+            return FollowingAnalysis(self, results, list, itertools.chain.from_iterable)
+        rows = self._rows()
+        states = results[0].new_empty(model.num_layers + 1, len(rows.targets), model.dim)
+        end = len(rows.targets)
+        while results:
+            batch = results.pop()
+            states[:, end - batch.shape[1] : end] = batch
+            end -= batch.shape[1]
         layers, kept, tags = self._complete(states, rows)
         if tags:
             states, rows = states[:, kept], rows.where(kept)
@@ -111,17 +127,24 @@ class NextTokenResidual(Analysis):
             ids = torch.cat([ids, vocabulary[ids]], dim=1)  # (rows, 2)
         fitted = self._texts_to_fit(rows)[rows.text]
         halves = self._halves(rows, model.dim)
-        of_halves = torch.zeros(len(halves), len(states), 2, dtype=torch.float64)
-        curve = torch.full((len(states),), math.nan, dtype=torch.float64)
-        for layer in layers.nonzero()[:, 0].tolist():
+
+        def of_layer(layer: int) -> _OfLayer:
             features = states[layer].to(model.device)
-            whole = self._fit(model, layer, features, ids, fitted)
+            of_halves = torch.zeros(len(halves), 2, dtype=torch.float64)
             for number, half in enumerate(halves):
                 fit = self._fit(model, layer, features[half], ids[half, :1])
-                of_halves[number, layer] = torch.stack([fit.value[0], fit.adjusted[0]])
-            curve[layer] = whole.value[0]
-            yield from self._of_layer(layer, whole, of_halves[:, layer], rows, tags)
-        yield from self._law(curve[1:], of_halves[:, 1:, 0], rows, tags)
+                of_halves[number] = torch.stack([fit.value[0], fit.adjusted[0]])
+            return _OfLayer(layer, self._fit(model, layer, features, ids, fitted), of_halves)
+
+        def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
+            curve = torch.full((len(states),), math.nan, dtype=torch.float64)
+            of_halves = torch.zeros(len(halves), len(states), dtype=torch.float64)
+            for each in of_layers:
+                curve[each.layer], of_halves[:, each.layer] = each.whole.value[0], each.halves[:, 0]
+                yield from self._of_layer(each, rows, tags)
+            yield from self._law(curve[1:], of_halves[:, 1:], rows, tags)
+
+        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
 
     def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
         """Which layers are no gap, which rows are of texts that are finite at each of these, and how many are not."""
@@ -138,12 +161,13 @@ class NextTokenResidual(Analysis):
         kind, eps = _own_norm(model) if self.normalize == "model" else (self.normalize, EPS)
         if self.states == "hf" and layer == model.num_layers:
             kind = "none"  # it comes from the final norm
-        return prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
+        fit = prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
+        held_out = None if fit.held_out is None else fit.held_out.cpu()
+        return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
 
-    def _of_layer(
-        self, layer: int, whole: PredictionResidual, halves: Tensor, rows: "_Rows", counts: TagDict
-    ) -> Iterator[Record]:
-        """Of a fit of one or two labellings and the values (halves, 2) of the halves."""
+    def _of_layer(self, found: "_OfLayer", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
+        """Of a fit of one or two labellings."""
+        layer, whole, halves = found
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
         controls: list[TagDict] = [{}, CONTROL]
         assert whole.held_out is not None
@@ -195,17 +219,12 @@ class NextTokenResidual(Analysis):
             raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
-    def _states(self, model: LayeredModel, rows: "_Rows") -> Tensor:
-        states = torch.empty(model.num_layers + 1, len(rows.targets), model.dim, dtype=model.dtype)
-        start = 0
-        for batch in self.batches:
-            trajectory = model.trajectory(batch)
-            prompt, place = _predicted(trajectory.mask)
-            part = states[:, start : start + len(prompt)]
-            for layer, hidden in enumerate(trajectory.hidden):
-                part[layer] = in_convention(model, self.states, layer, hidden)[prompt, place].cpu()
-            start += len(prompt)
-        return states
+    def _states(self, model: LayeredModel, batch: Batch) -> Tensor:
+        """Those (layers + 1, rows, dim) that have a next token, on the CPU."""
+        trajectory = model.trajectory(batch)
+        prompt, place = _predicted(trajectory.mask)
+        layers = enumerate(trajectory.hidden)
+        return torch.stack([in_convention(model, self.states, *each)[prompt, place].cpu() for each in layers])
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
         """Which texts are fitted, (texts,): those of the lowest draws, each from the seed and the text's number."""
@@ -241,8 +260,7 @@ class NextTokenResidual(Analysis):
                 f"{self.name}: the {len(scored)} positions of the texts held out all have one next token: "
                 "raise num_sequences of the batches, or lower split"
             )
-        size = max(torch.finfo(model.dtype).bits // 8, 4) * num_rows * dim * (model.num_layers + 1)
-        if size > MAX_BYTES:
+        if (size := _num_bytes(model, rows)) > MAX_BYTES:
             raise InputError(
                 f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, and "
                 f"{MAX_BYTES / 1e9:.0f} GB are allowed: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
@@ -252,6 +270,10 @@ class NextTokenResidual(Analysis):
         super().check_options(model)
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
+
+
+def _num_bytes(model: LayeredModel, rows: "_Rows") -> int:
+    return max(torch.finfo(model.dtype).bits // 8, 4) * len(rows.targets) * model.dim * (model.num_layers + 1)
 
 
 def _least_squares(features: Tensor, split: float | None = None) -> PredictionResidual:
@@ -272,6 +294,12 @@ class _Rows(NamedTuple):
         return _Rows(self.targets[kept], text, len(texts))
 
 
+class _OfLayer(NamedTuple):
+    layer: int
+    whole: PredictionResidual
+    halves: Tensor  # (halves, 2) values and adjusted ones of the halves
+
+
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Text and place of each real token that a real one follows."""
     prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
@@ -285,151 +313,3 @@ def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
         norm = next(module for module in model.blocks[0].modules() if "norm" in type(module).__name__.lower())
     eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", EPS))
     return ("rms_norm" if "rms" in type(norm).__name__.lower() else "layer_norm"), eps
-
-
-METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
-
-
-@dataclass(kw_only=True)
-class ConceptAlignment(DividedAnalysis):
-    """Cosines between the differences of word pairs, per layer 0..L and category, and their means over categories.
-
-    Each word is read alone, at its last sub-token. Per layer, tags `category` (with `category_id` and `group` where the
-    file has them): `concept_alignment`, the mean cosine over two pairs; `leave_one_out`, of each difference with the
-    mean of the others; `shuffled`, the mean cosine when the second words change partners within the category; `excess`
-    = concept_alignment - shuffled, the part that belongs to the pairing. `n` counts pairs; the tag `num_dropped` those
-    whose words have the same token ids, `num_undefined` those whose words are one point at this layer (at layer 0,
-    words that end in the same sub-token) or not finite. A category with fewer than 3 pairs left has no value at that
-    layer.
-
-    Records without a category are means over categories, with a bootstrap interval over them. That of one category's
-    `concept_alignment` is over its pairs: each pair enters twice, as either side, so it is the interval of
-    mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
-
-    `whiten` takes inner products x' M^-1 y with M the covariance of the unembedding's rows (Park et al., arXiv
-    2311.03658), at every layer. `pair_gram` gives one category's cosines pair by pair. The model runs in float32 or
-    wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB). Source: hierarchical analysis of
-    monotonicity (OpenReview ZVLyyG5yS6), figure 3.
-    """
-
-    SEES = "text"
-    LEAST: ClassVar = {"shuffles": 1, "seed": 0}
-
-    words: WordPairs
-    name: str = "concept_alignment"
-    whiten: bool = False
-    shuffles: int = 10
-    seed: int = 0
-
-    def work(self, model: LayeredModel) -> Work | None:
-        """By the words of the file; a token is taken to be four letters."""
-        work = of_texts(model, self.words.spelled(), model.max_tokens or 10**6)
-        pairs, layers = self.words.num_pairs(), model.num_layers + 1
-        cosines = 2.0 * model.dim * layers * (1 + self.shuffles) * sum(number**2 for number in pairs)
-        parts = [Part("wide products", cosines, (max(pairs),))]
-        if self.whiten:
-            parts.append(Part("wide products", 2.0 * (model.vocab_size or 0) * model.dim**2, (model.dim,)))
-        return work + Work(parts=tuple(parts), host=4.0 * layers * work.texts * model.dim)
-
-    def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        return self.words
-
-    def reads(self, model: LayeredModel, part: Batch) -> Sequence[Batch]:
-        return [{"input_ids": part["input_ids"]}]
-
-    def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
-        """States (layers + 1, words, dim) at the words' last sub-tokens."""
-        hidden = model.trajectory(*self.reads(model, part)).hidden
-        rows = torch.arange(hidden.shape[1], device=hidden.device)
-        return hidden[:, rows, part["positions"].to(hidden.device)].cpu()
-
-    def combine(self, model: LayeredModel, batches: list[Tensor]) -> Iterable[Record]:
-        states = torch.cat(batches, dim=1)  # (layers + 1, words, dim)
-        covariance = self._covariance(model)
-        categories = self.words.by_category()
-        values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
-        for column, category in enumerate(categories):
-            for record in self._of_category(states, category, covariance):
-                values[METRICS.index(record.metric), record.layer, column] = record.value
-                yield record
-        for metric, by_layer in zip(METRICS, values, strict=True):
-            for layer, row in enumerate(by_layer):
-                yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
-
-    def pair_gram(self, model: LayeredModel, category: str, layer: int) -> tuple[Tensor, list[tuple[str, str]]]:
-        """The cosines (pairs, pairs) of one category at one layer, and the words of those pairs.
-
-        Raises:
-            InputError: no such category (a name or an id) or layer, or too few pairs that are two points there.
-        """
-        self.check_options(model)
-        model = self.prepared(model)
-        matching = [each for each in self.words.by_category() if category in (each.name, each.id)]
-        if not matching:
-            names = ", ".join(each.id or each.name for each in self.words.by_category())
-            raise InputError(f"{self.name}: no category {category!r}; the words have {names}")
-        if not 0 <= layer <= model.num_layers:
-            raise InputError(f"{self.name}: expected a layer of 0..{model.num_layers}, got {layer}")
-        states = torch.cat([self.of_part(model, part)[layer] for part in self.words])
-        kept = _two_points(states, matching[0])
-        if int(kept.sum()) < LEAST_PAIRS:
-            raise InputError(
-                f"{self.name}: at layer {layer} only {int(kept.sum())} pairs of {category!r} are two points, and at "
-                f"least {LEAST_PAIRS} are needed: choose another layer"
-            )
-        first, second = states[matching[0].first[kept]], states[matching[0].second[kept]]
-        alignment = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
-        return alignment.gram, [pair for pair, stays in zip(matching[0].pairs, kept.tolist(), strict=True) if stays]
-
-    def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
-        kept = _two_points(states, category)  # (layers + 1, pairs)
-        patterns, pattern = kept.unique(dim=0, return_inverse=True)
-        for number, stays in enumerate(patterns):
-            layers = (pattern == number).nonzero()[:, 0]
-            if int(stays.sum()) < LEAST_PAIRS:
-                continue
-            alignment = geometry.concept_alignment(
-                states[layers][:, category.first[stays]],
-                states[layers][:, category.second[stays]],
-                whiten=covariance,
-                shuffles=self.shuffles,
-                seed=self.seed,
-                undefined="nan",
-            )
-            counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
-            named = {"category_id": category.id, "group": category.group, **counts}
-            tags: TagDict = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
-            for row, layer in enumerate(layers.tolist()):
-                yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
-
-    def _covariance(self, model: LayeredModel) -> Tensor | None:
-        """Of the unembedding's rows, those of real tokens."""
-        if not self.whiten:
-            return None
-        rows = model.model.get_output_embeddings().weight[: true_vocab_size(model.model)].detach().cpu().double()
-        rows = rows - rows.mean(0)
-        return rows.T @ rows / len(rows)
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        kind = type(model.model).__name__
-        if self.whiten and model.vocab_size is None:
-            raise InputError(f"{self.name}: whiten needs an unembedding, which {kind} lacks: set whiten to false")
-
-
-def _two_points(states: Tensor, category: Category) -> Tensor:
-    """Which pairs are two points, and finite, (*layers, pairs), of states (*layers, words, dim)."""
-    first, second = states[..., category.first, :], states[..., category.second, :]
-    return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
-
-
-def _alignment_records(
-    alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
-) -> Iterator[Record]:
-    """Of one layer and category; a value that is undefined there is left out."""
-    mean = alignment.mean[row]
-    if mean.isfinite():
-        yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)
-    for metric in METRICS[1:]:
-        if (value := getattr(alignment, metric)[row]).isfinite():
-            yield Record(metric=metric, value=value.item(), layer=layer, n=num_pairs, tags=tags)

@@ -1,0 +1,166 @@
+"""Relations between words as directions: how far the differences of word pairs point the same way at each layer."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.statistics import TagDict, summarize
+from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
+from lit_layers.errors import InputError
+from lit_layers.functional import geometry
+from lit_layers.models.build import true_vocab_size
+from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.workload import Part, Work, of_texts
+from lit_layers.records import Record
+
+METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
+
+
+@dataclass(kw_only=True)
+class ConceptAlignment(DividedAnalysis):
+    """Cosines between the differences of word pairs, per layer 0..L and category, and their means over categories.
+
+    Each word is read alone, at its last sub-token. Per layer, tags `category` (with `category_id` and `group` where the
+    file has them): `concept_alignment`, the mean cosine over two pairs; `leave_one_out`, of each difference with the
+    mean of the others; `shuffled`, the mean cosine when the second words change partners within the category; `excess`
+    = concept_alignment - shuffled, the part that belongs to the pairing. `n` counts pairs; the tag `num_dropped` those
+    whose words have the same token ids, `num_undefined` those whose words are one point at this layer (at layer 0,
+    words that end in the same sub-token) or not finite. A category with fewer than 3 pairs left has no value at that
+    layer.
+
+    Records without a category are means over categories, with a bootstrap interval over them. That of one category's
+    `concept_alignment` is over its pairs: each pair enters twice, as either side, so it is the interval of
+    mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
+
+    `whiten` takes inner products x' M^-1 y with M the covariance of the unembedding's rows (Park et al., arXiv
+    2311.03658), at every layer. `pair_gram` gives one category's cosines pair by pair. The model runs in float32 or
+    wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB). Source: hierarchical analysis of
+    monotonicity (OpenReview ZVLyyG5yS6), figure 3.
+    """
+
+    SEES = "text"
+    LEAST: ClassVar = {"shuffles": 1, "seed": 0}
+
+    words: WordPairs
+    name: str = "concept_alignment"
+    whiten: bool = False
+    shuffles: int = 10
+    seed: int = 0
+
+    def work(self, model: LayeredModel) -> Work | None:
+        """By the words of the file; a token is taken to be four letters."""
+        work = of_texts(model, self.words.spelled(), model.max_tokens or 10**6)
+        pairs, layers = self.words.num_pairs(), model.num_layers + 1
+        cosines = 2.0 * model.dim * layers * (1 + self.shuffles) * sum(number**2 for number in pairs)
+        parts = [Part("wide products", cosines, (max(pairs),))]
+        if self.whiten:
+            parts.append(Part("wide products", 2.0 * (model.vocab_size or 0) * model.dim**2, (model.dim,)))
+        return work + Work(parts=tuple(parts), host=4.0 * layers * work.texts * model.dim)
+
+    def parts(self, model: LayeredModel) -> Iterable[Batch]:
+        return self.words
+
+    def reads(self, model: LayeredModel, part: Batch) -> Sequence[Batch]:
+        return [{"input_ids": part["input_ids"]}]
+
+    def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
+        """States (layers + 1, words, dim) at the words' last sub-tokens."""
+        hidden = model.trajectory(*self.reads(model, part)).hidden
+        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        return hidden[:, rows, part["positions"].to(hidden.device)].cpu()
+
+    def combine(self, model: LayeredModel, batches: list[Tensor]) -> Iterable[Record]:
+        states = torch.cat(batches, dim=1)  # (layers + 1, words, dim)
+        covariance = self._covariance(model)
+        categories = self.words.by_category()
+        values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
+        for column, category in enumerate(categories):
+            for record in self._of_category(states, category, covariance):
+                values[METRICS.index(record.metric), record.layer, column] = record.value
+                yield record
+        for metric, by_layer in zip(METRICS, values, strict=True):
+            for layer, row in enumerate(by_layer):
+                yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
+
+    def pair_gram(self, model: LayeredModel, category: str, layer: int) -> tuple[Tensor, list[tuple[str, str]]]:
+        """The cosines (pairs, pairs) of one category at one layer, and the words of those pairs.
+
+        Raises:
+            InputError: no such category (a name or an id) or layer, or too few pairs that are two points there.
+        """
+        self.check_options(model)
+        model = self.prepared(model)
+        matching = [each for each in self.words.by_category() if category in (each.name, each.id)]
+        if not matching:
+            names = ", ".join(each.id or each.name for each in self.words.by_category())
+            raise InputError(f"{self.name}: no category {category!r}; the words have {names}")
+        if not 0 <= layer <= model.num_layers:
+            raise InputError(f"{self.name}: expected a layer of 0..{model.num_layers}, got {layer}")
+        states = torch.cat([self.of_part(model, part)[layer] for part in self.words])
+        kept = _two_points(states, matching[0])
+        if int(kept.sum()) < LEAST_PAIRS:
+            raise InputError(
+                f"{self.name}: at layer {layer} only {int(kept.sum())} pairs of {category!r} are two points, and at "
+                f"least {LEAST_PAIRS} are needed: choose another layer"
+            )
+        first, second = states[matching[0].first[kept]], states[matching[0].second[kept]]
+        alignment = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
+        return alignment.gram, [pair for pair, stays in zip(matching[0].pairs, kept.tolist(), strict=True) if stays]
+
+    def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
+        kept = _two_points(states, category)  # (layers + 1, pairs)
+        patterns, pattern = kept.unique(dim=0, return_inverse=True)
+        for number, stays in enumerate(patterns):
+            layers = (pattern == number).nonzero()[:, 0]
+            if int(stays.sum()) < LEAST_PAIRS:
+                continue
+            alignment = geometry.concept_alignment(
+                states[layers][:, category.first[stays]],
+                states[layers][:, category.second[stays]],
+                whiten=covariance,
+                shuffles=self.shuffles,
+                seed=self.seed,
+                undefined="nan",
+            )
+            counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
+            named = {"category_id": category.id, "group": category.group, **counts}
+            tags: TagDict = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
+            for row, layer in enumerate(layers.tolist()):
+                yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
+
+    def _covariance(self, model: LayeredModel) -> Tensor | None:
+        """Of the unembedding's rows, those of real tokens."""
+        if not self.whiten:
+            return None
+        rows = model.model.get_output_embeddings().weight[: true_vocab_size(model.model)].detach().cpu().double()
+        rows = rows - rows.mean(0)
+        return rows.T @ rows / len(rows)
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        kind = type(model.model).__name__
+        if self.whiten and model.vocab_size is None:
+            raise InputError(f"{self.name}: whiten needs an unembedding, which {kind} lacks: set whiten to false")
+
+
+def _two_points(states: Tensor, category: Category) -> Tensor:
+    """Which pairs are two points, and finite, (*layers, pairs), of states (*layers, words, dim)."""
+    first, second = states[..., category.first, :], states[..., category.second, :]
+    return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
+
+
+def _alignment_records(
+    alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
+) -> Iterator[Record]:
+    """Of one layer and category; a value that is undefined there is left out."""
+    mean = alignment.mean[row]
+    if mean.isfinite():
+        yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)
+    for metric in METRICS[1:]:
+        if (value := getattr(alignment, metric)[row]).isfinite():
+            yield Record(metric=metric, value=value.item(), layer=layer, n=num_pairs, tags=tags)
