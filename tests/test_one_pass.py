@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,10 +36,11 @@ from lit_layers.analyses import (
     Trajectory,
 )
 from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.readouts import jacobian_lens
 from lit_layers.errors import InputError
 from lit_layers.measuring import one_model, undisturbed
 from lit_layers.measuring.offline import analyze_series
-from lit_layers.measuring.one_model import Shares, in_one_pass, measure
+from lit_layers.measuring.one_model import Shares, in_one_pass, join_shares, measure
 from lit_layers.models import shared_pass
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.view import LayeredModel
@@ -210,7 +213,8 @@ def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_it
     assert own.get_total_flops() <= 2.25 * 2 * 100 * of_token  # of its own texts, of which copying is of all
 
 
-def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(monkeypatch):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(monkeypatch, is_first):
     model, batch = tiny("gpt2", torch.float64), texts()
     lens = JacobianLens(
         batches=cut(batch, 3, 5),
@@ -222,12 +226,28 @@ def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(mo
     )
     alone = measure(model, lens, **FACTS)
     entered = entering(monkeypatch)  # its Jacobians call blocks by themselves
-    found = together(model, [Trajectory(batches=cut(batch, 4, 4)), lens])
+    both: list[Any] = [lens, Trajectory(batches=cut(batch, 4, 4))][:: 1 if is_first else -1]
+    shares = Shares(model, both, lambda analysis: None, weights_hash="x")
+    found = {each.name: join_shares(shares.model, each, [shares.of(each)], **FACTS) for each in both}
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert entered == dict.fromkeys(map(tuple, batch["input_ids"].tolist()), 1)
+    assert not shares.model._ledger.rows, "what was kept for the lens is let go"
+    assert not shares.model._ledger.readers
     for one, other in zip(found[lens.name].records, alone.records, strict=True):
         assert (one.metric, one.layer, one.tags.get("lens")) == (other.metric, other.layer, other.tags.get("lens"))
         assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12)
+
+
+def test_what_is_kept_for_a_later_stage_is_let_go_where_that_fails(monkeypatch):
+    model, batch = tiny("gpt2"), texts()
+    options: dict[str, Any] = {"num_prompts": 1, "num_tuned": 1, "skip_first": 2, "lenses": ("jacobian",)}
+    lens = JacobianLens(batches=cut(batch, 8), **options)
+    monkeypatch.setattr(jacobian_lens, "FullModel", Mock(side_effect=RuntimeError("no room")))
+    shares = Shares(model, [lens], lambda analysis: None, weights_hash="x")
+    share = shares.of(lens)
+    assert shares.model._ledger.readers
+    assert join_shares(shares.model, lens, [share], **FACTS).error == "RuntimeError: no room"
+    assert not shares.model._ledger.readers
 
 
 def test_equal_batches_give_the_same_bits():

@@ -59,7 +59,7 @@ class Analysis(ABC):
 
     def announced(self) -> Iterable[Batch]:
         """The batches that `run` will ask a model in float32 or wider for, where they are known beforehand: what others
-        look at, too, is then kept for it. Not for analyses in parts, which say it part by part.
+        look at, too, is then kept for it. Of analyses in stages those that later stages ask for; parts have `reads`.
         """
         return ()
 
@@ -314,8 +314,8 @@ class DividedAnalysis(Analysis):
         view = self.prepared(model)
         announced = view if isinstance(view, SharedPass) else None
         if announced is not None:
-            parts = (part for number, part in enumerate(self.parts(view)) if number in numbers)
-            announced.announce(self.name, itertools.chain.from_iterable(self.reads(view, part) for part in parts))
+            batches = (b for n, part in enumerate(self.parts(view)) if n in numbers for b in self.reads(view, part))
+            announced.announce(self.name, itertools.chain(batches, self.announced()))
         for number, part in enumerate(self.parts(view)):
             if number not in numbers:
                 continue

@@ -249,7 +249,8 @@ class Shares:
         self._places.pop(name, None)
         if attempt.error is None:
             attempt.result = self._parts.pop(name)
-        attempt.end(self.model, analysis)
+        if attempt.error is not None or type(analysis).announced is Analysis.announced:
+            attempt.end(self.model, analysis)  # else what follows on the parts reads more
 
 
 def _announce(analysis: Analysis, model: SharedPass) -> None:
@@ -287,6 +288,7 @@ def join_shares(
     if attempt is None:
         attempt = Attempt()
         attempt.make(model, analysis, join, weights_hash)
+        attempt.end(model, analysis)
         seconds += attempt.seconds
     return _measurement(replace(attempt, seconds=seconds), analysis, **facts)
 

@@ -175,6 +175,8 @@ class Ranks:
                 seconds[name] += max(share.seconds for share in shares.pop(name)) + attempt.seconds
                 if attempt.error is not None:
                     following[name], failed[name] = due[name], attempt
+            for name in due.keys() - following.keys():
+                view.leave(name)  # what is kept for parts that another rank has
             for name in ended if self.rank == 0 else ():
                 measured = _joined(view, due[name], shares[name], facts)
                 measurements[name] = replace(measured, seconds=measured.seconds + seconds[name])

@@ -1,16 +1,29 @@
 """The Jacobian lens and its controls, against numpy, the logit lens of `Lens`, and the published file format."""
 
+import pickle
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from lit_layers.analyses import JacobianLens, Lens, fit_jacobian_lens
-from lit_layers.analyses.readouts.jacobian_lens import with_shuffled_weights
+from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
+from lit_layers.analyses.readouts import jacobian_lens, lens_fit, tuned_lens
+from lit_layers.analyses.readouts.lens_fit import with_shuffled_weights
 from lit_layers.errors import InputError
 from lit_layers.files.lens_files import write_lens
+from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+from lit_layers.training.rank_assignment import Ranks
+from tests.support.forked import run_ranks
 from tests.support.listed_batches import Listed
-from tests.support.tiny_models import tiny
+from tests.support.tiny_models import LAYERS, tiny
 
 SKIP = 2
 
@@ -148,6 +161,106 @@ def test_held_out_prompts_that_are_all_too_short_are_said(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     with pytest.raises(InputError, match="no prompt is left to compare on: give more than 3 that have a place from 2"):
         list(lens(Listed({"input_ids": ids[:3]}, {"input_ids": ids[3:, :3]})).run(view))
+
+
+# ------------------------------------------------------------------------------------------- several processes
+
+
+def of_processes(analysis: DividedAnalysis, view: LayeredModel, num_ranks: int) -> list[Record]:
+    """The records of a few processes that have parts of each stage at random."""
+    draw = random.Random(num_ranks)
+    while True:
+        owners = [draw.randrange(num_ranks) for _ in range(99)]
+        shares = [
+            analysis.of_parts(view, {number for number in range(99) if owners[number] == rank})
+            for rank in reversed(range(num_ranks))
+        ]
+        shares = pickle.loads(pickle.dumps(shares))
+        if not isinstance(analysis, StagedAnalysis):
+            return list(analysis.join(view, shares))
+        analysis = analysis.then(view, analysis.in_order(shares))
+
+
+# What may be sent, in numbers of one lens of float64; 2 x 6 prompts are 96.
+@pytest.mark.parametrize(("most", "num_parts"), [(1e9, 12), (64, 8), (40, 4), (20, 1)])
+def test_processes_divide_the_prompts_of_the_fits_then_the_layers_then_the_held_out_prompts(
+    view, monkeypatch, most, num_parts
+):
+    analysis = lens(prompts(10), num_prompts=6, num_tuned=6, tuned_steps=3)
+    plain = list(analysis.run(view))
+    monkeypatch.setattr(jacobian_lens, "MOST_SENT", most * view.num_layers * view.dim**2)
+    assert len(list(analysis.parts(view))) == num_parts
+    alone = [repr(record) for record in analysis.run(view)]
+    for num_ranks in (2, 5):
+        assert [repr(record) for record in of_processes(analysis, view, num_ranks)] == alone, num_ranks
+    # sums of parts are rounded in other places
+    for one, other in zip(analysis.run(view), plain, strict=True):
+        assert (one.metric, one.layer, one.n, one.tags.keys()) == (
+            other.metric,
+            other.layer,
+            other.n,
+            other.tags.keys(),
+        )
+        assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lenses": ("logit",)}, {"lenses": ("tuned", "logit")}, {"lenses": ("shuffled",)}, {"num_prompts": 1}]
+)
+def test_processes_divide_what_is_left_where_a_lens_is_not_measured(view, options):
+    analysis = lens(tuned_steps=3, **options)
+    assert list(map(repr, of_processes(analysis, view, 3))) == list(map(repr, analysis.run(view)))
+
+
+def test_one_process_holds_two_sums_of_each_fit_however_many_prompts_there_are(view):
+    analysis = lens(prompts(12), num_prompts=9, num_tuned=9)
+    results = analysis.of_parts(view)
+    assert len(results) == 18
+    assert Counter(name for name, _, total in results.values() if total is not None) == {"jacobian": 2, "shuffled": 2}
+
+
+def measured_by_a_rank(folder: Path) -> int:
+    """Twice, by what is estimated and by the seconds of the first time; leaves what this rank has done."""
+    distributed.init_process_group("gloo")
+    ranks = Ranks(distributed.new_group(backend="gloo"))
+    done = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args, **options):
+            done[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    for module, name in (
+        (lens_fit, "jacobians_to_last_layer"),
+        (tuned_lens, "_trained"),
+        (jacobian_lens, "FullModel"),
+    ):
+        setattr(module, name, counting(name, getattr(module, name)))
+    analysis = lens(prompts(12), num_prompts=4, num_tuned=4)
+    facts: dict[str, Any] = {"run": "run", "step": 0, "weights_hash": "x", "kept_mb": 1}
+    measurements = []
+    for _ in range(2):
+        measurements = ranks.measure(tiny("gpt2"), [analysis], lambda analysis: None, **facts)
+    records = [repr(record) for each in measurements for record in each.records]
+    (folder / f"{ranks.rank}.pickle").write_bytes(pickle.dumps((done, records)))
+    return 0
+
+
+def test_two_ranks_have_the_numbers_of_one_process_and_each_does_its_share(tmp_path):
+    analysis = lens(prompts(12), num_prompts=4, num_tuned=4)
+    (alone,) = in_one_pass(tiny("gpt2"), [analysis], lambda analysis: None, run="run", step=0, weights_hash="x")
+    assert alone.error is None
+    assert run_ranks(lambda: measured_by_a_rank(tmp_path)) == [0, 0]
+    of_ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    assert of_ranks[0][1] == [repr(record) for record in alone.records]
+    assert of_ranks[1][1] == []
+    work = {"jacobians_to_last_layer": 2 * 4, "_trained": LAYERS, "FullModel": 12 - 4}
+    for name, number in work.items():  # in both rounds
+        shares = [done[name] for done, _ in of_ranks]
+        assert sum(shares) == 2 * number, name
+        assert min(shares) >= number // 2, name
 
 
 # -------------------------------------------------------------------------------------------------- refusals
