@@ -10,6 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.support.forked import run_script
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # The options with which those end in a minute that can; others take minutes, or weights or data that nobody has.
 SMALLEST = {
@@ -91,7 +93,7 @@ def test_the_tables_of_the_docs_are_those_of_the_kept_results(rounds: ModuleType
     ids=lambda path: path.stem,
 )
 def test_each_begins(script: Path) -> None:
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    done = run_script(script, "--help")
     assert done.returncode == 0, done.stderr
     assert "--check" in done.stdout
 
@@ -107,8 +109,7 @@ def test_each_begins(script: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(name: str, words: str, sentence: str, tmp_path: Path) -> None:
-    command = [sys.executable, FOLDER / f"{name}.py", *words.format(tmp_path).split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(FOLDER / f"{name}.py", *words.format(tmp_path).split())
     assert done.returncode == 2
     assert sentence.format(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr

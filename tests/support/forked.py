@@ -9,6 +9,7 @@ import gc
 import importlib
 import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -89,8 +90,30 @@ def run_command(
             os.chdir(folder)
         return main(words)
 
+    return _heard(command, words, environment, when, signal_number)
+
+
+def run_script(script: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """`python SCRIPT ARGUMENTS` in a process of its own, what it prints as text."""
+    words = [str(script), *map(str, arguments)]
+
+    def program() -> int:
+        sys.argv[:], sys.path[:0] = words, [str(script.parent)]
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
+
+    return _heard(program, words)
+
+
+def _heard(
+    function: Callable[[], int],
+    words: list[str],
+    environment: Mapping[str, str] | None = None,
+    when: Callable[[], bool] = lambda: False,
+    signal_number: int = signal.SIGINT,
+) -> "subprocess.CompletedProcess[str]":
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = _fork(command, environment, (out.fileno(), err.fileno()))
+        child = _fork(function, environment, (out.fileno(), err.fileno()))
         (code,) = _wait([child], math.inf, when, signal_number, only=None)
         said = []
         for file in (out, err):
