@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.support.papers_place import place, recipes_of, run_as_written  # noqa: F401
+from tests.support.papers_place import cases_of, place, run_as_written  # noqa: F401
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("sizes", ["reduced", "names"])
-@pytest.mark.parametrize("name", recipes_of("painters_to_figure_7"))
+@pytest.mark.parametrize(("name", "sizes"), cases_of("painters_to_figure_7"))
 def test_a_recipe_runs_as_it_is_written(name: str, sizes: str, capsys: pytest.CaptureFixture) -> None:
     run_as_written(name, sizes, capsys)

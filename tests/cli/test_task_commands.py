@@ -37,7 +37,7 @@ from lit_layers.tasks.mteb_tasks import Sources
 from tests.support import layer_scores
 from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv, write_jsonl
-from tests.support.papers_world import wikitext_files, write_data, write_hub
+from tests.support.papers_world import once, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 from tests.support.undrawn import leave_undrawn
 
@@ -122,7 +122,7 @@ def pictures(number: int, split: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def with_models(world: Path) -> Path:
+def with_models(world: Path, shared_cache: Path) -> Path:
     """Where the models of this machine lie, and the data of true size."""
     for step in (0, 10_000):
         saved_gpt2(world / "models" / "checkpoints" / "gpt2" / f"step-{step:09d}", n_layer=6, n_positions=256)
@@ -133,7 +133,7 @@ def with_models(world: Path) -> Path:
     write_csv(world / "models" / "reviews" / "train.csv", stars, ("text", "stars"))
     tickets = [{"subject": text[:12], "body": text, "queue": mood} for text, mood in rows]
     write_jsonl(world / "models" / "tickets.jsonl", tickets)
-    write_data(world / "models" / "data")
+    (world / "models" / "data").symlink_to(once(shared_cache.with_name("papers") / "data", write_data))
     recipe = (ROOT / "recipes" / "finetune" / "arc.yaml").read_text()
     for name, less in (("limit: null", "limit: 8"), ("num_tokens: 128", "num_tokens: 16")):
         assert name in recipe

@@ -4,6 +4,7 @@ The world is a stand-in (`tests.support.papers_world`): repositories by their ow
 weights; data sets with as many rows. Trainings and grids, which take minutes, are planned alone.
 """
 
+import functools
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.papers import read_recipe
 from lit_layers.series import Retry
+from lit_layers.tasks import mteb_scores
 from tests.support.paper_tables import ROOT, recipe_paths
-from tests.support.papers_world import MODELS, wikitext_files, write_data, write_hub
+from tests.support.papers_world import MODELS, once, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
 # How the recipes of tests/cli/test_published_NAME.py begin: a file runs in one process.
@@ -35,11 +37,12 @@ RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
 LIMITS |= {"num_tokens": 24, "batch_size": 4}
 TRAIN = ("fit", "sweep")
+FEW_TEXTS = 40  # of each task, for metrics: DiME of 1,000 takes six seconds a layer
 TROUBLE = ("error", "failed", "exit code", "select:")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Path]:
     """A working folder with the recipes, in a world that has this Hub, this WikiText and these data."""
     import datasets
     import huggingface_hub
@@ -53,7 +56,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         path.write_text(re.sub("16-mixed", "32-true", text))
     for path in (folder / "recipes" / "papers").glob("*/*.yaml"):
         path.with_name(f"{path.stem}_names.yaml").write_text(yaml.safe_dump(as_published(path), sort_keys=False))
-    hub, files = write_hub(tmp_path_factory.mktemp("hub")), wikitext_files(folder / "wikitext")
+    world = shared_cache.with_name("papers")
+    hub, files = once(world / "hub", write_hub), wikitext_files(folder / "wikitext")
     load = datasets.load_dataset
 
     def wikitext(path: str, *config: str, **options: Any) -> Any:
@@ -66,7 +70,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
         patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
-        patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_data(folder / "data")))
+        few = functools.partial(mteb_scores.metric_analyses, num_texts=FEW_TEXTS)
+        patch.setattr(mteb_scores, "metric_analyses", few)
+        patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "data", write_data)))
         patch.chdir(folder)
         yield folder
 
@@ -74,6 +80,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def recipes_of(file: str) -> list[str]:
     """The recipes of a file of tests, but for items that cannot be measured."""
     return [name for name, path in RECIPES.items() if name.startswith(FILES[file]) and read_recipe(path).steps]
+
+
+def cases_of(file: str) -> list[Any]:
+    """Each recipe at reduced sizes; and with the published names, where these are others and nothing is trained."""
+    cases = []
+    for name in recipes_of(file):
+        cases.append(pytest.param(name, "reduced", id=f"{name}-reduced"))
+        reduced = yaml.safe_load(RECIPES[name].read_text()).get("reduced", {})
+        if not trains(name) and as_published(RECIPES[name])["reduced"] != reduced:
+            cases.append(pytest.param(name, "names", id=f"{name}-names"))
+    return cases
+
+
+def trains(name: str) -> bool:
+    return any(next(iter(step)) in TRAIN for step in read_recipe(RECIPES[name]).steps)
 
 
 def as_published(path: Path) -> dict[str, Any]:
@@ -102,11 +123,13 @@ def run_as_written(name: str, sizes: str, capsys: pytest.CaptureFixture) -> None
         str(root),
         *(["--reduced"] if yaml.safe_load(Path(file).read_text()).get("reduced") else []),
     ]
-    if any(next(iter(step)) in TRAIN for step in recipe.steps):
-        if sizes == "reduced":
-            assert main([*argv, "--plan"]) == 0, capsys.readouterr().err[-3000:]
+    if trains(name):
+        assert main([*argv, "--plan"]) == 0, capsys.readouterr().err[-3000:]
         return
-    code = main(argv)
+    with pytest.MonkeyPatch.context() as patch:
+        if sizes == "names" and any("mteb" in step for step in recipe.steps):  # of every layer; else all ten draws
+            patch.setattr("mteb.abstasks.classification.AbsTaskClassification.n_experiments", 1)
+        code = main(argv)
     let_downloads_end()
     said = capsys.readouterr()
     lines = f"{said.out}\n{said.err}".splitlines()

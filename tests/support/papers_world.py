@@ -2,12 +2,14 @@
 name, family and number of blocks, its branches, and every data set with as many rows as the published split has."""
 
 import random
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from filelock import FileLock
 
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from tests.support.data_mapping import with_mapping
@@ -69,6 +71,18 @@ WORDS = (
 def words(chance: random.Random, least: int = 10, most: int = 18) -> str:
     """A sentence of words that are no two times the same."""
     return " ".join([*chance.choices(WORDS, k=chance.randint(least, most)), str(chance.randrange(10**6))])
+
+
+def once(folder: Path, write: Callable[[Path], object]) -> Path:
+    """A folder that the first process of the tests to ask for it writes; the others read it, and none changes it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.exists():
+            draft = folder.with_name(f"{folder.name}.draft")
+            shutil.rmtree(draft, ignore_errors=True)
+            write(draft)
+            draft.rename(folder)
+    return folder
 
 
 def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, ...] = SERIES) -> Path:
