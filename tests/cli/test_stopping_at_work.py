@@ -1,8 +1,10 @@
 """SIGTERM to commands that read results and choose, as they write: they end, and nothing that was there is lost."""
 
+import functools
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,18 +23,34 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def expected(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:  # noqa: F811
+    """What a command leaves that nobody disturbs, by its name; each runs once."""
+
+    @functools.cache
+    def of(name: str) -> dict[str, bytes]:
+        folder = given_to(name, home, tmp_path_factory.mktemp("undisturbed"))
+        assert run_forked(lambda: main(CASES[name].argv(home, folder))) == 0
+        return files(folder)
+
+    return of
+
+
+def given_to(name: str, home: Path, folder: Path) -> Path:  # noqa: F811
+    """The folder, now with what a command finds there."""
+    for kept in CASES[name].inputs:
+        shutil.copytree(home / kept, folder / kept)
+    return folder
+
+
 @pytest.mark.parametrize(
     "name", ["select", "correlate", "emerge", "compact", "publish", "report", "prepare", "reproduce"]
 )
 @pytest.mark.parametrize("signals", [(0.1,), (0.1, 1.5)], ids=["one", "two"])
 @pytest.mark.parametrize("writes", [1, 3], ids=["first file", "third file"])
-def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, home, tmp_path):  # noqa: F811
+def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, home, expected, tmp_path):  # noqa: F811
     """One signal while it waits, as on a slow disk; two while it is deaf, as in a long call of a library."""
-    case, folder, undisturbed = CASES[name], tmp_path / "disturbed", tmp_path / "undisturbed"
-    for each in (folder, undisturbed):
-        each.mkdir()
-        for kept in case.inputs:
-            shutil.copytree(home / kept, each / kept)
+    case, folder = CASES[name], given_to(name, home, tmp_path)
     given, calls = files(folder), []
 
     def slow(path: Path) -> None:
@@ -49,12 +67,11 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
     assert code == (143 if writes <= {"compact": 1, "report": 2}.get(name, 3) else 0)  # so many files are written
     left = files(folder)
     assert {place: left[place] for place in given} == given
-    assert run_forked(lambda: main(case.argv(home, undisturbed))) == 0
-    expected = files(undisturbed)
-    tables = [place for place in left if place in expected and place.endswith((".csv", ".parquet"))]
-    assert all(left[place] == expected[place] for place in tables), "a table is whole or not there"
+    whole = expected(name)
+    tables = [place for place in left if place in whole and place.endswith((".csv", ".parquet"))]
+    assert all(left[place] == whole[place] for place in tables), "a table is whole or not there"
     if len(signals) == 1 and name != "prepare":  # which knows that of its progress by name
         drafts = [place for place in left if ".draft" in place or place.rpartition(".")[2].isdigit()]
         assert not drafts
     assert run_forked(lambda: main(case.to_go_on(home, folder))) == 0
-    assert files(folder).keys() >= expected.keys()
+    assert files(folder).keys() >= whole.keys()
