@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import bytes_of_model
 from lit_layers.papers import PaperRecipe, Step
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.data_mapping import linked
 from tests.support.paper_tables import PLANS, ROOT, read, recipe_paths
 from tests.support.papers_world import ROWS, wikitext_files, with_arc_to_train_on
@@ -185,6 +186,7 @@ def counted(data: Path) -> Iterator[list[Plan]]:
         patch.setattr(measuring, "show_table", lambda *_: None)
         patch.setattr(planning.Bench, "seconds", lambda *_: 0.0)
         patch.setattr(Plan, "refuse", lambda *_: None, raising=False)
+        patch.setattr(LmEvalScorer, "requests", asked_once(LmEvalScorer.requests))
         files, load = wikitext_files(Path(folder, "wikitext")), datasets.load_dataset
 
         def of_wikitext(path: str, *config: str, **options: Any) -> Any:
@@ -199,6 +201,20 @@ def counted(data: Path) -> Iterator[list[Plan]]:
         patch.chdir(work)
         with served(hub, work / "home" / "hub", patch):
             yield plans
+
+
+def asked_once(requests: Callable[[LmEvalScorer], list[Any]]) -> Callable[[LmEvalScorer], list[Any]]:
+    """What the rows of a task ask of any model, made once: a dozen recipes ask the same."""
+    known: dict[tuple, list[Any]] = {}
+
+    def asked(scorer: LmEvalScorer) -> list[Any]:
+        rows = None if scorer.rows is None else scorer.rows.content_hash()
+        key = scorer.name, scorer.limit, scorer.max_new_tokens, rows
+        if key not in known:
+            known[key] = requests(scorer)
+        return known[key]
+
+    return asked
 
 
 def write_configs(root: Path, tokenizer: Path) -> None:
