@@ -1,6 +1,7 @@
 """Tokenizers: found, trained on a corpus, saved beside a checkpoint; and text to token ids on several cores."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
+_HASHES: dict[bytes, str] = {}  # of tokenizers, by the digest of their text
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,14 @@ def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Sixteen hex digits over all that decides the ids of a text: equal for copies saved in other ways."""
-    parts = json.loads(tokenizer.to_str())
+    text = tokenizer.to_str()
+    key = hashlib.sha256(text.encode()).digest()
+    if key not in _HASHES:  # of 50,000 tokens it takes six times as long as their text, and each analysis asks
+        _HASHES[key] = _hash_of(json.loads(text))
+    return _HASHES[key]
+
+
+def _hash_of(parts: dict[str, Any]) -> str:
     model = {
         key: value
         for key, value in parts["model"].items()

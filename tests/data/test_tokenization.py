@@ -85,6 +85,14 @@ def test_the_hash_does_not_see_how_a_tokenizer_is_written(texts):
     assert tokenizer_hash(Tokenizer.from_str(json.dumps(parts))) != before
 
 
+def test_a_tokenizer_that_gained_a_token_has_another_hash(texts):
+    tokenizer = train_bpe(texts, 300).tokenizer
+    before = tokenizer_hash(tokenizer)
+    assert tokenizer_hash(tokenizer) == before
+    tokenizer.add_tokens(["a token"])
+    assert tokenizer_hash(tokenizer) != before
+
+
 def test_a_tokenizer_keeps_what_its_folder_says_about_it(texts, tmp_path):
     source, copy = tmp_path / "source", tmp_path / "copy"
     save_tokenizer(train_bpe([*texts, "<stop>"], 300), source)
