@@ -78,7 +78,7 @@ CASES = {
     ),
     "prepare": Case("prepare --source {home}/text.jsonl --tokenizer bpe:300 --out {disk}/shards"),
     "watch": Case(
-        "watch {home}/series --patience=0 --settled=0 --config {home}/analyses.yaml --root {disk}/out",
+        "watch {home}/series --patience=0 --settled=0 --every=.2 --config {home}/analyses.yaml --root {disk}/out",
     ),
     "sweep": Case("sweep {home}/grid.yaml --root {disk}/swept --any_command"),
     "reproduce": Case("reproduce {home}/points.yaml --root {disk}/figures"),

@@ -88,7 +88,7 @@ Result = tuple[list[str], Outcome]
 
 def watched(home: Home) -> list[str]:
     """Options of `watch`: without its patience in one word it would wait for more, as it should."""
-    return ["--patience=0", "--settled=0", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
+    return ["--patience=0", "--settled=0", "--every=.2", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
 
 
 def recipe(home: Home, folder: Path, chance: random.Random) -> Result:
