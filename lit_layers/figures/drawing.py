@@ -6,6 +6,7 @@ still, and in a forked process, which lacks that thread, drawing would never end
 
 import base64
 import json
+import os
 import re
 import sys
 import traceback
@@ -28,6 +29,8 @@ def main() -> None:
         svg = _numbered_anew(vl_convert.vegalite_to_svg(spec))
         return [base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes]
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
     for line in sys.stdin:
         suffixes, specs = json.loads(line)
         try:
@@ -38,8 +41,8 @@ def main() -> None:
             }
         except Exception as error:
             answer = {"error": traceback.format_exception_only(error)[0].splitlines()[0]}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def _printable(part: Any) -> Any:

@@ -25,6 +25,7 @@ from lit_layers.files.isolated_python import isolated_command
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
 _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
+_LARGE = 2**20  # bytes of a task, after which its process ends: it keeps the memory, 300 times as much
 _LINE = 13  # pixels from line to line of a label
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
@@ -220,7 +221,8 @@ def _cache() -> Path:
 class _Drawing:
     """The process of `drawing.py`, which a signal for this one's group does not reach.
 
-    It is kept, as its start takes longer than most pictures, and ends with this process.
+    It is kept, as its start takes longer than most pictures, and ends with this process, or with a large picture, whose
+    memory it would keep.
     """
 
     def __init__(self) -> None:
@@ -250,6 +252,8 @@ class _Drawing:
 
         timer = threading.Timer(_PATIENCE, give_up)
         timer.start()
+        self._complaints.seek(0)
+        self._complaints.truncate()
         try:
             with contextlib.suppress(OSError):  # it has died
                 asked.write(task.encode() + b"\n")
@@ -305,6 +309,8 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
     finally:
         if own is not None:
             own.end()
+        elif is_free and _kept and len(task) > _LARGE:
+            _kept.pop().end()
         if is_free:
             _asking.release()
 
