@@ -198,6 +198,7 @@ class MeasuringAside:
 
     def under_way(self) -> str | None:
         """A sentence of what is not measured yet; None where all is."""
+        self.arrived()
         if not (left := self._left()):
             return None
         steps = f"{len(left)} of {len(self._saved)} saved steps"
