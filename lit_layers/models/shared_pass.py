@@ -148,7 +148,7 @@ class SharedPass(LayeredModel):
         keys = self._keys(batch)
         waiting = self._ledger.readers
         is_large = keys is not None and len(keys) * _row_bytes(self, batch) > self._ledger.kept_bytes
-        shared = (key in self._ledger.rows or len(waiting.get(key, ())) > 1 for key in keys or ())
+        shared = (key in self._ledger.rows or len({*waiting.get(key, ())}) > 1 for key in keys or ())
         if is_large or not any(shared):  # then one layer at a time is in memory
             self.view.pass_states(batch, look)
             for key in keys or ():
