@@ -12,8 +12,14 @@ from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.analyses.blockwise import Key, joined
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
-from lit_layers.analyses.probes.task_features import Features, HeldFeatures, PooledBatch, pooled_batch, text_features
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis, bytes_of_vectors
+from lit_layers.analyses.probes.task_features import (
+    LayerFeatures,
+    PooledBatch,
+    features_of_batches,
+    pooled_batch,
+    text_features,
+)
 from lit_layers.analyses.states import States, in_convention, special_tokens
 from lit_layers.analyses.statistics import (
     complete,
@@ -139,7 +145,7 @@ class Invariance(StagedAnalysis):
         vectors = 4.0 * len(texts) * views * model.dim
         parts = (compared, pencils, spectra, Part("steps", 70 * sets))
         of_all, are_sent = vectors * layers, self._are_sent(model)
-        return work + Work(parts=parts, host=3 * vectors + of_all * are_sent, disk=of_all * (not are_sent))
+        return work + Work(parts=parts, host=3 * vectors + of_all * are_sent, disk=of_all)
 
     def data_hash(self) -> str | None:
         """Over the texts and the token ids of their views."""
@@ -155,7 +161,7 @@ class Invariance(StagedAnalysis):
 
     def _are_sent(self, model: LayeredModel) -> bool:
         num_texts = len(self.texts.texts()) * self.num_views
-        return self.cache is None and 4 * num_texts * (model.num_layers + 1) * model.dim <= MOST_SENT
+        return self.cache is None and bytes_of_vectors(model, num_texts) <= MOST_SENT
 
     def of_part(self, model: LayeredModel, part: tuple[list[int], Batch] | None) -> PooledBatch | None:
         options = self.resolved(model)
@@ -167,7 +173,7 @@ class Invariance(StagedAnalysis):
         options._views = self.make()
         if batches := [result for result in results if result is not None]:
             results.clear()
-            features: Features = HeldFeatures(batches)
+            features = features_of_batches(batches)
         else:
             how: dict[str, Any] = {"pooling": options.pooling, "states": options.states, "cache": self.cache}
             features = text_features(model, encoded, **how, undefined="nan")
@@ -207,7 +213,7 @@ class Invariance(StagedAnalysis):
             self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
         return self._encoded[limit]
 
-    def _kept(self, features: Features) -> tuple[Tensor, Tensor]:
+    def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
         """Which layers are no gap, and the prompts (kept,) all of whose views have a vector at each of these."""
         layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():

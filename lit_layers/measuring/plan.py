@@ -169,6 +169,8 @@ def texts_of(analysis: Analysis) -> str | None:
     """Which texts an analysis shares a pass over with the others that look at them; None where it shares none."""
     shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
     data = getattr(analysis, "batches", None) if shares else None
+    if (of_task := getattr(analysis, "texts_read", None)) is not None:
+        return json.dumps(describe(of_task), sort_keys=True) if of_task else None
     if data is None:
         return None
     # what is no dataclass does not say all that it holds

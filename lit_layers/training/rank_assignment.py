@@ -156,25 +156,27 @@ class Ranks:
             mine = {name: analysis for name, analysis in due.items() if name not in failed}
             results = failed | self._results(view, mine, numbers[self.rank], starting, facts)
             of_ranks: list[Any] = [None] * self.size
-            last = {name: result for name, result in results.items() if name not in staged}
+            last = {name: results.pop(name) for name in [*results] if name not in staged}
             distributed.gather_object(last, of_ranks if self.rank == 0 else None, dst=0, group=self.group)
             ended = due.keys() - staged if self.rank == 0 else set()
             shares = {name: [each[name] for each in of_ranks if name in each] for name in ended}
-            if staged:
-                sent = {name: results[name] for name in staged if name in results}
-                distributed.all_gather_object(of_ranks, sent, group=self.group)
-                shares |= {name: [each[name] for each in of_ranks if name in each] for name in staged}
-            self._note(shares, stage)
             following, failed = {}, {}
-            for name in staged:
-                if any(share.error is not None for share in shares[name]):
+            for name in staged:  # one at a time, as what is sent may be large
+                distributed.all_gather_object(of_ranks, results.pop(name, None), group=self.group)
+                sent = [share for share in of_ranks if share is not None]
+                of_ranks[:] = [None] * self.size
+                self._note({name: sent}, stage)
+                if any(share.error is not None for share in sent):
+                    shares[name] = sent
                     ended.add(name)
                     continue
                 attempt = Attempt()
-                following[name] = attempt.make(view, due[name], functools.partial(_following, due[name], shares[name]))
-                seconds[name] += max(share.seconds for share in shares.pop(name)) + attempt.seconds
+                following[name] = attempt.make(view, due[name], functools.partial(_following, due[name], sent))
+                seconds[name] += max(share.seconds for share in sent) + attempt.seconds
+                sent.clear()
                 if attempt.error is not None:
                     following[name], failed[name] = due[name], attempt
+            self._note(shares, stage)
             for name in due.keys() - following.keys():
                 view.leave(name)  # what is kept for parts that another rank has
             for name in ended if self.rank == 0 else ():
@@ -256,8 +258,14 @@ class Ranks:
 
 
 def _following(analysis: StagedAnalysis, shares: Sequence[Attempt], view: LayeredModel) -> DividedAnalysis:
-    results = analysis.in_order([pickle.loads(share.result) for share in shares])
+    results = analysis.in_order(_read(share) for share in shares)
     return analysis.then(analysis.prepared(view), results)
+
+
+def _read(share: Attempt) -> dict[int, Any]:
+    """What a share holds, which gives it up."""
+    sent, share.result = share.result, None
+    return pickle.loads(sent)
 
 
 def _joined(view: SharedPass, analysis: Analysis, shares: Sequence[Any], facts: dict[str, Any]) -> Measurement:

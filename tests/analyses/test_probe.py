@@ -1,5 +1,6 @@
 """Probes on tasks: against scikit-learn on features taken text by text, its metrics, its baselines."""
 
+import copy
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import accuracy_score, f1_score, log_loss, r2_score
 from sklearn.preprocessing import StandardScaler
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
 from lit_layers.analyses.probes import task_probes
@@ -20,6 +22,8 @@ from lit_layers.analyses.probes.sample_sizes import over_seeds, sizes, subsets
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.plan import planned
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask
@@ -362,3 +366,25 @@ def test_ranks_that_divide_texts_and_layers_give_the_numbers_of_one(model, token
     assert divided([analysis.of_parts(model, range(rank, 999, 3)) for rank in (2, 0, 1)]) == alone
     analysis.cache = str(tmp_path / "cache")
     assert list(analysis.parts(model)) == [None]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_passes_are_planned_as_they_are_run(model, tokenizer, tmp_path, monkeypatch, together):
+    """Two analyses of one task share a pass of its texts; the control of new weights is another."""
+    model = LayeredModel(copy.deepcopy(model.model).float())
+    options = {"task": written_task(tmp_path), "tokenizer": str(tokenizer), "tolerance": 1e-2}
+    alone = [Probe(**options, untrained=True)]
+    analyses = [Probe(**options), SampleSizeSweep(**options, num_seeds=2)] if together else alone
+    forward, runs = GPT2Block.forward, 0
+
+    def counting(block, hidden, *args, **named):
+        nonlocal runs
+        runs += len(hidden)
+        return forward(block, hidden, *args, **named)
+
+    monkeypatch.setattr(GPT2Block, "forward", counting)
+    facts = {"run": "it", "step": 0, "weights_hash": "0"}
+    assert [m.error for m in in_one_pass(model, analyses, lambda analysis: None, **facts)] == [None] * len(analyses)
+    monkeypatch.undo()
+    plan = planned(model, analyses, device=torch.device("cpu"))
+    assert plan.whole.block_runs() == runs == (90 + 40) * model.num_layers * (1 if together else 2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import StagedAnalysis
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis, bytes_of_vectors
 from lit_layers.analyses.states import final_norm, in_convention
 from lit_layers.analyses.statistics import (
     TagDict,
@@ -92,7 +92,7 @@ class NextTokenResidual(StagedAnalysis):
         """Batches of texts; or none, where one process measures all: the states are too large to send."""
         rows = self._rows()
         self._check_rows(model, rows)
-        yield from self.batches if _num_bytes(model, rows) <= MOST_SENT else [None]
+        yield from self.batches if bytes_of_vectors(model, len(rows.targets)) <= MOST_SENT else [None]
 
     def reads(self, model: LayeredModel, part: Batch | None) -> Sequence[Batch]:
         return [*self.batches] if part is None else [part]
@@ -260,7 +260,7 @@ class NextTokenResidual(StagedAnalysis):
                 f"{self.name}: the {len(scored)} positions of the texts held out all have one next token: "
                 "raise num_sequences of the batches, or lower split"
             )
-        if (size := _num_bytes(model, rows)) > MAX_BYTES:
+        if (size := bytes_of_vectors(model, num_rows)) > MAX_BYTES:
             raise InputError(
                 f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, and "
                 f"{MAX_BYTES / 1e9:.0f} GB are allowed: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
@@ -270,10 +270,6 @@ class NextTokenResidual(StagedAnalysis):
         super().check_options(model)
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
-
-
-def _num_bytes(model: LayeredModel, rows: "_Rows") -> int:
-    return max(torch.finfo(model.dtype).bits // 8, 4) * len(rows.targets) * model.dim * (model.num_layers + 1)
 
 
 def _least_squares(features: Tensor, split: float | None = None) -> PredictionResidual:

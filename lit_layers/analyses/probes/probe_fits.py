@@ -25,6 +25,11 @@ from lit_layers.records import Record
 MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
 
 
+def bytes_of_vectors(model: LayeredModel, rows: int) -> int:
+    """Of so many rows at all layers, in the model's precision, float32 at least."""
+    return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
+
+
 class FollowingAnalysis(DividedAnalysis):
     """What follows on the parts of an analysis: further parts, such as its layers; their records are the analysis's."""
 

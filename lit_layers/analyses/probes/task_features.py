@@ -273,27 +273,24 @@ def pooled_batch(model: LayeredModel, rows: list[int], batch: Batch, pooling: Po
     return PooledBatch(rows, torch.stack(layers))
 
 
-class HeldFeatures:
-    """The features of all layers in memory: those of batches, whose list is emptied."""
+def features_of_batches(batches: list[PooledBatch]) -> LayerFeatures:
+    """The features of all texts, from those of batches, whose list is emptied; in a folder of their own.
 
-    def __init__(self, batches: list[PooledBatch]) -> None:
-        num_layers, _, dim = batches[0].vectors.shape
-        num_rows = sum(len(batch.rows) for batch in batches)
-        self._vectors = batches[0].vectors.new_empty(num_layers, num_rows, dim)
-        while batches:
-            rows, vectors = batches.pop()
-            self._vectors[:, rows] = vectors
-
-    def layer(self, layer: int) -> Tensor:
-        """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
-        return self._vectors[layer]
-
-    def defined(self) -> Tensor:
-        """Which texts have a vector at which layer, (layers + 1, rows)."""
-        return self._vectors.isfinite().all(-1)
-
-
-Features = LayerFeatures | HeldFeatures
+    Raises:
+        InputError, OSError: the disk does not take them.
+    """
+    scratch, (num_layers, _, dim) = Scratch(), batches[0].vectors.shape
+    order = [row for batch in batches for row in batch.rows]
+    with naming(scratch.folder):
+        for layer in range(num_layers):
+            vectors = torch.cat([batch.vectors[layer] for batch in batches])
+            vectors.numpy().tofile(_file(scratch.folder, layer))
+        np.asarray(order, dtype=np.int64).tofile(scratch.folder / _ROWS)
+    kept = str(batches[0].vectors.dtype).removeprefix("torch.")
+    facts = {"num_layers": num_layers - 1, "num_rows": len(order), "dim": dim, "broken": None, "dtype": kept}
+    write_json(scratch.folder / _FACTS, facts)
+    batches.clear()
+    return LayerFeatures(scratch.folder, scratch=scratch)
 
 
 def _not_finite(layer: int, row: int) -> InputError:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,19 @@ from lit_layers.analyses.probes.probe_fits import (
     ProbeAnalysis,
     ProbeOptions,
     RowScores,
+    bytes_of_vectors,
     curve_records,
     of_log_proba,
     score_records,
     score_rows,
 )
 from lit_layers.analyses.probes.task_features import (
-    Features,
-    HeldFeatures,
+    LayerFeatures,
     PooledBatch,
     TaskReader,
     TaskRows,
     TextPooling,
+    features_of_batches,
     permuted,
     pooled_batch,
     text_features,
@@ -59,7 +60,7 @@ class OnTask(ProbeAnalysis):
     at another layer is left out of every part and layer, and counted in `num_undefined`.
 
     Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors, and with `cache`, each
-    process passes all texts, or finds their vectors in that folder.
+    process passes all texts, or finds their vectors in that folder, as each does for the control of new weights.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -117,7 +118,7 @@ class OnTask(ProbeAnalysis):
         work = of_texts(model, [*train, *test], min(self.max_tokens, model.max_tokens or self.max_tokens))
         of_layer = 4.0 * model.dim * (len(train) + len(test))
         of_all, are_sent = of_layer * (model.num_layers + 1), self._are_sent(model, len(train) + len(test))
-        held = Work(host=of_layer + of_all * are_sent, disk=of_all * (not are_sent))
+        held = Work(host=of_layer + of_all * are_sent, disk=of_all)
         return work + self.all_fits(model, len(train), len(data.classes or ())) + held
 
     def parts(self, model: LayeredModel) -> Iterator[_Texts | None]:
@@ -130,7 +131,12 @@ class OnTask(ProbeAnalysis):
             yield from (_Texts(split, *part) for part in each.batches(BATCH_TOKENS))
 
     def _are_sent(self, model: LayeredModel, num_texts: int) -> bool:
-        return self.cache is None and 4 * num_texts * (model.num_layers + 1) * model.dim <= MOST_SENT
+        return self.cache is None and bytes_of_vectors(model, num_texts) <= MOST_SENT
+
+    @property
+    def texts_read(self) -> list[Any]:
+        """What tells the texts apart that are passed; nothing where they are passed for a cache."""
+        return [] if self.cache else [self.task, self.folder, self.tokenizer, self.corpus, self.max_tokens]
 
     def reads(self, model: LayeredModel, part: _Texts | None) -> Sequence[Batch]:
         return [part.batch] if part else []
@@ -146,21 +152,27 @@ class OnTask(ProbeAnalysis):
         """The parts that are measured on; train holds the validation rows."""
         return self._read().rows(model, join_validation=True)
 
-    def _features_of(self, model: LayeredModel, rows: TaskRows, results: list[_OfTexts | None]) -> dict[str, Features]:
+    def _features_of(
+        self, model: LayeredModel, rows: TaskRows, results: list[_OfTexts | None]
+    ) -> dict[str, LayerFeatures]:
         """Those of all parts, whose list is emptied; made here where the parts have none."""
         batches: dict[str, list[PooledBatch]] = {}
         while results:
             if result := results.pop():
                 batches.setdefault(result[0], []).append(result[1])
-        return {split: HeldFeatures(batches[split]) for split in rows.texts} if batches else self._features(model, rows)
+        return (
+            {split: features_of_batches(batches[split]) for split in rows.texts}
+            if batches
+            else self._features(model, rows)
+        )
 
-    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, Features]:
+    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
         return {
             part: text_features(model, texts, pooling=self.pooling, cache=self.cache, undefined="nan")
             for part, texts in rows.texts.items()
         }
 
-    def _complete(self, features: Mapping[str, Features]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
         """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
 
         Raises:
@@ -203,8 +215,9 @@ class Probe(OnTask):
     which no single step gains more than 0.01 (`plateau_layer`), the best one, the first inflection.
 
     Fitted on train alone, `validation` is scored as well: choose layers there. Test has intervals: Wilson's for the
-    accuracy, bootstrap over its rows for the rest. Features lie on disk, a layer of them in memory at a time
-    (100,000 x 768 x 4 B = 0.3 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
+    accuracy, bootstrap over its rows for the rest. Features lie on disk, up to 1 GB of them in memory before; a layer
+    at a time is read (100,000 x 768 x 4 B = 0.3 GB). Source: hierarchical analysis of monotonicity (OpenReview
+    ZVLyyG5yS6), section 3.
 
     Args:
         fit_on: "train_and_validation", as published, or "train".
@@ -223,6 +236,12 @@ class Probe(OnTask):
     random_labels: bool = True
     untrained: bool = False
     warm_start: bool = False
+
+    def work(self, model: LayeredModel) -> Work | None:
+        work = super().work(model)
+        if work is None or not self.untrained:
+            return work
+        return replace(work, parts=(*work.parts, work.parts[0]), disk=2 * work.disk)
 
     def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
         return self.fits_a_layer(model, 1 + self.random_labels + self.untrained, rows, num_classes)
@@ -306,7 +325,7 @@ class Probe(OnTask):
 class _Kept(NamedTuple):
     """Features of those layers that are no gap, of those rows of each part that have them."""
 
-    parts: Mapping[str, Features]
+    parts: Mapping[str, LayerFeatures]
     layers: Tensor  # (layers + 1,)
     rows: Mapping[str, Tensor]  # (rows of the part,) each
 
