@@ -455,6 +455,22 @@ def test_every_part_can_be_timed_on_other_families(name):
     assert all(row.seconds > 0 for row in plan.rows)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "vit"])
+def test_a_model_in_float64_is_timed_in_float64(name, monkeypatch):
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    data, model = PICTURES if sees_images(name) else TEXTS, tiny(name)
+    analyses = [Coupling(batches=data, k=(4,)), Representation(batches=data)]
+    analyses += [] if sees_images(name) else [Lens(batches=data)]
+    narrow = planned(LayeredModel(model), analyses, device=CPU).weights
+    in_float32 = set(calibration._TIMED)
+    wide = planned(LayeredModel(model.double()), analyses, device=CPU)
+    assert all(row.seconds > 0 for row in wide.rows)
+    assert wide.weights == 2 * narrow == 8 * sum(each.numel() for each in model.parameters())
+    of_blocks = {key[:-1] for key in in_float32 if key[-1] == torch.float32}
+    assert of_blocks
+    assert set(calibration._TIMED) - in_float32 == {(*key, torch.float64) for key in of_blocks}
+
+
 @pytest.mark.parametrize("left", [0.0, math.nan])
 def test_a_model_without_weights_is_timed_whatever_its_memory_holds(monkeypatch, left):
     """Of a family that is proven on its weights, in memory that is as it comes: a new process' is of zeros."""

@@ -40,7 +40,8 @@ class Bench:
             return part.count * self._seconds_of_a_step()
         each = part._replace(count=1)
         shapes = [tuple(p.shape) for p in self.model.blocks[0].parameters()]
-        key = (str(self.device), self.rounded, self.model.dim, str(shapes), part.kind, part.size, part.call)
+        sizes = self.model.dim, str(shapes), part.kind, part.size, part.call
+        key = (str(self.device), self.rounded, *sizes, self.model.dtype)
         if key not in _TIMED:
             call, timed = self._call(each)
             _TIMED[key] = self._time(call) / timed
@@ -62,7 +63,11 @@ class Bench:
         """What is timed, and its FLOP."""
         dim, generator = self.model.dim, torch.Generator().manual_seed(0)
 
-        def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        # blocks take and give states of their own dtype; what is computed of them is in float32 or wider
+        states_dtype = torch.float32 if self.rounded else self.model.dtype
+        wide = torch.promote_types(states_dtype, torch.float32)
+
+        def random(*shape: int, dtype: torch.dtype = wide) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self.device, dtype)
 
         def fewest_rows(rows: int, of: Callable[[int], Part]) -> int:
@@ -76,18 +81,18 @@ class Bench:
                 texts, tokens = part.size
                 texts = fewest_rows(texts, lambda rows: Part("blocks", 1, (rows, tokens)))
                 block, _ = self._block(tokens)
-                hidden = random(texts, tokens, dim)
+                hidden = random(texts, tokens, dim, dtype=states_dtype)
                 return lambda: block(hidden), flop(self.model, Part("blocks", 1, (texts, tokens)))
             case "jacobians" if flop(self.model, part) < LONGEST:
                 block, mask = self._block(8)
                 texts = 2 if not part.size and 2 * flop(self.model, part) < LONGEST else 1  # some analyses take batches
-                hidden, mask = random(texts, mask.shape[1], dim), mask.expand(texts, -1)
+                hidden, mask = random(texts, mask.shape[1], dim, dtype=states_dtype), mask.expand(texts, -1)
                 inputs = range(-1, -1 - min(part.size[0], mask.shape[1]), -1) if part.size else ()
                 how: dict[str, Any] = {"out_tokens": -1, "in_tokens": [*inputs]} if inputs else {}
                 timed = texts * max(1, len(inputs)) * flop(self.model, part)
                 return lambda: block_jacobian(block, hidden, mask=mask, **how), timed
             case "directions" if dim <= 1024:
-                matrix = random(1, dim, dim) * torch.arange(1, dim + 1, device=self.device) ** -0.7
+                matrix = random(1, dim, dim) * torch.arange(1, dim + 1, dtype=wide, device=self.device) ** -0.7
                 return lambda: singular_factors(matrix, part.size[0]), flop(self.model, part)
             case "spectra" if min(part.size[0], dim) <= 1024:
                 rows = fewest_rows(part.size[0], lambda rows: Part("spectra", 1, (rows,)))

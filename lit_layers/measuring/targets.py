@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
@@ -116,7 +118,8 @@ class Targets:
             if not (config := checkpoint.config()):
                 raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
             chosen = analyses(checkpoint) if callable(analyses) else analyses
-            view, number = LayeredModel(outline(config, name)), 1 if varied else len(checkpoints)
+            view = LayeredModel(outline(config, name, torch.float32))  # as it is measured, whatever its file is in
+            number = 1 if varied else len(checkpoints)
             how: Any = {"num_checkpoints": number, "stream_blocks": self.options.stream_blocks}
             plan = planned(view, in_dtype(chosen, self.options), device=device_of(self.options.device), **how)
             yield name, plan

@@ -163,7 +163,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:
     """The model that a config.json describes, without memory for its weights: its shapes are those of the real one.
-    One of transformers has a dtype, if that is given.
+    Its weights are in `dtype`, or without one in that of the config.json.
 
     Raises:
         InputError: a config.json that neither transformers nor timm knows.
@@ -178,7 +178,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
                 model = timm.create_model(settings["architecture"], pretrained=False, **options)
                 setattr(model, TIMM_OPTIONS, options)
                 pixels.keep_pixel_statistics_(model, settings)
-                return model
+                return model if dtype is None else model.to(dtype)
             from transformers import AutoConfig
 
             refuse_foreign_code(settings, name)

@@ -181,12 +181,12 @@ def parameters_of_block(model: LayeredModel) -> int:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """What its weights take in float32."""
-    return 4 * sum(parameter.numel() for parameter in module.parameters())
+    """What its weights take in float32, or in float64 where they are."""
+    return sum(parameter.numel() * max(4, parameter.element_size()) for parameter in module.parameters())
 
 
 def bytes_of_model(model: LayeredModel) -> int:
-    """What all weights take in float32."""
+    """What all weights take in float32, or in float64 where they are."""
     return bytes_of(model.model)
 
 

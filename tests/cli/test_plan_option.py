@@ -1,15 +1,19 @@
 """`--plan` on the command line: what a command would cost is printed, and nothing is measured."""
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed
 
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.measuring import calibration
 from lit_layers.measuring import plan as planning
 from lit_layers.models.build import causal_lm, save
 from lit_layers.training import EmergenceCallback, callbacks
@@ -49,6 +53,18 @@ def test_a_plan_is_printed_and_nothing_is_measured(model, corpus, tmp_path, caps
     assert "are read 3 times" in printed
     assert "coupling: 32 block runs on texts of 64 tokens" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_saved_in_bfloat16_is_planned_in_float32_in_which_it_is_measured(
+    model, corpus, tmp_path, capsys, monkeypatch
+):
+    half = shutil.copytree(model, tmp_path / "half")
+    config = json.loads((half / "config.json").read_text(encoding="utf-8"))
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}), encoding="utf-8")
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    assert analyze(half, corpus, tmp_path / "run") == 0
+    assert "seconds" in capsys.readouterr().out
+    assert {key[-1] for key in calibration._TIMED if len(key) > 2} == {torch.float32}
 
 
 def test_what_cannot_be_planned_is_one_sentence_and_ends_in_two(model, corpus, tmp_path, capsys, monkeypatch):
