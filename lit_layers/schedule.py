@@ -52,13 +52,13 @@ class Schedule:
         then_every = self._rule.get("then_every")
         return then_every is not None and step % then_every == 0
 
-    def thinned(self, stride: int, last: int) -> "Schedule":
-        """Every `stride`-th of the steps of a run of `last` steps, the first one always."""
-        return self if stride == 1 else Schedule([*self.until(last)][::stride])
+    def thinned(self, stride: int, last: int, first: int = 0) -> "Schedule":
+        """Every `stride`-th of the steps of a run from `first` to `last`, the first one always."""
+        return self if stride == 1 else Schedule([*self.until(last, first)][::stride])
 
-    def until(self, last: int) -> Iterator[int]:
-        """Yields the steps of a run of `last` steps, the last one included."""
-        yield from (step for step in range(last) if step in self)
+    def until(self, last: int, first: int = 0) -> Iterator[int]:
+        """Yields the steps of a run from `first` to `last`, both included."""
+        yield from (step for step in range(first, last) if step == first or step in self)
         yield last
 
 

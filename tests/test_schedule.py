@@ -21,6 +21,8 @@ def test_a_list_is_kept_and_gains_the_first_and_the_last_step():
 
 def test_every_counts_from_zero():
     assert list(Schedule({"every": 4}).until(10)) == [0, 4, 8, 10]
+    assert list(Schedule({"every": 4}).until(10, 3)) == [3, 4, 8, 10]
+    assert list(Schedule({"every": 4}).thinned(2, 1012, 1000).until(1012, 1000)) == [1000, 1008, 1012]
 
 
 def test_a_logarithmic_rule_may_end_or_go_on_evenly():

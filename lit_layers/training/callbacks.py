@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import math
 import shutil
 import time
 from abc import abstractmethod
@@ -27,7 +26,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB, refuse_below_one
 from lit_layers.series.local_series import run_in
-from lit_layers.training.checkpoints import axis_step, origin_of, save_step
+from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps, save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
@@ -147,6 +146,18 @@ def _last_of_us(trainer: L.Trainer) -> _AtSteps:
 
 def _callbacks(trainer: L.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _span(trainer: L.Trainer) -> tuple[int, int]:
+    """The first and the last step of the run, on its axis.
+
+    Raises:
+        InputError: for a run without an end.
+    """
+    first, steps = origin_of(trainer).step, planned_steps(trainer)
+    if steps is None:
+        raise InputError("budget: how long training takes is only known with trainer.max_steps: give it")
+    return first, first + steps
 
 
 def _data(trainer: L.Trainer) -> Any:
@@ -301,7 +312,8 @@ class EmergenceCallback(_AtSteps):
         """
         self._stride = self._ranks.from_first(functools.partial(self._stride_on_first, trainer, view))
         if self._stride > 1:
-            self.schedule = self.schedule.thinned(self._stride, trainer.max_steps)
+            first, last = _span(trainer)
+            self.schedule = self.schedule.thinned(self._stride, last, first)
 
     def _stride_on_first(self, trainer: L.Trainer, view: LayeredModel) -> int:
         if not self._stride and self.budget is not None:
@@ -317,12 +329,13 @@ class EmergenceCallback(_AtSteps):
         return self._stride
 
     def _stride_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> int:
+        first, last = _span(trainer)
         plan, row = plan_run(
             view,
             self.measurer.analyses,
             _data(trainer),
-            num_checkpoints=len([*self.schedule.until(trainer.max_steps)]),
-            steps=trainer.max_steps,
+            num_checkpoints=len([*self.schedule.until(last, first)]),
+            steps=last - first,
             accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             device=view.device,
@@ -344,10 +357,9 @@ class EmergenceCallback(_AtSteps):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
-        steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
-        planned = len([*self.schedule.until(int(steps))]) if steps < math.inf else UNKNOWN
         self.measurer.ranks = self._ranks
-        self.measurer.begin(planned)
+        first, steps = origin_of(trainer).step, planned_steps(trainer)
+        self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
         if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
             self._aside = self._measure_aside(trainer)
         super().on_train_start(trainer, pl_module)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -143,6 +144,12 @@ def origin_of(trainer: L.Trainer) -> Origin:
 def axis_step(trainer: L.Trainer) -> int:
     """The optimizer steps that the model has seen: those before this run and those of this run."""
     return origin_of(trainer).step + trainer.global_step
+
+
+def planned_steps(trainer: L.Trainer) -> int | None:
+    """Optimizer steps of this run, by the Trainer's `max_steps` and `max_epochs`; None where neither ends it."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 < steps < math.inf else None
 
 
 def published(name: str, *, allow_suspect: bool = False) -> tuple[Checkpoint, Origin]:

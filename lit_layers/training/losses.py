@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,14 @@ def _errors_of_compiling() -> tuple[type[Exception], ...]:
 def _take_slower_kernels(error: Exception) -> None:
     _cannot_compile.append(" ".join(str(error).split())[:300])
     logger.warning("the loss is computed by slower kernels, as torch.compile fails here: %s", _cannot_compile[0])
+
+
+def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
+    """Returns the mean loss of a step's micro-batches, of losses that Lightning has divided by `accumulate` each.
+
+    The last step of an epoch may have fewer micro-batches than that.
+    """
+    return torch.stack([*losses]).sum() * (accumulate / len(losses))
 
 
 class WeightedMean(Metric):

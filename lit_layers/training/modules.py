@@ -19,8 +19,8 @@ from lit_layers.models.families import causal_by_flag
 from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.training.checkpoints import Origin, published, refuse_another_tokenizer
-from lit_layers.training.losses import WeightedMean, network_loss
+from lit_layers.training.checkpoints import Origin, planned_steps, published, refuse_another_tokenizer
+from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
 from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
 
 
@@ -198,7 +198,7 @@ class LitModule(L.LightningModule, ABC):
         if trainer.loggers:
             self._step_losses.append(outputs["loss"].detach())  # each divided by the number of micro-batches
             if not trainer.fit_loop._should_accumulate():
-                self.log("train/loss", torch.stack(self._step_losses).sum())
+                self.log("train/loss", mean_of_step(self._step_losses, trainer.accumulate_grad_batches))
                 self._step_losses = []
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates after this step, whatever the interval
@@ -251,7 +251,13 @@ class LitModule(L.LightningModule, ABC):
             betas=self.betas,
             fused=self.trainer.scaler is None,
         )
-        factor = self.lr_factor(self.decay_steps or self.trainer.max_steps)
+        decay_steps = self.decay_steps or planned_steps(self.trainer)
+        if decay_steps is None:
+            raise InputError(
+                "model.decay_steps: expected the step at which the learning rate has decayed, as neither "
+                "trainer.max_steps nor trainer.max_epochs says where the run ends, got none"
+            )
+        factor = self.lr_factor(decay_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -19,6 +19,7 @@ from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.records import Measurement, ScalarLog
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.training.checkpoints import Origin, axis_step, origin_of
+from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.sharding import is_sharded
 
@@ -130,8 +131,7 @@ class RunLog(L.Callback):
         self._micro_losses.append(outputs["loss"].detach())
         if trainer.fit_loop._should_accumulate():
             return
-        # Lightning hands out the loss divided by the number of micro-batches, so that their sum is the step's mean.
-        loss = torch.stack(self._micro_losses).sum()
+        loss = mean_of_step(self._micro_losses, trainer.accumulate_grad_batches)
         self._micro_losses = []
         self._pending.append(_Step(axis_step(trainer), loss, getattr(pl_module, "grad_norm", None), self._rate))
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,8 @@
 """The modules in a plain Lightning Trainer: any loader, any logger, validation at the end, their own checkpoints."""
 
+import csv
 import json
+import math
 
 import lightning as L
 import pytest
@@ -13,6 +15,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.training import LitCausalLM, LitImageClassifier
+from lit_layers.training.run_log import RunLog
 from tests.support import tiny_images
 from tests.support.tiny_training import CONFIG, CONTEXT, VOCABULARY, RandomBlocks
 
@@ -116,6 +119,47 @@ def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validate
     of_steps = [sum(pair) for pair in zip(seen.steps[::2], seen.steps[1::2], strict=True)]
     assert logged == pytest.approx(of_steps, rel=1e-6)
     assert seen.validated == [2, 4, 5]  # two steps an epoch, and the last
+
+
+class Rates(L.Callback):
+    def __init__(self):
+        self.rates, self.losses = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+
+@pytest.mark.parametrize("ends", [{"max_epochs": 3, "max_steps": -1}, {"max_epochs": 3, "max_steps": 99}])
+def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_epochs(ends, tmp_path):
+    seen = Rates()
+    trainer(tmp_path, callbacks=[seen], accumulate_grad_batches=2, **ends).fit(text(), DataLoader(BLOCKS, batch_size=3))
+    shares = [(step - 2) / 7 for step in range(2, 9)]  # 6 batches, 3 steps an epoch
+    cosine = [1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * share))) for share in shares]
+    assert seen.rates == pytest.approx([0.5e-2, 1e-2, *cosine])
+
+
+def test_a_trainer_without_an_end_is_asked_for_the_step_at_which_the_rate_has_decayed(tmp_path):
+    endless = {"max_epochs": -1, "max_steps": -1, "max_time": {"seconds": 0}}
+    with pytest.raises(InputError, match="model.decay_steps: expected the step at which the learning rate has decayed"):
+        trainer(tmp_path, **endless).fit(text(), blocks("dict"))
+    trainer(tmp_path, **endless).fit(text(decay_steps=9), blocks("dict"))
+
+
+def test_the_loss_of_a_step_of_fewer_micro_batches_is_their_mean(tmp_path):
+    seen, log = Rates(), RunLog(tmp_path)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    options = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3, "log_every_n_steps": 1}
+    trainer(tmp_path, callbacks=[seen, log], logger=logger, **options).fit(text(), blocks("dict"))
+    raw = [3 * loss for loss in seen.losses]  # 4 batches an epoch
+    expected = [sum(raw[0:3]) / 3, raw[3], sum(raw[4:7]) / 3, raw[7]]
+    with (tmp_path / "lightning_logs/version_0/metrics.csv").open() as file:
+        logged = [float(row["train/loss"]) for row in csv.DictReader(file)]
+    assert logged == pytest.approx(expected, rel=1e-5)
+    written = [json.loads(line)["train/loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("padded", [None, 64])

@@ -253,21 +253,22 @@ def _plan(options: Any) -> int:
     data, trainer = options.data, dict(options.trainer)
     world_size, accumulate = ranks_of(trainer), trainer.get("accumulate_grad_batches") or 1
     view = outlined(options.model, data, world_size=world_size, accumulate=accumulate)
-    root, last = Path(options.root), trainer["max_steps"]
+    root, steps = Path(options.root), trainer["max_steps"]
+    first = getattr(options.model, "origin", Origin()).step
     device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
-    checkpoints = [*Schedule(options.steps).until(last)]
+    checkpoints = [*Schedule(options.steps).until(first + steps, first)]
     plan, row = plan_run(
         view,
         options.analyses,
         data,
         num_checkpoints=len(checkpoints),
-        steps=last,
+        steps=steps,
         accumulate=accumulate,
         world_size=world_size,
         device=device,
     )
     training = Plan(model=view, device=device, rows=[row])
-    show_table([*plan.table(), {**training.table()[0], "": f"training, {last:,} steps"}], str(root))
+    show_table([*plan.table(), {**training.table()[0], "": f"training, {steps:,} steps"}], str(root))
     measuring = len(checkpoints) * plan.seconds
     print(*plan.notes(), f"training: {row.how}", sep="\n")
     print(f"{len(checkpoints)} saved checkpoints: {size(len(checkpoints) * bytes_of_model(view))} on the disk")
