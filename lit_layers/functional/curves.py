@@ -48,6 +48,7 @@ def choose_layer(
             fraction_of_last with losses or a last score that is not positive.
     """
     values = _checked(scores, "the score of at least one layer")
+    _check_last(rule, values)
     return first_layer + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
 
@@ -111,11 +112,13 @@ def choice_distribution(
 ) -> Float[Tensor, " layers"]:
     """The share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer. They sum to 1.
 
-    Rows are resampled for all layers together, as in `resampled_curves`.
+    Rows are resampled for all layers together, as in `resampled_curves`. Where a resample has no hit at the last layer
+    (a score of 0), all layers are as good as that, and fraction_of_last chooses the first.
 
     Raises:
         ValueError: as `resampled_curves` and `choose_layer`.
     """
+    _check_last(rule, row_scores.double().mean(1))
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
     chosen = chosen_layers(curves, rule, tolerance, higher_is_better)
     return chosen.bincount(minlength=curves.shape[1]).double() / resamples
@@ -179,7 +182,7 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
     if rule == "within_tolerance":
         return _first(values >= last - tolerance - slack)
     if rule == "fraction_of_last":
-        if not higher_is_better or tolerance >= 1 or (last <= 0).any():
+        if not higher_is_better or tolerance >= 1 or (last < 0).any():
             raise ValueError(
                 "fraction_of_last expects positive scores where higher is better and a tolerance below 1, got "
                 f"higher_is_better={higher_is_better}, tolerance={tolerance}, a last score of {last.min().item()}"
@@ -192,6 +195,13 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
     start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)
     above = (values - start) - depth * (last - start)
     return _first(above >= above.amax(-1, keepdim=True) - slack)
+
+
+def _check_last(rule: str, values: Float[Tensor, " layers"]) -> None:
+    if rule == "fraction_of_last" and values[-1] <= 0:
+        raise ValueError(
+            f"fraction_of_last expects positive scores where higher is better, got a last score of {values[-1].item()}"
+        )
 
 
 def _first(fits: Tensor) -> Tensor:

@@ -246,6 +246,19 @@ def choice(scores, rule, tolerance):
     return max(layers, key=lambda layer: s[layer])
 
 
+def test_a_resample_without_a_hit_at_the_last_layer_is_as_good_at_the_first():
+    """Of 4 rows, the last layer hits one: (3/4)^4 of the resamples lack it."""
+    hits = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).double()  # two layers
+    shares = choice_distribution(hits, rule="fraction_of_last", tolerance=0.1, resamples=20_000)
+    counts = list(itertools.product(range(4), repeat=4))
+    first = sum(rows.count(2) >= 0.9 * rows.count(0) for rows in counts) / len(counts)
+    assert shares[0].item() == pytest.approx(first, abs=0.015)
+    with pytest.raises(ValueError, match="expects positive scores .* got a last score of 0.0"):
+        choice_distribution(hits[[1, 0]] * torch.tensor([[1.0], [0.0]]), rule="fraction_of_last")
+    with pytest.raises(ValueError, match="got a last score of 0.0"):
+        choose_layer([0.3, 0.0], rule="fraction_of_last")
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tolerance", [0.0, 0.03, 0.3])
 def test_choices_agree_with_the_rules_written_out(rule, tolerance):
