@@ -68,6 +68,8 @@ def miscoupling_matrix(
     jacobians, others = wide_matrices(jacobians), wide_matrices(others if others is not None else jacobians)
     jacobians, broken = finite_matrices(jacobians, undefined)
     others, others_broken = finite_matrices(others, undefined) if others_given else (jacobians, broken)
+    jacobians = _scaled(jacobians)
+    others = _scaled(others) if others_given else jacobians
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
@@ -75,6 +77,12 @@ def miscoupling_matrix(
         jacobians, values[..., :count], factors, k=k, p=p, sign=sign, bases=bases, undefined=undefined
     )
     return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
+
+
+def _scaled(matrices: Tensor) -> Tensor:
+    """Divided by a power of two, exactly, to entries of at most 1: their squares neither overflow nor vanish."""
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    return matrices / torch.where(largest > 0, largest, 1).log2().floor().exp2() / 2
 
 
 def miscoupling_from_factors(
@@ -243,8 +251,7 @@ def offdiagonal_ratio(
     Raises:
         ValueError: `k` outside 1..dim, a non-finite matrix, or A = 0.
     """
-    j1, _ = finite_matrices(wide_matrices(j1), "raise")
-    j2, _ = finite_matrices(wide_matrices(j2), "raise")
+    j1, j2 = (_scaled(finite_matrices(wide_matrices(each), "raise")[0]) for each in (j1, j2))
     (count,) = _counts(k, j1.shape[-1])
     factors = singular_factors(j2[..., None, :, :], count)
     (compressed,) = compressions(j1[..., None, :, :], factors, count=count, bases=bases)

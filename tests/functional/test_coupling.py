@@ -140,6 +140,11 @@ def test_common_rotations_transposition_and_positive_scaling_change_nothing(sign
     for pair in [(p @ first @ q, p @ second @ q), (first.T, second.T), (3 * first, second), (first, 0.2 * second)]:
         assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
     assert abs(float(miscoupling(second, first, k=4, sign=sign)) - expected) > 1e-3  # not symmetric
+    ratio = float(offdiagonal_ratio(first, second, k=4))
+    for size in (1e200, 1e-200):  # whose squares are no numbers of float64
+        for pair in [(size * first, second), (first, size * second), (size * first, size * second)]:
+            assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
+            assert offdiagonal_ratio(*pair, k=4) == pytest.approx(ratio, rel=1e-11)
 
 
 def test_values_stay_in_their_range():

@@ -493,6 +493,14 @@ def test_wrong_options_are_refused_with_a_sentence(options, message):
         singular_factors(gaussian(9, 9), **options)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_matrix_that_is_not_finite_is_named(value):
+    matrices = gaussian(3, 9, 9)
+    matrices[1, 4, 2] = value
+    with pytest.raises(ValueError, match=r"expected finite Jacobians, got a non-finite one at index \[1\]"):
+        singular_factors(matrices, 2)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same_within_the_bounds():
     matrices = torch.stack([example(kind, 300) for kind in ("power", "gaussian", "network", "tied")])

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import wide_matrices
+from lit_layers.functional._checks import finite_matrices, wide_matrices
 from lit_layers.functional.gram_spectra import products
 
 # Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
@@ -53,9 +53,9 @@ def singular_factors(
     stable: which vectors are the leading ones is right but for an error of rounding. How far each is off is measured.
 
     Raises:
-        ValueError: count outside 1..dim, a tolerance that is not positive.
+        ValueError: count outside 1..dim, a tolerance that is not positive, a non-finite matrix.
     """
-    matrices = wide_matrices(matrices)
+    matrices, _ = finite_matrices(wide_matrices(matrices), "raise")
     dim = matrices.shape[-1]
     if count is not None and not 1 <= count <= dim:
         raise ValueError(f"expected a count between 1 and the dimension {dim}, got {count}")
