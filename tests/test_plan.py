@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_layers.analyses import (
     Analysis,
     AttentionPatterns,
+    AttentiveProbe,
     ConceptAlignment,
     Coupling,
     CouplingMatrices,
@@ -508,6 +509,22 @@ def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     plan = planned(model, analyses, device=CPU)
     assert plan.whole.block_runs() == runs == (8 + 4) * 3
     assert any(note.startswith("lens: passes of trajectory, 768 rows through the head") for note in plan.notes())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_probes_of_labels_share_the_first_pass_of_rows_that_either_reads(beside):
+    """With one another, and with what looks at the training rows alone; one that attends passes them for each layer."""
+    model, test = LayeredModel(tiny("vit")), Windows(6, None, 6, seed=1)
+    facts = {"run": "it", "step": 0, "weights_hash": "0"}
+    linear = LabelProbe(train=PICTURES, test=test, estimator="watch")
+    analyses = [linear, AttentiveProbe(train=PICTURES, test=test, steps=2)]
+    if beside:
+        analyses.insert(0, Trajectory(batches=PICTURES))
+    runs, _ = counted(model, linear, lambda: in_one_pass(model, analyses, lambda analysis: None, **facts))
+    plan = planned(model, analyses, device=CPU)
+    layers, shared = model.num_layers, "trajectory and label_probe" if beside else "label_probe"
+    assert plan.whole.block_runs() == runs == (12 + 6) * layers * (1 + layers + 1)
+    assert any(note.startswith(f"attentive_probe: passes of {shared}, ") for note in plan.notes())
 
 
 def test_blocks_in_bfloat16_are_timed_so_in_passes_of_their_own_and_a_sample_besides():

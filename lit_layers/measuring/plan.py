@@ -141,7 +141,7 @@ def planned(
     num_reads = max((each.passes for each in streamed.values()), default=-1) + 1  # once more for their hash
     plan = Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads)
     bench = Bench(model, device)
-    passed: dict[str, tuple[str, int]] = {}  # by the texts: which analysis they are booked to, and how many
+    passed: dict[str, tuple[str, float]] = {}  # by the texts: which analysis they are booked to, how many block runs
     for analysis in analyses:
         analysis.check_options(model)
         work = analysis.work(model)
@@ -152,29 +152,31 @@ def planned(
         if isinstance(analysis, RoundedAnalysis) and analysis.dtype == "bfloat16":
             plan.rows.append(_rounded(analysis.name, work, bench))
             continue
-        shared, key = "", texts_of(analysis)
-        if key is not None and _passes_once(model, work):
-            first, number = passed.get(key, (analysis.name, 0))
-            if work.texts <= number:  # a text goes through the blocks once, whoever asked for it
-                work, shared = replace(work, parts=work.parts[1:]), f"passes of {first}"
+        first, others = _first_pass(model, work, texts_of(analysis)), {}
+        for key, part in first.items():  # a text goes through the blocks once, whoever asked for it
+            owner, count = passed.get(key, (analysis.name, 0.0))
+            if part.count * part.size[0] <= count:
+                work, others[owner] = replace(work, parts=tuple(each for each in work.parts if each is not part)), None
             else:
-                passed[key] = analysis.name, work.texts
+                passed[key] = analysis.name, part.count * part.size[0]
+        shared = f"passes of {' and '.join(others)}" if others else ""
         if streamed:
             work = _streamed(model, work, streamed[analysis.name], shared=bool(shared), on_cpu=device.type == "cpu")
         plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
 
 
-def texts_of(analysis: Analysis) -> str | None:
-    """Which texts an analysis shares a pass over with the others that look at them; None where it shares none."""
+def texts_of(analysis: Analysis) -> tuple[str, ...]:
+    """The sets of texts of which an analysis shares a pass with the others that look at them, in the order of its
+    work."""
     shares = isinstance(analysis, DividedAnalysis) or type(analysis).announced is not Analysis.announced
     data = getattr(analysis, "batches", None) if shares else None
-    if (of_task := getattr(analysis, "texts_read", None)) is not None:
-        return json.dumps(describe(of_task), sort_keys=True) if of_task else None
-    if data is None:
-        return None
+    return tuple(map(_described, getattr(analysis, "texts_read", [] if data is None else [data])))
+
+
+def _described(data: object) -> str:
     # what is no dataclass does not say all that it holds
-    return json.dumps(describe(data), sort_keys=True) if is_dataclass(data) else str(id(data))
+    return json.dumps(describe(data), sort_keys=True) if is_dataclass(data) or isinstance(data, list) else str(id(data))
 
 
 def counted(model: LayeredModel, analyses: Sequence[Analysis]) -> tuple[float, float]:
@@ -221,10 +223,11 @@ def _streamed(model: LayeredModel, work: Work, analysis: LayerwiseAnalysis, *, s
     )
 
 
-def _passes_once(model: LayeredModel, work: Work) -> bool:
-    """Whether its work begins with one pass of each of its texts."""
-    first = work.parts[0]
-    return first.kind == "blocks" and round(first.count * first.size[0]) == work.texts * model.num_layers
+def _first_pass(model: LayeredModel, work: Work, texts: tuple[str, ...]) -> dict[str, Part]:
+    """By sets of texts the parts with which its work begins, if these are one pass of each of its texts."""
+    first = work.parts[: len(texts)]
+    runs = sum(part.count * part.size[0] for part in first if part.kind == "blocks")
+    return dict(zip(texts, first, strict=True)) if round(runs) == work.texts * model.num_layers else {}
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:

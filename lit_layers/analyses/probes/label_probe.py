@@ -68,6 +68,11 @@ class LabelProbe(SplitProbe):
         super().check(model)
         self.problem(model)
 
+    @property
+    def texts_read(self) -> list[Batches]:
+        """Which others may share a first pass of."""
+        return [self.train, self.test]
+
     def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
         for split in ("train", "test"):
             yield from ((split, batch) for batch in getattr(self, split))
@@ -297,9 +302,13 @@ class AttentiveProbe(StagedAnalysis):
         whole, layers, tokens = train + test, model.num_layers + 1, train.tokens // max(1, train.texts)
         # keys and values, three passes
         flop = 3 * 2 * 2 * model.dim**2 * layers * self.steps * self.batch_size * tokens
-        passes = tuple(part._replace(count=part.count * (layers + 1)) for part in whole.parts)
-        parts = (*passes, Part("products", flop, (model.dim,)))
+        of_layers = (part._replace(count=part.count * layers) for part in whole.parts)
+        parts = (*whole.parts, *of_layers, Part("products", flop, (model.dim,)))
         return replace(whole, parts=parts, host=4.0 * whole.tokens * model.dim)
+
+    @property
+    def texts_read(self) -> list[Batches]:
+        return self._rows.texts_read
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
         return self._rows.parts(model)

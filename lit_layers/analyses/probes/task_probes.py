@@ -135,8 +135,8 @@ class OnTask(ProbeAnalysis):
 
     @property
     def texts_read(self) -> list[Any]:
-        """What tells the texts apart that are passed; nothing where they are passed for a cache."""
-        return [] if self.cache else [self.task, self.folder, self.tokenizer, self.corpus, self.max_tokens]
+        """Of the one set that is passed what tells it from others; none where it is passed for a cache."""
+        return [] if self.cache else [[self.task, self.folder, self.tokenizer, self.corpus, self.max_tokens]]
 
     def reads(self, model: LayeredModel, part: _Texts | None) -> Sequence[Batch]:
         return [part.batch] if part else []
