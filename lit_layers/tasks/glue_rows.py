@@ -110,7 +110,8 @@ def glue_metrics(
     """The task's metrics by name, -1..1 (correlations) or 0..1, and `task_score`, their mean.
 
     Of a classifier that gives one class alone the Matthews correlation is 0 by its definition; correlations with
-    predictions that do not vary are undefined and are not a number, and so is their mean.
+    predictions that do not vary are undefined and are not a number, and so is their mean. Nor are any metrics where a
+    prediction is none.
 
     Raises:
         ValueError: other numbers of predictions than of targets, or none.
@@ -119,7 +120,8 @@ def glue_metrics(
     if predicted.shape != true.shape or predicted.ndim != 1 or not len(true):
         raise ValueError(f"expected a prediction for each target, got {predicted.shape} for {true.shape}")
     values: dict[str, float] = {}
+    broken = bool(np.isnan(predicted).any())
     for name in task.scores:
-        undefined = name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(true) == 0)
+        undefined = broken or (name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(true) == 0))
         values[name] = math.nan if undefined else float(_METRICS[name](true, predicted))
     return {**values, "task_score": math.fsum(values.values()) / len(values)}

@@ -1,6 +1,8 @@
 """Training on while blocks run in another order, against steps written by hand."""
 
+import copy
 import json
+import math
 import statistics
 from typing import Any
 
@@ -229,6 +231,22 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
     assert after.stderr == pytest.approx(1.0)  # standard deviation of 1, 4, 4 is the root of 3
     assert after.tags == {"variant": "random", "middle": 2, "when": "after", "num_seeds": 3, "num_identical": 2}
     assert (before.value, before.stderr) == (9.0, None)
+    broken = [of(0, "1 2 3 4", math.nan), of(1, "1 3 2 4", 4.0), of(2, "1 2 3 4", 2.0), of(0, "1 2 3 4", math.nan, "x")]
+    after, nothing = means_of_seeds(broken, 4)
+    assert (after.value, after.stderr) == (3.0, 1.0)
+    assert after.tags["num_undefined"] == 1
+    assert math.isnan(nothing.value)
+
+
+def test_a_model_that_has_diverged_has_no_accuracy(model, text):
+    network = copy.deepcopy(model)
+    with torch.no_grad():
+        network.lm_head.weight[0] = torch.nan
+    module = LitVariant(network, recipe(text), 1)
+    module.validation_step({"input_ids": torch.arange(18).view(2, 9)}, 0)
+    module.on_validation_epoch_end()
+    assert math.isnan(module.result.loss)
+    assert math.isnan(module.result.accuracy)
 
 
 @pytest.mark.parametrize(

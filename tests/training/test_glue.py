@@ -127,6 +127,31 @@ def test_correlations_are_those_of_values_and_of_their_ranks():
         glue_metrics(GLUE["stsb"], [1.0], wanted)
 
 
+def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_class(folder, tmp_path, monkeypatch):
+    """Half of the logits of two rows are no numbers; the others say class 0, which most targets are."""
+    for name in ("cola", "mrpc", "stsb"):
+        assert all(map(math.isnan, glue_metrics(GLUE[name], [0.0, math.nan, 1.0], [0, 0, 1]).values()))
+    outputs = LitSequenceClassifier.outputs
+
+    def broken(self, batch):
+        found = outputs(self, batch).detach().clone()
+        (found[:2, 1:] if found.ndim > 1 else found[:2]).fill_(torch.nan)
+        return found
+
+    recipe = {"tasks": ["cola", "mrpc", "stsb"], "max_steps": 1}
+    monkeypatch.setattr(LitSequenceClassifier, "training_step", lambda self, *_: outputs(self, *_[:1]).sum())
+    monkeypatch.setattr(LitSequenceClassifier, "outputs", broken)
+    first = scores(folder, tmp_path, recipe, custom=[])
+    for records in first.values():
+        assert records
+        assert all(math.isnan(record.value) for record in records)
+    again = scores(folder, tmp_path, recipe, custom=[])  # from the files
+    assert {name: [r.metric for r in records] for name, records in again.items()} == {
+        name: [r.metric for r in records] for name, records in first.items()
+    }
+    assert all(math.isnan(record.value) for records in again.values() for record in records)
+
+
 # Rows
 
 

@@ -89,8 +89,8 @@ class LitVariant(LitCausalLM):
         logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        hits = wide.argmax(-1) == targets
-        self._rows.append(torch.stack([losses.double().mean(1), hits.double().mean(1)]).cpu())
+        hits = (wide.argmax(-1) == targets).double().masked_fill(losses.isnan(), torch.nan)
+        self._rows.append(torch.stack([losses.double().mean(1), hits.mean(1)]).cpu())
 
     def on_validation_epoch_end(self) -> None:
         """Logs nothing. Sequences are of one length, so that their mean is that of the tokens."""

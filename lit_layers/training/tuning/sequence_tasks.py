@@ -165,7 +165,10 @@ class LitSequenceClassifier(LitModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         outputs = self.outputs(batch)
-        predictions = outputs.argmax(-1) if self.task.num_classes else outputs
+        # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
+        broken = outputs.isnan().any(-1) if self.task.num_classes else outputs.isnan()
+        predictions = (outputs.argmax(-1) if self.task.num_classes else outputs).double()
+        predictions = predictions.masked_fill(broken, torch.nan)
         for metric, values in zip(self._judged(), (predictions, batch["labels"]), strict=True):
             metric.update(values)
 

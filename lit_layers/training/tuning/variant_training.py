@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import re
 import statistics
 from abc import abstractmethod
@@ -15,6 +16,7 @@ import lightning as L
 
 from lit_layers import schema
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.statistics import left_out
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import (
@@ -120,7 +122,8 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
     """Yields, for each metric and the other tags, the mean over the random orders of one number of middle blocks, with
-    its standard error over them."""
+    its standard error over them. Orders whose training came to no number are left out, and `num_undefined` counts them.
+    """
     groups: dict[tuple, list[Record]] = {}
     for record in records:
         if record.tags.get("variant") == "random":
@@ -128,14 +131,15 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
             groups.setdefault((record.metric, *sorted(others.items())), []).append(record)
     unchanged = format_schedule(baseline(num_blocks))
     for (metric, *others), orders in groups.items():
-        values = [record.value for record in orders]
+        values = [record.value for record in orders if not math.isnan(record.value)]
         counts = {
             "num_seeds": len(orders),
             "num_identical": sum(record.tags["schedule"] == unchanged for record in orders),
+            **left_out("", len(orders) - len(values)),
         }
         yield Record(
             metric=metric,
-            value=statistics.fmean(values),
+            value=statistics.fmean(values) if values else math.nan,
             stderr=statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
             n=orders[0].n,
             tags={**dict(others), **counts},
