@@ -11,10 +11,10 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +23,13 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.measuring import ray_workers
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.series import StepFolders
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.ray_work import Meeting, OnGpu
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
 KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 20))
@@ -166,23 +168,6 @@ def test_a_machine_with_other_code_of_the_package_is_refused_before_a_number_is_
     assert not (tmp_path / "run" / "measurements.jsonl").exists()
 
 
-class Meeting:
-    """Work of a large job that ends when all small ones have begun, and of these, which end when it has begun: whoever
-    waits in vain, for five minutes on a busy machine, fails.
-    """
-
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.number = folder, number
-
-    def __call__(self, task: str, following: str | None) -> bool:
-        (self.folder / task).touch()
-        until = time.monotonic() + 300
-        awaited = [f"small{n}" for n in range(self.number)] if task == "large" else ["large"]
-        while not all((self.folder / name).exists() for name in awaited) and time.monotonic() < until:
-            time.sleep(0.05)
-        return time.monotonic() < until
-
-
 def test_small_tasks_run_beside_a_large_one_which_has_its_place_first(tmp_path):
     """On a machine of 10 GiB, of which the large one takes 8 and each small one 1."""
     jobs = [Job("b", f"small{n}", 1, memory=2**30) for n in range(6)] + [Job("a", "large", 9, memory=8 * 2**30)]
@@ -195,26 +180,8 @@ def test_small_tasks_run_beside_a_large_one_which_has_its_place_first(tmp_path):
             assert dict(hand_out(jobs, workers)) == {job.task: True for job in jobs}
 
 
-class OnGpu:
-    """Work that ends when both GPUs have some, and says which one it had, and when."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, task: str, following: str | None) -> tuple[str, float, float]:
-        import ray
-
-        (gpu,), began = ray.get_gpu_ids(), time.monotonic()
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == str(gpu)
-        (self.folder / str(gpu)).touch()
-        while len([*self.folder.iterdir()]) < 2 and time.monotonic() < began + 300:
-            time.sleep(0.05)
-        time.sleep(0.2)
-        return str(gpu), began, time.monotonic()
-
-
 def test_each_worker_has_a_gpu_for_itself_and_none_is_idle(tmp_path):
-    """GPUs are what a machine says that it has: none is there."""
+    """GPUs are what a machine says that it has: none is there. Jobs need other memory, and no worker ends for it."""
     jobs = [Job(f"checkpoint{n % 3}", str(n), cost=n, memory=n * 2**30) for n in range(6)]
     with cluster(0) as made:
         made.add_node(**NODE | {"num_cpus": 8, "num_gpus": 2})
@@ -224,8 +191,9 @@ def test_each_worker_has_a_gpu_for_itself_and_none_is_idle(tmp_path):
         ):
             times = [*dict(hand_out(jobs, workers)).values()]
     assert {gpu for gpu, *_ in times} == {"0", "1"}
+    assert len({process for _, process, *_ in times}) == 2
     for used in "01":
-        spans = sorted((began, ended) for gpu, began, ended in times if gpu == used)
+        spans = sorted((began, ended) for gpu, _, began, ended in times if gpu == used)
         assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
 
 
@@ -280,15 +248,26 @@ def test_odd_values_of_options_reach_workers_or_are_refused(tmp_path, monkeypatc
             left()
 
 
-def test_an_address_where_no_cluster_answers_is_a_sentence(run, tmp_path, monkeypatch):
-    """Ray asks for a minute and a half. The command has a process of its own, which read its variables as it began."""
+def test_an_address_where_no_cluster_answers_is_a_sentence(run, tmp_path, monkeypatch, capsys):
+    """Of the command where nobody listens; else of Ray, which asks for 40 s a time."""
+    command = words(run, of_texts(tmp_path), tmp_path / "out", "--engine=ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    command = [sys.executable, "-P", "-m", "lit_layers.cli.main"]
-    command += words(run, of_texts(tmp_path), tmp_path / "out", "--engine=ray")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    said = refusal(ended.returncode, ended.stderr)
-    assert "engine: no Ray cluster can be had: " in said
+    monkeypatch.setattr(ray_workers, "PATIENCE", 1)
+    said = refusal(main(command), capsys.readouterr().err)
+    assert "engine: no Ray cluster can be had: nobody listens at RAY_ADDRESS=127.0.0.1:9 (" in said
     assert said.endswith("RAY_ADDRESS=local starts one here")
+    times = []
+
+    def no_answer(**_: object) -> None:
+        times.append(int(os.environ["RAY_NUM_REDIS_GET_RETRIES"]))
+        raise ConnectionError("Failed to connect\nto Ray cluster")
+
+    monkeypatch.setattr("ray.init", no_answer)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        said = refusal(main(command), capsys.readouterr().err)
+    assert said.endswith("had: Failed to connect to Ray cluster; RAY_ADDRESS=local starts one here")
+    assert times == [2]
     assert not (tmp_path / "out" / "measurements.jsonl").exists()
 
 

@@ -7,6 +7,7 @@ when a worker is lost is done again by another one; what is under way when that 
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from lit_layers.identity import code_versions, refuse_other_code
 
 ATTEMPTS = 4  # workers that a job may lose: more than bad luck, it is what ends them
 LOOK = 0.5  # seconds between two looks at the clock, while no worker is done
+PATIENCE = 10  # seconds in which a cluster that has just been started listens
 MOST = 512  # workers that are asked for
 OBJECTS = 200 * 2**20  # bytes of a cluster of this machine alone, for what is sent: results are small
 PASSED_ON = ("HF_", "LIT_LAYERS_", "OMP_NUM_THREADS", "TOKENIZERS_")  # variables that workers of other machines get
@@ -69,7 +71,7 @@ def hand_out(
 
     A worker goes on with what it holds, then with what it was told would follow; else it takes the heaviest job of what
     is no other's, else the heaviest. It has the memory of one of the jobs, and takes those that need no more; where
-    none is left, it ends, and another one has its room.
+    none is left, it ends, and another one has its room. With a GPU of its own it takes any.
     `tell` hears how many are done, and what is under way.
     """
     left = sorted(jobs, key=lambda job: -job.cost)
@@ -155,7 +157,7 @@ class RayWorkers:
             self._join()
         self._options = self._resources(threads, gpu, most)
         self._carried = ray.put(self.ray.cloudpickle.dumps(carried))
-        self.memory: dict[int, int] = {}  # of each worker, in bytes
+        self.memory: dict[int, int] = {}  # of each worker, in bytes; with a GPU without limit
         self._places: dict[int, Any] = {}  # of each worker that asked for memory
         self._actors: dict[int, Any] = {}
         self._expected: dict[Any, int] = {}  # references to results: which worker's
@@ -185,6 +187,7 @@ class RayWorkers:
         options["job_config"] = self.ray.job_config.JobConfig(_client_job=True)
         options["runtime_env"] = {"env_vars": {n: value for n, value in environment.items() if n not in secret}}
         of_this_machine: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECTS}
+        _await_answer(os.environ.get("RAY_ADDRESS", ""))
         try:
             try:
                 self.ray.init(**of_this_machine, **options)
@@ -222,10 +225,11 @@ class RayWorkers:
     def start(self, memory: Sequence[int]) -> None:
         """Asks for a worker more with each of these bytes of memory: each says that it is ready, sooner or later."""
         remote = self.ray.remote(max_restarts=0, max_task_retries=0, **self._options)(_Host)
+        has_gpu = "num_gpus" in self._options
         for each in memory:
             self._number += 1
-            self.memory[self._number] = each
-            where = self._placed(each) if "num_gpus" not in self._options and each else {}
+            self.memory[self._number] = sys.maxsize if has_gpu else each  # any GPU may hold any job: none ends for less
+            where = self._placed(each) if each and not has_gpu else {}
             known = [*sys.path], code_versions(), self._carried
             actor = self._actors[self._number] = remote.options(**where).remote(*known)
             self._starting.add(self._number)
@@ -303,6 +307,29 @@ class RayWorkers:
             self._give_back(worker)
         if self._is_ours:
             self.ray.shutdown()
+
+
+def _await_answer(address: str) -> None:
+    """Ray itself is silent for a minute and a half where nobody listens at HOST:PORT; other addresses are left to it.
+
+    Raises:
+        InputError: nobody did for some seconds.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE):
+                return
+        except (OSError, OverflowError) as error:  # no such host, port, or answer
+            if time.monotonic() >= until:
+                raise InputError(
+                    f"engine: no Ray cluster can be had: nobody listens at RAY_ADDRESS={address} ({error}); "
+                    "RAY_ADDRESS=local starts one here"
+                ) from error
+        time.sleep(LOOK)
 
 
 class _Host:
