@@ -23,7 +23,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
-from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.mteb_scores import MtebTask, mteb_analyses
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import saved_bert
@@ -405,3 +405,31 @@ def test_options_that_do_not_fit_are_refused(home, tmp_path, options, sentence):
 def test_a_model_of_images_is_refused(home, tmp_path):
     with pytest.raises(InputError, match="expected a model of text, got VisionTransformer"):
         task("STSBenchmark", *home, tmp_path).check(LayeredModel(tiny("vit")))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "columns"),
+    [
+        ("Banking77Classification", "banking77/test", {"text": 3_080}),
+        ("STSBenchmark", "glue/stsb_test", {"sentence1": 1_379, "sentence2": 1_379}),
+        ("StackOverflowTitles", "short_text_clustering/stackoverflow", {"text": 2_000}),
+    ],
+)
+def test_metrics_are_of_the_first_thousand_texts_of_a_published_test_split(home, tmp_path, name, file, columns):
+    """As many rows as the published split has, of which one has no word; every text is another one."""
+    folder, model = write_tiny_data(tmp_path / "data"), home[1]
+    texts = {column: [f"{column} {row} is a longer text" for row in range(rows)] for column, rows in columns.items()}
+    first, *_ = texts.values()
+    first[7] = " "
+    labels = [row % 5 for row in range(len(first))]
+    write(folder / f"{file}.parquet", **texts, **{"score" if name == "STSBenchmark" else "label": labels})
+    sources = Sources(folder)
+    (spec,) = resolve([name], own=sources.own_tasks())
+    how: dict[str, Any] = {"tokenizer": str(model), "root": tmp_path / "run", "sources": sources}
+    _, representation, invariance = mteb_analyses([spec], metrics=True, **how)
+    expected = [*first[:7], *first[8:1000]]
+    for given in (representation.batches.texts, invariance.texts):
+        assert list(given.texts()) == expected
+    work = representation.work(saved_model(model))
+    assert work is not None
+    assert work.texts == 999
