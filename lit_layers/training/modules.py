@@ -119,6 +119,7 @@ MODEL_RANGES = {  # of all modules
 }
 
 
+_POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
 _NETWORK = "network"  # entry of a checkpoint: what `load_from_checkpoint` builds
 
 
@@ -418,13 +419,16 @@ class LitCausalLM(LitModule):
         return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings.
+        """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings, and of
+        experts only with as many as a token goes through.
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B.
         """
         config: Any = self.model.config
-        positions = sum(p.numel() for name, p in self.model.named_parameters() if name.endswith("wpe.weight"))
-        size = sum(parameter.numel() for parameter in self.model.parameters()) - positions
+        size, used = 0.0, getattr(config, "num_experts_per_tok", None)
+        for name, each in self.model.named_parameters():
+            if not name.endswith(_POSITIONS):
+                size += each.numel() * (used / len(each) if used and ".experts." in name else 1)  # (experts, ...)
         return 6 * size + 12 * config.num_hidden_layers * config.hidden_size * num_tokens
 
 

@@ -139,6 +139,20 @@ def test_the_logged_gradient_norm_is_the_norm_before_clipping(tmp_path):
     assert norms[0].item() > 0.2
 
 
+def test_flops_per_token_count_the_experts_of_a_token_and_no_position_embeddings():
+    def flops(architecture, **options):
+        module = LitCausalLM()
+        module.take(causal_lm(architecture, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **options))
+        return module.flops_per_token(16)
+
+    sizes = {"vocab_size": 64, "num_key_value_heads": 2, "intermediate_size": 48, "num_experts_per_tok": 2}
+    routers = 2 * (8 - 2) * 32  # a row for each expert in each block
+    dense, experts = (flops("mixtral", num_local_experts=number, **sizes) for number in (2, 8))
+    assert experts == dense + 6 * routers
+    sizes = {"vocab_size": 64, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    assert flops("opt", max_position_embeddings=32, **sizes) == flops("opt", max_position_embeddings=256, **sizes)
+
+
 def test_flops_per_token_follow_the_formula(trained):
     size = sum(p.numel() for n, p in trained.model.named_parameters() if "wpe" not in n)
     assert trained.flops_per_token(CONTEXT) == 6 * size + 12 * 2 * 16 * CONTEXT
