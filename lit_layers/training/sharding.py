@@ -116,13 +116,13 @@ def load_shards_(strategy: Any, state: dict[str, Any], of_ranks: Sequence[Mappin
 
 def built_once(strategy: Any, build: Callable[[str], nn.Module]) -> nn.Module:
     """The model that `build` makes on a device: on the CPU, or where it will be sharded and this is not the first rank
-    on "meta", where it takes no memory.
+    on "meta", where it takes no memory; within `torch.device("meta")`, as a plan is made, always there.
 
     Raises:
         InputError: on all ranks, what the first could not build.
     """
     if not are_sharded(strategy):
-        return build("cpu")
+        return build("meta" if torch.empty(0).device.type == "meta" else "cpu")
     model = refusal = None
     if strategy.is_global_zero:
         try:

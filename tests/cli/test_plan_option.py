@@ -184,6 +184,16 @@ def test_a_plan_of_mteb_or_of_other_orders_measures_nothing(model, corpus, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_begins_at_a_checkpoint_is_planned_from_its_step_on(recipe, tmp_path, capsys):
+    start = tmp_path / "earlier" / "step-000000045"
+    save(causal_lm("gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=128, vocab_size=300), start)
+    words = ["--root", str(tmp_path / "run"), "--plan", "--model.init_from", str(start), "--model.config", "null"]
+    assert main(["fit", "--config", str(recipe), *words, "--steps={every: 10}", "--trainer.max_steps=20"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 saved checkpoints" in shown  # 45, 50, 60, 65
+    assert "training, 20 steps" in shown
+
+
 def test_a_run_measures_at_the_steps_that_its_budget_allows_and_saves_all(recipe, tmp_path, no_page, monkeypatch):
     monkeypatch.setattr(callbacks, "stride_within", lambda budget, plan, trained: 2)
     root = tmp_path / "run"
