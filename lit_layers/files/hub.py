@@ -4,11 +4,13 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
 import socket
 import textwrap
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -114,7 +116,8 @@ def asking_the_hub(what: str, advice: str) -> Iterator[None]:
         InputError: `what` cannot be had, why, and what to do.
     """
     try:
-        yield
+        with from_caches_without_network():
+            yield
     except (*HUB_ERRORS, RuntimeError) as error:
         raise InputError(f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice}") from error
 
@@ -216,6 +219,8 @@ def content_hash(path: Path, like: str = "sha256") -> str:
 
 
 _found = set[str]()  # machines that this process knew the address of: one that is lost later is waited for
+_sought: dict[str, float] = {}  # when those were last looked for that it did not find
+LOOKED_FOR = 60.0  # seconds for which nobody waits for one again
 
 
 def refuse_without_network(what: str, endpoint: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -227,11 +232,13 @@ def refuse_without_network(what: str, endpoint: str, sleep: Callable[[float], No
     host = urlsplit(endpoint).hostname or ""
     if host in _found or constants.HF_HUB_OFFLINE or urllib.request.getproxies().keys() & {"http", "https", "all"}:
         return  # a proxy looks it up
-    for wait in (1.0, 2.0, 2.0, None):
+    waited_for = time.monotonic() - _sought.get(host, -math.inf) < LOOKED_FOR
+    for wait in (None,) if waited_for else (1.0, 2.0, 2.0, None):
         try:
             socket.getaddrinfo(host, None)
         except OSError as error:
             if wait is None:
+                _sought[host] = time.monotonic()
                 raise InputError(
                     f"{what}: there is no network, or no {host} in it: check the name, and that the Hub can be reached"
                 ) from error
@@ -239,6 +246,48 @@ def refuse_without_network(what: str, endpoint: str, sleep: Callable[[float], No
         else:
             _found.add(host)
             return
+
+
+_reading_caches, _one_at_a_time = [0], threading.Lock()
+
+
+@contextlib.contextmanager
+def from_caches_without_network() -> Iterator[None]:
+    """Has libraries read their caches alone, as with HF_HUB_OFFLINE, if the Hub's address cannot be looked up.
+
+    They would try each request for half a minute before they look there.
+
+    Raises:
+        ConnectionError: there is no network, and what is asked for is in no cache.
+    """
+    try:
+        refuse_without_network("", constants.ENDPOINT)
+    except InputError as error:
+        absent = str(error).removeprefix(": ").partition(":")[0]
+    else:
+        yield
+        return
+    try:
+        with _offline():
+            yield
+    except (*HUB_ERRORS, RuntimeError) as error:
+        raise ConnectionError(absent) from error
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """In all threads, until the last one that asked for it is through."""
+
+    def switch(number: int) -> None:
+        with _one_at_a_time:
+            _reading_caches[0] += number
+            constants.HF_HUB_OFFLINE = _reading_caches[0] > 0
+
+    switch(1)
+    try:
+        yield
+    finally:
+        switch(-1)
 
 
 class Hub:

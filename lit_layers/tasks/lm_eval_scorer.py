@@ -22,7 +22,7 @@ import yaml
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.gguf_files import GgufFile, is_gguf
-from lit_layers.files.hub import HUB_ERRORS, reason
+from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
@@ -251,7 +251,8 @@ class LmEvalScorer:
                 if self.rows is not None:
                     loaded = _load_rows(self.rows)
                 else:
-                    loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
+                    with from_caches_without_network():
+                        loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
             except KeyError as error:
                 raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
             except HUB_ERRORS as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.durable import on_disk
+from lit_layers.files.hub import from_caches_without_network
 from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
 from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
 
@@ -215,7 +216,7 @@ def _load(task: Any, spec: ScoredTask, place: str) -> None:
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        with no_bars():
+        with no_bars(), from_caches_without_network():
             task.load_data()
     except (DatasetNotFoundError, OSError, ValueError, RuntimeError, KeyError) as error:
         path = task.metadata.dataset["path"]

@@ -23,7 +23,7 @@ from lit_layers import schema
 from lit_layers.errors import InputError, whole_path
 from lit_layers.files.durable import on_disk
 from lit_layers.files.foreign_parquet import refuse_vast
-from lit_layers.files.hub import HUB_ERRORS, reason
+from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -67,7 +67,8 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
 
     path, _, config = source.partition(":")
     try:
-        rows: Any = datasets.load_dataset(path, config or None, split=split)
+        with from_caches_without_network():
+            rows: Any = datasets.load_dataset(path, config or None, split=split)
     except (*HUB_ERRORS, RuntimeError) as error:
         raise InputError(
             f"source: the split {split!r} of {source!r} cannot be had from the Hub ({reason(error)}), and no local "

@@ -1,16 +1,25 @@
 """How long is waited, for what, and what is said in the end."""
 
 import socket
+import time
 from types import SimpleNamespace
 
+import datasets
+import mteb
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HTTPError
 
+from lit_layers.data.images import _hub as images_of_the_hub
+from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.files import hub
 from lit_layers.files.hub import Hub, is_transient
 from lit_layers.series import Retry
+from lit_layers.tasks.catalogue import resolve
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.mteb_tasks import _load
+from lit_layers.tasks.task_files import read_columns
 
 
 class Answer(HTTPError):
@@ -90,6 +99,7 @@ def unconnected(monkeypatch):
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(hub, "_found", set())
+    monkeypatch.setattr(hub, "_sought", {})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return asked
 
@@ -106,7 +116,42 @@ def test_without_a_network_a_hub_that_was_never_reached_is_given_up_within_secon
             InputError, match="cannot .*: there is no network, or no huggingface.co in it: check the na"
         ):
             ask()
-    assert waits == [1, 2, 2] * 2
+    assert waits == [1, 2, 2]  # the second one knows what the first has found
+    assert {*unconnected} == {"huggingface.co"}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: read_columns("nobody/nothing", ["train"], {"text": "text"}),
+        lambda: LmEvalScorer("arc_easy", "nobody/nothing").requests(),
+        lambda: _load(mteb.get_task("STSBenchmark"), resolve(["STSBenchmark"])[0], "hub"),
+        lambda: images_of_the_hub("nobody/nothing", "train"),
+        lambda: load_tokenizer("nobody/nothing"),
+    ],
+    ids=["task", "lm-eval", "mteb", "images", "tokenizer"],
+)
+def test_what_reads_data_tries_no_request_again_where_there_is_no_network(read, unconnected, tmp_path, monkeypatch):
+    waits: list[float] = []
+    for place in ("HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.setattr(constants, place, str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setitem(hub._sought, "huggingface.co", time.monotonic())  # a moment ago, too
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(InputError, match="there is no network, or no huggingface.co in it"):
+        read()
+    assert (waits, constants.HF_HUB_OFFLINE) == ([], False)
+    assert {*unconnected} == {"huggingface.co"}
+
+
+def test_a_file_of_the_cache_is_read_at_once_where_there_is_no_network(unconnected, tmp_path, monkeypatch):
+    commit = tmp_path / "models--some--one" / "snapshots" / ("0" * 40)
+    for path in (commit / "tokenizer.json", tmp_path / "models--some--one" / "refs" / "main"):
+        path.parent.mkdir(parents=True)
+        path.write_text("0" * 40)
+    monkeypatch.setitem(hub._sought, "huggingface.co", time.monotonic())
+    with hub.asking_the_hub("it cannot be had", "do it otherwise"):
+        assert snapshot_download("some/one", cache_dir=tmp_path) == str(commit)
     assert {*unconnected} == {"huggingface.co"}
 
 
