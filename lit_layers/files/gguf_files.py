@@ -21,6 +21,8 @@ from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import has_kernels
 
 SUFFIX = ".gguf"
+OF_WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
+LOAD_THEM = "a file of weights alone is loaded in Python, into the network that it is of, and measured by watch"
 _CANNOT_READ = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
     *(ArithmeticError, MemoryError, struct.error, StrictDataclassError),  # of counts and values that a file claims
@@ -39,6 +41,20 @@ _LLAMA3 = {
 def is_gguf(name: str | Path) -> bool:
     """Whether a model is named as such a file."""
     return Path(name).suffix == SUFFIX
+
+
+def no_folder(name: str | Path) -> InputError:
+    """What is said of a file in the place of a folder with a model: what to name instead."""
+    path = Path(name)
+    if path.suffix in (*OF_WEIGHTS_ALONE, ".json") and (path.parent / "config.json").is_file():
+        advice = f"name its folder, {path.parent}"
+    elif path.suffix == ".ckpt":
+        advice = "name its folder, with the config.json of the model in it"
+    elif path.suffix in OF_WEIGHTS_ALONE:
+        advice = LOAD_THEM
+    else:
+        advice = "a GGUF file is read as a whole, by analyze, intervene and mteb without --stream-blocks or --untrained"
+    return InputError(f"expected a folder with a model, {name} is a file: {advice}")
 
 
 def refuse_unreadable(path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whole_path
-from lit_layers.files.gguf_files import GgufFile, is_gguf
+from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
 from lit_layers.files.hub import refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, refuse_endless, untrained
@@ -43,6 +43,8 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
     is_place = isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))
+    if os.path.isfile(name) and not is_gguf(name):
+        raise no_folder(name)
     if is_place and not os.path.isdir(name) and not is_gguf(name):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import on_disk
+from lit_layers.files.gguf_files import no_folder
 from lit_layers.files.hub import HUB_ERRORS, Hub, named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -67,10 +68,7 @@ class ShardFiles:
         # By name: of a tensor that is put together from stored ones, their names, and how.
         self.put_together: dict[str, tuple[list[str], Callable[[], Tensor]]] = {}
         if os.path.isfile(self.model):
-            raise InputError(
-                f"expected a folder with a model, {model} is a file: a GGUF file is read as a whole, by analyze, "
-                "intervene and mteb without --stream-blocks or --untrained"
-            )
+            raise no_folder(model)
         if self._folder is None:
             name = self.model
             local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)

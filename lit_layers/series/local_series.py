@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import on_disk
+from lit_layers.files.gguf_files import LOAD_THEM, OF_WEIGHTS_ALONE
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
@@ -72,7 +73,11 @@ class StepFolders(_LocalSeries):
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
         steps, strangers = parsed_names(names, self._grammar or recognize(names))
         if not steps:
-            raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500")
+            alone = any(path.suffix in OF_WEIGHTS_ALONE for path in self.root.iterdir())
+            advice = f"; {LOAD_THEM}" if alone else ""
+            raise InputError(
+                f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500{advice}"
+            )
         kept, doubles = ordered(steps)
         run = run_facts(self.root)
         per_step = self.tokens_per_step or run.get("tokens_per_step")

@@ -18,6 +18,7 @@ from lit_layers.files import gguf_files
 from lit_layers.files.gguf_files import GgufFile
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
+from lit_layers.models.shard_files import ShardFiles
 from lit_layers.series import OneModel
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
 from tests.support.measured_series import write_texts
@@ -206,6 +207,25 @@ def test_what_is_no_such_file_is_refused_in_a_sentence(gpt2, tmp_path, monkeypat
     command = ["analyze", *words, "--corpus", write_texts(tmp_path / "texts", 3000), "--root", "out"]
     assert main(command) == 2
     assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("model.pt", "a file of weights alone is loaded in Python, into the network that it is of"),
+        ("epoch=3-step=1200.ckpt", "name its folder, with the config.json of the model in it"),
+        ("run/model.safetensors", "name its folder, run"),
+        ("notes.md", "a GGUF file is read as a whole"),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder_is_refused_with_what_to_name_instead(tmp_path, monkeypatch, name, advice):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for place in ("run/config.json", name):
+        (tmp_path / place).write_text("{}")
+    for opened in (load, ShardFiles):
+        with pytest.raises(InputError, match=f"expected a folder with a model, {name} is a file: {advice}"):
+            opened(name)
 
 
 def test_an_architecture_that_cannot_be_read_is_named(gpt2, tmp_path):

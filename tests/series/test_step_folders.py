@@ -77,9 +77,15 @@ def test_a_damaged_file_is_refused_when_it_is_loaded(run):
 
 def test_wrong_input_is_refused(tmp_path, run):
     (tmp_path / "empty").mkdir()
+    (weights := tmp_path / "plain" / "model_100.pt").parent.mkdir()
+    weights.touch()
     for series, sentence in (
         (lambda: StepFolders(tmp_path / "none"), "expected a folder with checkpoints, .*none does not exist"),
         (lambda: StepFolders(tmp_path / "empty"), "empty holds no folder that is a step, such as step-000001000"),
+        (
+            lambda: StepFolders(weights.parent),
+            "500; a file of weights alone is loaded in Python, into",
+        ),
         (lambda: StepFolders(run, grammar="checkpoint"), "first holds no folder that is a step"),
         (lambda: StepFolders(run, [3]), "steps: first has no step 3; it has 5 steps from 0 to 8, the nearest 2 and 4"),
         (lambda: StepFolders(run, tokens_per_step=0), "tokens_per_step: expected at least 1, got 0"),
