@@ -456,6 +456,18 @@ def test_every_part_can_be_timed_on_other_families(name):
     assert all(row.seconds > 0 for row in plan.rows)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+def test_a_model_in_half_precision_is_timed_in_float32_and_left_as_it_is(name, monkeypatch):
+    monkeypatch.setattr(calibration, "_TIMED", {})
+    data, model = PICTURES if sees_images(name) else TEXTS, tiny(name).bfloat16()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    rows = planned(LayeredModel(model), [Coupling(batches=data, k=(4,)), Trajectory(batches=data)], device=CPU).rows
+    assert all(row.seconds > 0 for row in rows)
+    assert {key[-1] for key in calibration._TIMED if len(key) > 2} == {torch.float32}
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) and value.dtype == after[key].dtype for key, value in before.items())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "vit"])
 def test_a_model_in_float64_is_timed_in_float64(name, monkeypatch):
     monkeypatch.setattr(calibration, "_TIMED", {})

@@ -41,11 +41,16 @@ class Bench:
         each = part._replace(count=1)
         shapes = [tuple(p.shape) for p in self.model.blocks[0].parameters()]
         sizes = self.model.dim, str(shapes), part.kind, part.size, part.call
-        key = (str(self.device), self.rounded, *sizes, self.model.dtype)
+        key = (str(self.device), self.rounded, *sizes, self._dtype)
         if key not in _TIMED:
             call, timed = self._call(each)
             _TIMED[key] = self._time(call) / timed
         return flop(self.model, part) * _TIMED[key]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """float32 at least: most analyses convert a model in half precision."""
+        return torch.float32 if self.rounded else torch.promote_types(self.model.dtype, torch.float32)
 
     def _seconds_of_a_step(self) -> float:
         key = str(self.device), "steps"
@@ -63,9 +68,7 @@ class Bench:
         """What is timed, and its FLOP."""
         dim, generator = self.model.dim, torch.Generator().manual_seed(0)
 
-        # blocks take and give states of their own dtype; what is computed of them is in float32 or wider
-        states_dtype = torch.float32 if self.rounded else self.model.dtype
-        wide = torch.promote_types(states_dtype, torch.float32)
+        wide = self._dtype
 
         def random(*shape: int, dtype: torch.dtype = wide) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self.device, dtype)
@@ -81,12 +84,12 @@ class Bench:
                 texts, tokens = part.size
                 texts = fewest_rows(texts, lambda rows: Part("blocks", 1, (rows, tokens)))
                 block, _ = self._block(tokens)
-                hidden = random(texts, tokens, dim, dtype=states_dtype)
+                hidden = random(texts, tokens, dim)
                 return lambda: block(hidden), flop(self.model, Part("blocks", 1, (texts, tokens)))
             case "jacobians" if flop(self.model, part) < LONGEST:
                 block, mask = self._block(8)
                 texts = 2 if not part.size and 2 * flop(self.model, part) < LONGEST else 1  # some analyses take batches
-                hidden, mask = random(texts, mask.shape[1], dim, dtype=states_dtype), mask.expand(texts, -1)
+                hidden, mask = random(texts, mask.shape[1], dim), mask.expand(texts, -1)
                 inputs = range(-1, -1 - min(part.size[0], mask.shape[1]), -1) if part.size else ()
                 how: dict[str, Any] = {"out_tokens": -1, "in_tokens": [*inputs]} if inputs else {}
                 timed = texts * max(1, len(inputs)) * flop(self.model, part)
@@ -124,6 +127,7 @@ class Bench:
     def _block(self, tokens: int) -> tuple[BlockCall, Tensor]:
         """A block with random weights, as it is called on texts of that length."""
         cut: Any = truncate(self.model.model, 1, head=False)
+        cut = cut if self.rounded else cut.to(self._dtype)
         cut = cut.to_empty(device=self.device) if self.model.device.type == "meta" else cut.to(self.device)
         generator = torch.Generator(self.device).manual_seed(0)  # a training's own random numbers stay as they are
         if self.model.origin == "structure":  # which weights show, but not those of memory that may hold zeros
