@@ -133,13 +133,20 @@ def of_texts(model: LayeredModel, texts: Sequence[str], max_tokens: int, letters
 
 
 def trained(
-    model: LayeredModel, *, samples: float, tokens: int, micro_batch: int, block_runs: float = 0, passes: int = 3
+    model: LayeredModel,
+    *,
+    samples: float,
+    tokens: int,
+    micro_batch: int,
+    block_runs: float = 0,
+    passes: int = 3,
+    weights: int | None = None,
 ) -> Work:
     """A training on so many samples: a forward pass, and a backward pass of twice its work.
 
     Memory is that of weights, gradients and Adam's two averages, and of what one micro-batch keeps for its backward
     pass, 17 numbers a token and width in each block and the logits twice. `block_runs`: of a sample, where the blocks
-    do not run once each.
+    do not run once each. `weights`: the bytes of the model's, where they were counted before.
     """
     rows, runs = tokens if model.vocab_size else 1, block_runs or model.num_layers
     scores = micro_batch * rows * (model.vocab_size or model.num_classes or 1)
@@ -148,9 +155,8 @@ def trained(
         Part("blocks", passes * runs * samples / micro_batch, (micro_batch, tokens)),
         Part("head", passes * samples * rows),
     )
-    return Work(
-        texts=round(samples), tokens=round(samples * tokens), parts=parts, device=3 * bytes_of_model(model) + kept
-    )
+    weights = bytes_of_model(model) if weights is None else weights
+    return Work(texts=round(samples), tokens=round(samples * tokens), parts=parts, device=3 * weights + kept)
 
 
 def fits(

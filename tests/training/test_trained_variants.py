@@ -58,6 +58,16 @@ def both(home, root, **options):
     yield glue(home, root, **options), load(home / "bert"), LitSequenceClassifier
 
 
+def test_memory_is_that_of_training_the_largest_batch_beside_the_model(home, tmp_path):
+    """Weights, gradients and two averages; 17 numbers a token and width of each block, logits and their gradient."""
+    batch, tokens = 64, 12
+    analysis = finetuning(home, tmp_path, {"validation_batch_size": batch})
+    model = load(home / "gpt2")
+    config = model.config
+    kept = batch * tokens * (17 * config.n_embd * config.n_layer + 2 * config.vocab_size)
+    assert analysis.work(LayeredModel(model)).device == 4 * (4 * model.num_parameters() + kept)
+
+
 def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
     for analysis, model, _ in both(home, tmp_path):
         said, before = [], weights_hash(model)

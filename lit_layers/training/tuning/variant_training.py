@@ -189,12 +189,13 @@ class TrainedVariants(Analysis):
         self, model: LayeredModel, *, tokens: int, samples: int, judged: int, judged_at_once: int, passes: int = 3
     ) -> Work:
         """Each variant trained and judged, those included that are there already, on a copy of the model."""
-        whole, options = Work(), {"tokens": tokens}
+        weights = bytes_of_model(model)  # counted once: the orders are hundreds
+        whole, options = Work(), {"tokens": tokens, "weights": weights}
         for variant in self.chosen(model):
             options["block_runs"] = block_runs(variant.schedule)
             whole += trained(model, samples=samples, micro_batch=self.recipe.batch_size, passes=passes, **options)
             whole += trained(model, samples=judged, micro_batch=judged_at_once, passes=1, **options)
-        return replace(whole, device=whole.device + bytes_of_model(model))
+        return replace(whole, device=whole.device + weights)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         """Yields the records of each variant, and at last the means over the seeds of random orders."""
