@@ -31,7 +31,8 @@ from tests.support.labelled_texts import saved_gpt2
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
 from tests.support.ray_work import Meeting, OnGpu
 
-pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
+# `slow`: first of its tier, as it is the longest file and waits half of its time.
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
 KILLS = int(os.environ.get("LIT_LAYERS_KILLS", 20))
 SEED = int(os.environ.get("LIT_LAYERS_SEED", 0))
 ROOT = Path(__file__).parents[1]
