@@ -346,6 +346,13 @@ def _as_classes(
                     f"row {row.number} of {row.place} has the label {row.label!r}, expected one of {', '.join(names)} "
                     f"or a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
                 )
+            number = number_of[row.label]
+            if task.classes and number_of.get(str(row.label), number) != number:  # those of the Hub are places
+                raise task.refusal(
+                    "classes",
+                    f"row {row.number} of {row.place} has the label {row.label!r}, the number of {names[number]!r} and "
+                    "the name of another class: leave classes out, or give them no numbers for names",
+                )
         if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
             used = sorted({number_of[label] for label in labels})
             places = {number: place for place, number in enumerate(used)}
