@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import close_session
 from safetensors.torch import load_file, save_file
+from transformers.utils import hub as transformers_hub
 
 from lit_layers.series import checkpoint as checkpoints
 from tests.support.fake_hub import FakeHub
@@ -24,6 +25,8 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with FakeHub(root) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # of the functions that are methods of one HfApi
+        # transformers keeps one of its own: that of the first fake Hub, which was asked in vain for half a minute
+        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
