@@ -276,15 +276,17 @@ class LmEvalScorer:
         """The model as lm-eval takes it; the same for every order of its blocks."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
-            wrapped = lm_eval_class()(
-                pretrained=model,
-                tokenizer=name,
-                revision=revision,
-                batch_size=self.batch_size,
-                max_length=self.max_length,
-                softmax_dtype="float32",
-                trust_remote_code=False,
-            )
+            is_here = not isinstance(name, str) or Path(name).exists()
+            with contextlib.nullcontext() if is_here else from_caches_without_network():
+                wrapped = lm_eval_class()(
+                    pretrained=model,
+                    tokenizer=name,
+                    revision=revision,
+                    batch_size=self.batch_size,
+                    max_length=self.max_length,
+                    softmax_dtype="float32",
+                    trust_remote_code=False,
+                )
             if wrapped.tokenizer.eos_token is None:  # a folder that names no tokens: the end this package finds in it
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
             self._wrapped = model, wrapped

@@ -9,6 +9,7 @@ import mteb
 import pytest
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HTTPError
+from transformers.utils import hub as transformers_hub
 
 from lit_layers.data.images import _hub as images_of_the_hub
 from lit_layers.data.tokenization import load_tokenizer
@@ -20,6 +21,7 @@ from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from lit_layers.tasks.mteb_tasks import _load
 from lit_layers.tasks.task_files import read_columns
+from tests.support.labelled_texts import saved_gpt2
 
 
 class Answer(HTTPError):
@@ -153,6 +155,22 @@ def test_a_file_of_the_cache_is_read_at_once_where_there_is_no_network(unconnect
     with hub.asking_the_hub("it cannot be had", "do it otherwise"):
         assert snapshot_download("some/one", cache_dir=tmp_path) == str(commit)
     assert {*unconnected} == {"huggingface.co"}
+
+
+def test_lm_eval_takes_a_tokenizer_of_the_cache_where_there_is_no_network(unconnected, tmp_path, monkeypatch):
+    """transformers lists the repository's files besides, which is in vain, for half a minute."""
+    commit = tmp_path / "models--some--one" / "snapshots" / ("0" * 40)
+    model = saved_gpt2(commit)
+    (tmp_path / "models--some--one" / "refs").mkdir()
+    (tmp_path / "models--some--one" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(transformers_hub, "_hf_api", None)
+    monkeypatch.setitem(hub._sought, "huggingface.co", time.monotonic())
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    wrapped = LmEvalScorer("arc_easy", "some/one")._wrap(model)
+    assert wrapped.tokenizer.name_or_path == "some/one"
+    assert waits == []
 
 
 def test_a_hub_that_was_reached_or_lies_behind_a_proxy_is_waited_for(unconnected, monkeypatch):
