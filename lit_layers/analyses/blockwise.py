@@ -20,7 +20,7 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError, kind_and_words, refused
-from lit_layers.files.durable import no_link
+from lit_layers.files.durable import no_link, own_draft_of
 from lit_layers.models.shared_pass import pieces, row_digests
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch, BlockCall, LayeredModel
@@ -244,7 +244,7 @@ class TensorFolder:
 
 def save(content: Any, path: Path) -> None:
     """Replaces `path` as a whole, and returns when it is on the disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = own_draft_of(path)
     with refused(f"cannot write {path}"):
         try:
             with open(partial, "wb", opener=no_link) as file:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def on_disk(path: Path) -> list[int]:
 def draft_of(path: Path) -> Path:
     """Where `write_json` prepares a file: what a kill may leave behind."""
     return path.with_name(f".{path.name}.draft")
+
+
+def own_draft_of(path: Path) -> Path:
+    """A name beside `path` that no other process takes: two containers on a shared folder may have one number."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
 
 
 def no_link(path: str, flags: int) -> int:
@@ -93,7 +99,7 @@ def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file, whole or not at all: two processes may do it at once."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = own_draft_of(path)
     try:
         with naming(path):
             _write_new(draft, content)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
+from lit_layers.files.durable import own_draft_of
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,3}([^/].*)", re.DOTALL)  # one slash: what `Path` leaves of two; file:///x
 _NO_STORES = ("file", "local", "http", "https", "memory")
@@ -133,7 +134,7 @@ class Store:
 
     def get(self, name: str, path: Path, size: int) -> None:
         """Downloads an object, whole or not at all; raises FileNotFoundError where it is gone."""
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft = own_draft_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with _explained(self.url, FileNotFoundError):

@@ -1,6 +1,5 @@
 """A layer that is enough, as a folder: the model up to it, its probe, its tokenizer, and its page with tables."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import nn
 
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import naming, sync
+from lit_layers.files.durable import naming, own_draft_of, sync
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly
@@ -269,8 +268,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 @contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
     """A folder beside the one to be; what is still there of it at the end is removed."""
-    draft = folder.absolute().with_name(f".{folder.absolute().name}.draft-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = own_draft_of(folder.absolute())
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch import nn
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.files.durable import sync
+from lit_layers.files.durable import own_draft_of, sync
 from lit_layers.models.build import save
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
@@ -104,7 +103,7 @@ def writable_folder(folder: Path, field: str) -> Path:
     Raises:
         InputError: naming the field, the folder and the operating system's reason.
     """
-    probe = folder / f".writable-{os.getpid()}"
+    probe = own_draft_of(folder / "writable")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()

@@ -1,0 +1,56 @@
+"""Files that two processes write at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_layers.analyses import blockwise
+from lit_layers.files import durable
+from lit_layers.files.durable import own_draft_of, replace_file
+
+
+def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Path, monkeypatch) -> None:
+    """As two containers on a shared folder do: the second begins and ends while the first is at its file."""
+    file, sync, begun = tmp_path / "report.html", durable.sync, []
+
+    def meanwhile(path: Path) -> None:
+        sync(path)
+        if not begun:
+            begun.append(path)
+            replace_file(file, "the other's")
+            assert file.read_text() == "the other's"
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(durable, "sync", meanwhile)
+    replace_file(file, "whole")
+    assert begun
+    assert file.read_text() == "whole"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_tensors_of_two_machines_with_one_process_number(tmp_path: Path, monkeypatch) -> None:
+    """The second opens its file while the first has written half of its own."""
+    file, fsync, begun = tmp_path / "states.pt", os.fsync, []
+
+    def meanwhile(handle: int) -> None:
+        fsync(handle)
+        if not begun:
+            begun.append(handle)
+            blockwise.save(torch.zeros(3), file)
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    blockwise.save(torch.ones(100), file)
+    assert begun
+    assert torch.load(file, weights_only=True).equal(torch.ones(100))
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("name", ["model", "report.html", ".hidden"])
+def test_a_draft_stands_beside_its_file_is_hidden_and_nobody_elses(name: str, tmp_path: Path) -> None:
+    drafts = {own_draft_of(tmp_path / name) for _ in range(100)}
+    assert len(drafts) == 100
+    assert {draft.parent for draft in drafts} == {tmp_path}
+    assert all(draft.name.startswith(f".{name}.") and draft.name.endswith(".draft") for draft in drafts)
