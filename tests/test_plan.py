@@ -456,7 +456,7 @@ def test_every_part_can_be_timed_on_other_families(name):
     assert all(row.seconds > 0 for row in plan.rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "vit"])
 def test_a_model_in_half_precision_is_timed_in_float32_and_left_as_it_is(name, monkeypatch):
     monkeypatch.setattr(calibration, "_TIMED", {})
     data, model = PICTURES if sees_images(name) else TEXTS, tiny(name).bfloat16()

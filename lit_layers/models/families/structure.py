@@ -292,6 +292,9 @@ def apart_when_built_again(model: Network) -> float:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
+        was = dict(model.named_buffers())
+        for name, buffer in again.named_buffers():  # `half()` rounds rotary tables, too, which a new model has whole
+            buffer.data = buffer.to(was[name].dtype if name in was else buffer.dtype)
         probe, states = probe_of(model), []
         for each in (model, again):
             with watch(by_structure(each).block_list(each)) as calls:
