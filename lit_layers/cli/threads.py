@@ -4,28 +4,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from lit_layers.cli.console import verbosity
+from lit_layers.machine import processors
 
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
 _divided: str | None = None  # what this process has set the variable to
-
-
-@dataclass(frozen=True)
-class Processors:
-    """What this process may use: CPUs, the cores that they are threads of, and a share of their time in CPUs."""
-
-    cpus: int
-    cores: int
-    quota: float = float("inf")
-
-    def threads(self, ranks: int, allocated: int | None = None) -> int:
-        """Threads of each of so many ranks; where each is bound to CPUs of its own, of those `allocated` to all."""
-        cpus = min(self.cpus, max(self.cpus, allocated or 0) // ranks)
-        return max(1, int(min(cpus * self.cores / self.cpus, self.quota / ranks)))
 
 
 def settle(ranks: int = 1) -> None:
@@ -66,32 +52,6 @@ def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
     tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
     node = int(environment.get("SLURM_NODEID", 0))
     return (tasks[node] if node < len(tasks) else 1), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
-
-
-def processors(system: Path = Path("/")) -> Processors:
-    """What the scheduler's affinity and the control groups leave to this process."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
-    return Processors(len(allowed), len(cores), min(_quotas(system), default=float("inf")))
-
-
-def _quotas(system: Path) -> Iterator[float]:
-    """Yields the CPUs that each control group around this process may keep busy."""
-    with contextlib.suppress(OSError):
-        for line in (system / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and "cpu" not in kinds.split(","):
-                continue
-            folder = system / "sys/fs/cgroup" / ("cpu" if kinds else "") / path.lstrip("/")
-            for place in (folder, *folder.parents):  # a container sees its own group at the top
-                files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if kinds else ["cpu.max"]
-                with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-                    quota, period = map(int, " ".join((place / file).read_text() for file in files).split())
-                    if quota > 0:
-                        yield quota / period
 
 
 def tell(device: object, then: str = "") -> None:

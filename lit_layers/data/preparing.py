@@ -40,6 +40,7 @@ from lit_layers.data.text_sources import Document, Source, digest, in_share, ope
 from lit_layers.errors import InputError
 from lit_layers.files.durable import draft_of, sync, write_json
 from lit_layers.identity import hash_of
+from lit_layers.machine import processors
 from lit_layers.schema import refuse_below_one
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def prepare(
             if loaded is None and progress:
                 sys.stderr.write(f"training the tokenizer {tokenizer}\n")
             _place_tokenizer(folder, state, loaded, corpus)
-            _fill(folder, state, corpus, workers or _num_cores(), progress)
+            _fill(folder, state, corpus, workers or processors().at_once(), progress)
         except InputError:
             noted = folder / PROGRESS
             if noted.exists() and not json.loads(noted.read_text(encoding="utf-8"))["sizes"]:
@@ -329,10 +330,6 @@ def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path
     key = hash_of([VERSION, open_source(corpus).describe(), made_by])
     names = [re.sub(r"[^\w.]+", "-", Path(name).name) for name in (corpus, tokenizer)]
     return root / "text" / "-".join([*names, key])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 LOCK = ".lock"

@@ -13,9 +13,9 @@ import torch
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, DividedAnalysis, RoundedAnalysis, describe
 from lit_layers.analyses.blockwise import LayerwiseAnalysis, layerwise
 from lit_layers.errors import InputError
+from lit_layers.machine import free_memory
 from lit_layers.measuring.calibration import Bench
 from lit_layers.models.costs import this_machine
-from lit_layers.models.shard_files import free_memory
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import OF_A_BLOCK, Part, Work, around, bytes_of, bytes_of_model, flop, trained
 

@@ -325,15 +325,3 @@ class Prefetch:
                     tensors[name] = self.files.read(name).to(self.device)
                 stream.synchronize()
         return tensors if self.device.type == "cuda" else None
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be taken on a device now; None where the system does not say."""
-    if device.type == "cuda":
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reusable
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

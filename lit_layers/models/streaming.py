@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
+from lit_layers.machine import free_memory
 from lit_layers.models.block_calls import BlockCall, entered, hooked
 from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
@@ -25,7 +26,7 @@ from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.structure import is_proven, taken_apart, untouched
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import is_timm, outline
-from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, free_memory, named_in_files
+from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, named_in_files
 from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
 
 META = torch.device("meta")

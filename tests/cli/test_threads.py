@@ -9,29 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_layers.cli import console, threads
-from lit_layers.cli.threads import Processors, processors, ranks_here
-
-INFINITE = float("inf")
-
-
-@pytest.mark.parametrize(
-    ("machine", "ranks", "allocated", "expected"),
-    [
-        (Processors(8, 8), 1, None, 8),
-        (Processors(8, 8), 2, None, 4),
-        (Processors(8, 8), 3, None, 2),
-        (Processors(2, 2), 8, None, 1),
-        (Processors(16, 8), 1, None, 8),  # two hardware threads a core
-        (Processors(16, 8), 4, None, 2),
-        (Processors(64, 64, 6.5), 1, None, 6),
-        (Processors(64, 64, 6.5), 2, None, 3),
-        (Processors(64, 64, 0.5), 1, None, 1),
-        (Processors(64, 64), 8, 64, 8),  # tasks of SLURM that may use each other's CPUs
-        (Processors(8, 8), 8, 64, 8),  # and that may not
-    ],
-)
-def test_threads_are_the_cores_over_the_ranks(machine, ranks, allocated, expected):
-    assert machine.threads(ranks, allocated) == expected
+from lit_layers.cli.threads import ranks_here
+from lit_layers.machine import Processors
 
 
 @pytest.mark.parametrize(
@@ -46,53 +25,6 @@ def test_threads_are_the_cores_over_the_ranks(machine, ranks, allocated, expecte
 )
 def test_ranks_on_this_machine_are_what_started_them_says(environment, expected):
     assert ranks_here(environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/cpu.max": "400000 100000",
-                "sys/fs/cgroup/a/b/cpu.max": "max 100000",
-            },
-            4,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/docker/y\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            INFINITE,
-        ),
-        ({}, INFINITE),
-    ],
-)
-def test_limits_of_control_groups_are_read(files, quota, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert processors(tmp_path).quota == quota
-
-
-def test_two_hardware_threads_of_a_core_count_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
-    for cpu in (0, 1, 4, 5):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert processors(tmp_path) == Processors(4, 2)
 
 
 def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
@@ -114,10 +46,8 @@ def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch)
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="what a process was started with is read from /proc")
 @pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "1"), ("2", "2")])
 def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, tmp_path):
-    program = "from lit_layers.cli import threads; import os\n"
-    program += (
-        "threads.processors = lambda: threads.Processors(6, 6); threads.settle(); print(os.environ['OMP_NUM_THREADS'])"
-    )
+    program = "from lit_layers.cli import threads; from lit_layers.machine import Processors; import os\n"
+    program += "threads.processors = lambda: Processors(6, 6); threads.settle(); print(os.environ['OMP_NUM_THREADS'])"
     agent = "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
     agent += f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
