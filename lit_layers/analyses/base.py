@@ -70,7 +70,7 @@ class Analysis(ABC):
         None says that nobody knows before it has run.
 
         Raises:
-            InputError: data of which there cannot be enough.
+            InputError: data that cannot be had, or of which there cannot be enough.
         """
         options: Any = self.resolved(model)
         batches, count = getattr(options, "batches", None), getattr(options, "num_prompts", None)

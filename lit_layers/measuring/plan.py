@@ -134,8 +134,8 @@ def planned(
     """What analyses take on a model that may hold no weights, or that is read block by block.
 
     Raises:
-        InputError: options that do not fit the model, data of which there cannot be enough, an analysis that cannot
-            stream.
+        InputError: options that do not fit the model, data that cannot be had or of which there cannot be enough, an
+            analysis that cannot stream.
     """
     streamed = {each.name: each for each in layerwise(analyses)} if stream_blocks else {}
     num_reads = max((each.passes for each in streamed.values()), default=-1) + 1  # once more for their hash

@@ -138,15 +138,15 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
             refuse_unknown(self.task)
         self.data_hash()
 
-    def work(self, model: LayeredModel) -> Work | None:
+    def work(self, model: LayeredModel) -> Work:
         """Of all schedules, also of those that are scored already, by the lengths of some of the texts.
 
         Of a row's choices those that differ in about their last token alone are one text.
+
+        Raises:
+            InputError: a task that is not there, or whose rows cannot be had.
         """
-        try:
-            requests = self._scorer(model).requests()
-        except InputError:  # said when its turn comes
-            return None
+        requests = self._scorer(model).requests()
         schedules = {variant.schedule for variant in self.variants_of(model)}
         limit = model.max_tokens or 2048
         chosen = [each.arguments for each in requests if each.request_type != "generate_until"]

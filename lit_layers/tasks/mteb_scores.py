@@ -112,7 +112,10 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
         encode_texts(self.words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
         if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
             return  # scored before, in whatever room there was
-        needed, room = self.work(model), self.store.max_bytes
+        try:
+            needed, room = self.work(model), self.store.max_bytes
+        except InputError:  # said when its turn comes
+            return
         if needed is not None and needed.disk > room:
             raise InputError(
                 f"cache_gb: the embeddings of {self.task.name} take {needed.disk / GB:.3g} GB ({needed.texts:,} texts "
@@ -121,12 +124,12 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
             )
 
     def work(self, model: LayeredModel) -> Work | None:
-        """Passes and embeddings; what mteb does with them is not counted. A token is taken to be four letters."""
-        try:
-            counted = self.sources.num_texts(self.task)
-        except InputError:  # said when its turn comes
-            return None
-        if counted is None:
+        """Passes and embeddings; what mteb does with them is not counted. A token is taken to be four letters.
+
+        Raises:
+            InputError: a local copy that cannot be read.
+        """
+        if (counted := self.sources.num_texts(self.task)) is None:
             return None
         number, letters = counted
         tokens = max(1, min(round(letters / LETTERS), self.max_tokens, model.max_tokens or self.max_tokens))

@@ -184,6 +184,26 @@ def test_a_plan_of_mteb_or_of_other_orders_measures_nothing(model, corpus, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("verb", "task", "reads"),
+    [
+        ("intervene", "hellaswag", "lit_layers.tasks.benchmark_scores.LmEvalScorer.requests"),
+        ("mteb", "STSBenchmark", "lit_layers.tasks.mteb_tasks.Sources.num_texts"),
+    ],
+)
+def test_a_plan_of_a_task_whose_rows_cannot_be_had_says_why_and_ends_in_two(
+    model, tmp_path, capsys, monkeypatch, verb, task, reads
+):
+    def nowhere(*_):
+        raise InputError(f"the rows of {task} cannot be had from the Hub: name a folder of local data")
+
+    monkeypatch.setattr(reads, nowhere)
+    assert main([verb, str(model), "--root", str(tmp_path / "run"), "--tasks", task, "--plan"]) == 2
+    said = capsys.readouterr()
+    why = f"the rows of {task} cannot be had from the Hub: name a folder of local data"
+    assert (said.out, said.err) == ("", f"lit-layers {verb}: error: {why}\n")
+
+
 def test_a_run_that_begins_at_a_checkpoint_is_planned_from_its_step_on(recipe, tmp_path, capsys):
     start = tmp_path / "earlier" / "step-000000045"
     save(causal_lm("gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=128, vocab_size=300), start)
