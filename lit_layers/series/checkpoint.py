@@ -39,6 +39,8 @@ PATTERNS = {
 }
 _STEPLIKE = re.compile(r"(?=.*\d).*(ste|check|ckpt|iter|tok)|\d+$", re.IGNORECASE)
 _LAST_INTEGER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+_PART_OF_A_NUMBER = re.compile(r".*\d([.]|[eE][-+]?)", re.DOTALL)  # before the last integer of 1.5 or 1e3
+_FACTOR = re.compile(r"[kKM](?![A-Za-z])")  # behind the integer of iter_10k
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ class Grammar:
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
-        return StepName(name, **{key: _number(text) for key, text in match.groupdict().items() if text is not None})
+        numbers = {key: _number(text) for key, text in match.groupdict().items() if text is not None}
+        if factor := _FACTOR.match(name, match.end("step")):
+            numbers["step"] *= 10**6 if factor[0] == "M" else 1000
+        return StepName(name, **numbers)
 
 
 def _number(text: str) -> int:
@@ -104,7 +109,8 @@ def parsed_names(names: Collection[str], grammar: Grammar | None) -> tuple[list[
 def recognize(names: Iterable[str]) -> Grammar | None:
     """The grammar that understands most of the names; None where no two names have one in common.
 
-    Names of no known grammar that differ in their last integer alone have that integer as their step.
+    Names of no known grammar that differ in their last integer alone have that integer as their step, of iter_10k ten
+    thousand. The 3 of 1e3 and the 5 of 1.5 are no step.
     """
     names = [name for name in names if name != "main"]
     grammars = [Grammar(spelling) for spelling in PATTERNS]
@@ -112,7 +118,8 @@ def recognize(names: Iterable[str]) -> Grammar | None:
     if max(counts):
         return grammars[counts.index(max(counts))]
     matches = [match.groups() for name in names if (match := _LAST_INTEGER.fullmatch(name))]
-    templates = Counter(f"{before}{{step}}{after}" for before, _, after in matches)
+    whole = [(before, after) for before, _, after in matches if not _PART_OF_A_NUMBER.fullmatch(before)]
+    templates = Counter(f"{before}{{step}}{after}" for before, after in whole)
     template, count = templates.most_common(1)[0] if templates else ("", 0)
     return Grammar(template) if count > 1 else None
 

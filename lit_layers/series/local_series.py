@@ -75,6 +75,10 @@ class StepFolders(_LocalSeries):
         if not steps:
             alone = any(path.suffix in OF_WEIGHTS_ALONE for path in self.root.iterdir())
             advice = f"; {LOAD_THEM}" if alone else ""
+            if (self.root / "config.json").is_file():
+                advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
+            elif strangers:
+                advice = f"; of {strangers[0]} the step is not known: write it as a whole number"
             raise InputError(
                 f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500{advice}"
             )

@@ -47,6 +47,7 @@ def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
         (["checkpoint-10", "main"], "checkpoint"),
         (["iter_10k", "iter_20k", "v2"], "iter_{step}k"),
         (["500", "1000"], "{step}"),
+        (["step-1e3", "step-1e4", "part-5", "part-6"], "part-{step}"),
     ],
 )
 def test_a_grammar_is_recognized_from_its_names(names, spelling):
@@ -57,6 +58,25 @@ def test_a_grammar_is_recognized_from_its_names(names, spelling):
 
 def test_names_without_a_common_grammar_are_no_series():
     assert recognize(["main", "v1.0", "fix"]) is None
+
+
+@pytest.mark.parametrize("name", ["step-1e{}", "step-2E-{}", "iter_1.{}", "step-1.5e{}"])
+def test_the_end_of_a_number_that_is_not_whole_is_no_step(name):
+    assert recognize([name.format(end) for end in (3, 4, 5)]) is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "step"),
+    [
+        ("iter_{step}k", "iter_10k", 10_000),
+        ("{step}K", "5K", 5000),
+        ("step{step}M", "step2M", 2_000_000),
+        ("step{step}kept", "step7kept", 7),
+        ("{step}", "64", 64),
+    ],
+)
+def test_thousands_and_millions_are_counted_as_steps(spelling, name, step):
+    assert Grammar(spelling).parse(name) == StepName(name, step)
 
 
 def test_names_that_look_like_steps_are_told_from_others():

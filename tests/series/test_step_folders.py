@@ -79,12 +79,19 @@ def test_wrong_input_is_refused(tmp_path, run):
     (tmp_path / "empty").mkdir()
     (weights := tmp_path / "plain" / "model_100.pt").parent.mkdir()
     weights.touch()
+    for name in ("step-1e3", "step-1e4"):
+        (tmp_path / "powers" / name).mkdir(parents=True)
     for series, sentence in (
         (lambda: StepFolders(tmp_path / "none"), "expected a folder with checkpoints, .*none does not exist"),
         (lambda: StepFolders(tmp_path / "empty"), "empty holds no folder that is a step, such as step-000001000"),
         (
             lambda: StepFolders(weights.parent),
             "500; a file of weights alone is loaded in Python, into",
+        ),
+        (lambda: StepFolders(tmp_path / "powers"), "of step-1e3 the step is not known: write it as a whole number"),
+        (
+            lambda: StepFolders(run / "step-000000001", [5]),
+            "step-000000001 holds no folder that is a step, .*; it is one model: leave steps out, or name the folder",
         ),
         (lambda: StepFolders(run, grammar="checkpoint"), "first holds no folder that is a step"),
         (lambda: StepFolders(run, [3]), "steps: first has no step 3; it has 5 steps from 0 to 8, the nearest 2 and 4"),
