@@ -68,7 +68,7 @@ def open_source(
     """
     if validation is not None and not 0 < validation < 1:
         raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
-    if spec != "python" and Path(spec).exists():
+    if spec != "python" and spec and Path(spec).exists():  # of '' the working directory does
         return LocalText(Path(spec), column=column, separator=separator, validation=validation)
     for option, value in (("column", column if spec == "python" else None), ("separator", separator)):
         if value is not None:

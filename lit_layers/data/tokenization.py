@@ -106,7 +106,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
         return _ending(Tokenizer.from_str(content), end, path, {})
     if path.is_file():
         return _load(path, {})
-    if not path.exists():
+    if not spec or not path.exists():  # of '' the working directory does
         if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w./-]+)?", spec):
             raise InputError(f"no tokenizer {spec!r}: expected an existing path, a name on the Hub, or bpe:SIZE")
         path = _download(spec)

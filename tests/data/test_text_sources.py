@@ -200,8 +200,10 @@ def test_options_without_a_meaning_are_refused(tmp_path):
         open_source("python", validation=1.5)
 
 
-@pytest.mark.parametrize("spec", ["nowhere", "missing/file.txt", "/no/such/folder", "a/b/c"])
-def test_a_corpus_that_is_not_there_is_named(spec):
+@pytest.mark.parametrize("spec", ["", " ", "nowhere", "missing/file.txt", "/no/such/folder", "a/b/c"])
+def test_a_corpus_that_is_not_there_is_named(spec, tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("No corpus, though it lies in the working directory.")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         InputError, match=rf"no corpus '{spec}': expected python, openwebtext, wikitext, an existing path"
     ):

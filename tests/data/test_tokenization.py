@@ -107,7 +107,7 @@ def test_a_tokenizer_keeps_what_its_folder_says_about_it(texts, tmp_path):
     assert json.loads((copy / "tokenizer_config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("spec", ["no/such/folder", "missing.json", "./here", "a b"])
+@pytest.mark.parametrize("spec", ["", " ", "no/such/folder", "missing.json", "./here", "a b"])
 def test_a_missing_tokenizer_is_named(spec):
     with pytest.raises(InputError, match=f"no tokenizer '{spec}': expected an existing path, a name on the Hub"):
         load_tokenizer(spec)
