@@ -353,6 +353,8 @@ class Watch:
         is_folder = isinstance(tokenizer, str | Path) and tokenizer != "" and Path(tokenizer).is_dir()
         if tokenizer is not None and not is_folder:
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
+        if not save and isinstance(analyses, Sequence) and not analyses:
+            raise InputError("analyses: expected at least one, such as [Lens(batches=data)], or save=True, got none")
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step

@@ -231,6 +231,7 @@ def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(give
         ("watchers", [3], "watchers: expected methods measuring and measured, got a int"),
         ("tokenizer", "/nope", "tokenizer: expected a folder with a tokenizer's files, got '/nope'"),
         ("analyses", "lens", "analyses: expected a list of them, such as [Lens(batches=data)], got 'lens'"),
+        ("analyses", [], "analyses: expected at least one, such as [Lens(batches=data)], or save=True, got none"),
         ("analyses", ["lens"], "analyses: expected each to be one, such as Lens(batches=data), got 'lens'"),
         (
             "analyses",
