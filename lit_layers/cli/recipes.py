@@ -6,6 +6,7 @@ And what these may reach: they write to the recipe's root and to folders that th
 import argparse
 import contextlib
 import difflib
+import importlib
 import math
 import pkgutil
 import re
@@ -49,13 +50,21 @@ _REFUSED = re.compile(  # deep in an account of all the kinds that a value might
     r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
 )
 TOO_DEEP = "a recipe or an option is nested too deeply: expected some levels at most"
+_FUNCTION = "expected the import path of a function, package.module.function, got "
+_CLASS = "expected a class by its name, or the import path of a class or function, got "
+_ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
+_MISSPELT = re.compile(  # a class that there is not, alone or with options
+    rf"({_CLASS}|null, got )({{'class_path': ')?(?P<name>[\w.]+)|module '\S+' has no attribute '(?P<of>\w+)'$"
+)
 _REWORDED = [
     (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
+    (r"Type \S*Callable\[.*?\] expects .*?: Expected a dot import path string: .*? Got value: (.*)", rf"{_FUNCTION}\1"),
     (
         r"Type \S*Callable\[.*?\] expects a function or a callable class: (.*?)\.? Got value: (.*)",
-        r"expected the import path of a function, package.module.function, got \2: \1",
+        rf"{_FUNCTION}\2: \1",
     ),
-    (r"Expected a dot import path string: (.*)", r"expected the import path of a function, such as a.b.c, got \1"),
+    (r"(?:Expected a dot import path string|Unexpected import path format): (.*)", rf"{_CLASS}\1"),
+    (r"Unable to load config '(.*?)' - .*", r"expected options, such as {max_steps: 100}, or a file of them, got '\1'"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
     (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
@@ -67,9 +76,11 @@ _REWORDED = [
     (r"^argument (?:\S+/)?(--\S+): ignored explicit argument (.*)", r"\1: it takes no value, got \2"),
     (r"expected list, got (\S+\.ya?ml)$", r"expected a list of classes, got a file; a recipe is given by --config \1"),
     (r"expected list, got ([A-Za-z]\w*)$", r"expected a list, such as [{class_path: \1, init_args: {...}}], got \1"),
+    (r"expected list, got (\{'class_path': .*)", r"expected a list of classes, each behind a dash, got \1"),
     (r"expected bool\b", "expected true or false"),
     (r"expected float\b", "expected a number"),
     (r"expected int\b", "expected a whole number"),
+    (r"expected tuple\b", "expected a list"),
     (r"expected Path\b", "expected a file or folder"),
     (r"Not of type \w+: ", ""),
     (r"^Problems parsing config: while increasing \w+ level exceeded maximum nesting depth.*", TOO_DEEP),
@@ -336,7 +347,7 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
         end = f"{before[-100:]}{given}{value[: _MOST_TEXT // 2]}" if given else message[-_MOST_TEXT // 2 :]
         message = f"{message[: _MOST_TEXT // 2]} ... {end}"
     text, options = " ".join(message.split()), list(options)
-    text += " ''" * text.endswith("Got value:")
+    text += " ''" * text.endswith(("Got value:", "import path string:"))
     if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
         return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"
     if unknown := re.match(r"Group '([^']+)' does not accept option '([^']+)'", text):
@@ -363,7 +374,7 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
         text = f"{place.rstrip()} expected {_plainly(union['kinds'])}, got {value}".lstrip()
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
-    return _shortened(text)
+    return _shortened(text) + _nearest_class(text)
 
 
 def _of_class(place: str, sentence: str, message: str) -> str:
@@ -387,6 +398,15 @@ def _plainly(kinds: str) -> str:
     kinds = re.sub(r"\bNames\b", "names such as a,b", re.sub(r"\bNumbers\b", "numbers such as 1,5,9", kinds))
     is_pair = kinds.count(", ") == 1
     return kinds.replace(", ", " or ") if is_pair else f"one of {kinds}"
+
+
+def _nearest_class(sentence: str) -> str:
+    """The class of the package whose name is like the one that a sentence refuses, if that is of none."""
+    if not (misspelt := _MISSPELT.search(sentence)):
+        return ""
+    name = (misspelt["of"] or misspelt["name"]).rpartition(".")[2]
+    names = [each for room in _ROOMS for each in importlib.import_module(room).__all__ if each[0].isupper()]
+    return "" if name in names else _nearest(name, names)
 
 
 def _nearest(word: str, options: list[str], dashes: str = "") -> str:

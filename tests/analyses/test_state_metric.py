@@ -259,7 +259,7 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
         ("os.system", "os.system"),
         ("metric_of_a_user.nothing", "expected the import path of a function, package.module.function, got metric_of"),
         ("lit_layers.functional.entropy.nothing", "has no attribute 'nothing'"),
-        ("nonsense", "expected the import path of a function"),
+        ("nonsense", "or the import path of a class or function, got nonsense"),
         ("torch.save", "but what lit_layers.functional or --code PACKAGE defines, got torch.serialization.save"),
         # what writes wherever it is told to
         (

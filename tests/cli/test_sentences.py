@@ -35,6 +35,23 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
             "one of:\n    - a class path (str)",
             "analyses: batches: expected a Batches, by class_path, got 3",
         ),
+        (
+            'Parser key "analyses":\n  Expected a dot import path string: Trajectry',
+            "analyses: expected a class by its name, or the import path of a class or function, got Trajectry; did you "
+            "mean Trajectory?",
+        ),
+        (
+            'Parser key "analyses":\n  Expected a dot import path string: EvalText',  # of another kind
+            "analyses: expected a class by its name, or the import path of a class or function, got EvalText",
+        ),
+        (
+            'Parser key "series":\n  Expected a dot import path string: ',
+            "series: expected a class by its name, or the import path of a class or function, got ''",
+        ),
+        (
+            "Parser key \"a\":\n  Expected a <class 'list'>. Got value: {'class_path': 'Lens'}",
+            "a: expected a list of classes, each behind a dash, got {'class_path': 'Lens'}",
+        ),
         ('Parser key "tasks":\n  Not of type Names: expected names, got ,', "tasks: expected names, got ,"),
         ("Parser key \"x\":\n  Expected a <class 'bool'>. Got value: 3", "x: expected true or false, got 3"),
     ],
@@ -50,6 +67,17 @@ CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
 @pytest.mark.parametrize(
     ("recipe", "words", "sentence"),
     [
+        ("model: {class_path: LitCausalML}", [], "got {'class_path': 'LitCausalML'}; did you mean LitCausalLM?"),
+        (
+            "analyses: [{class_path: lit_layers.analyses.Couplings}]",
+            [],
+            "'lit_layers.analyses' has no attribute 'Couplings'; did you mean Coupling?",
+        ),
+        (
+            "",
+            ["--trainer", "fast"],
+            "trainer: expected options, such as {max_steps: 100}, or a file of them, got",
+        ),
         ("", ["--wandb.nonsense", "3"], "unknown option --wandb.nonsense: the class given for wandb has none of that"),
         ("", ["--wandb.mode", "maybe"], "wandb.mode: expected one of 'auto', 'online', 'offline', 'disabled', got may"),
         (
@@ -73,7 +101,9 @@ CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
 def test_what_a_class_inside_refuses_is_said_with_its_place(recipe, words, sentence, tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(recipe or "{}")
     assert main(["fit", "--root", str(tmp_path / "run"), "--config", str(tmp_path / "recipe.yaml"), *words]) == 2
-    assert f"error: {sentence}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("lit-layers fit: error: ")
+    assert sentence in said
 
 
 @pytest.mark.parametrize("value", ["x" * 300_000, "1 2," * 75_000], ids=["word", "words"])
