@@ -182,6 +182,15 @@ def test_results_of_one_checkpoint_have_one_column_of_numbers(tmp_path: Path, pa
     assert "Metric Over training First Last Change" in shown(page)
 
 
+def test_a_metric_that_lacks_the_first_or_last_checkpoint_says_of_which_steps_its_results_are(tmp_path: Path) -> None:
+    values = {0: {"expodistance": 2.0}, 4: {"line_shape_score": 1.5, "expodistance": 3}, 9: {"line_shape_score": 1.25}}
+    for step, of_step in values.items():
+        found = [Record(metric=metric, value=value) for metric, value in of_step.items()]
+        records.append(tmp_path / "measurements.jsonl", replace(measurement("run", step, "trajectory"), records=found))
+    text = shown(write_report(tmp_path))
+    assert "Trajectory step 0 → 9 Expodistance step 0 → 4 2.000 3.000 +1.000 Line shape score step 4 → 9 1.500" in text
+
+
 def test_variants_are_options_with_the_plainest_first(page: Path) -> None:
     text = page.read_text()
     block = text[text.index("<h3>Prompt entropy") :]
