@@ -491,3 +491,26 @@ def test_any_metric_with_a_row_that_was_measured_of_the_checkpoint_chooses(home,
     other = [home / "vit", "--images", "digits", "--by", "brier_score"]
     assert main(["select", *map(str, other)]) == 2
     assert "by: brier_score was not measured of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [(None, None), (400, 400)], ids=["models", "steps"])
+def test_a_metric_measured_of_several_models_in_one_folder_chooses_by_that_of_the_one_named(
+    home, tmp_path, capsys, steps
+):
+    """Layer 1 is the best of the model named, 3 of the one measured after it."""
+    name = "run" if steps[0] is None else "step-000000400"
+    models = shutil.copytree(home / "run" / "step-000000400", tmp_path / "models" / name).parent
+    losses = {"models" if steps[0] else str(models / name): (1, 2, 3), str(models / "other"): (3, 2, 1)}
+    for (run, of_layers), step in zip(losses.items(), steps, strict=True):
+        numbers = [Record(metric="logit_lens_loss", value=loss, layer=at) for at, loss in enumerate(of_layers, start=1)]
+        line = Measurement(run=run, step=step, tokens=None, analysis="lens", records=numbers, seconds=1)
+        records.append(models / "measurements.jsonl", line)
+    command = [models / name, "--task", "banking77", "--folder", home / "data", "--by", "logit_lens_loss"]
+    select(capsys, *command, "--rule", "best", "--out", tmp_path / "out")
+    found = content(tmp_path / "out")
+    assert found["layer"] == 1
+    assert [found["validation"][str(layer)]["value"] for layer in (1, 2, 3)] == [1, 2, 3]
+    if steps[0] is None:
+        shutil.copytree(models / name, models / "third")
+        assert main(["select", str(models / "third"), *map(str, command[1:])]) == 2
+        assert f"has no measurements of {models / 'third'}: measure it by" in capsys.readouterr().err

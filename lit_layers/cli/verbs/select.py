@@ -18,6 +18,7 @@ from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refu
 if TYPE_CHECKING:
     from lit_layers.models.shard_files import ShardFiles
     from lit_layers.models.view import LayeredModel
+    from lit_layers.records import Measurement
     from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
     from lit_layers.select.selection import Selection
     from lit_layers.tasks.probe_task import ProbeTask
@@ -225,7 +226,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
     measured = None
     if options.by is not None and options.by not in BY["classification" if texts is None else texts.kind]:
-        measured = _measured(options.by, model)
+        measured = _measured(options.by, model, options.revision)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
         files = ShardFiles(model, revision=options.revision)
@@ -262,7 +263,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     )
 
 
-def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
+def _measured(by: str, model: str, revision: str | None) -> "tuple[str, dict[int, Score]]":
     """The metric that is meant, and its value at each layer, of what was measured of a checkpoint: in the folder of its
     run, or where `lit-layers analyze` writes unless told otherwise.
 
@@ -288,7 +289,13 @@ def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
         raise InputError(f"by: {query.name} was not measured of {model}: measure it by lit-layers analyze {model}")
     numbers = re.fullmatch(r"(?:step|checkpoint)-?(\d+)", folder.name)
     step = int(numbers[1]) if numbers else None
-    at = [each for run in read_run_models(roots[:1]) for each in run.measurements if each.step == step]
+    runs = read_run_models(roots[:1])
+    if step is not None and len(runs) > 1:  # as on the page of a run: others in its folder are not of it
+        runs = [run for run in runs if run.name == run.about.get("run", roots[0].name)]
+    at, beside = [each for run in runs for each in run.measurements if each.step == step], roots[0] == folder.parent
+    at = [each for each in at if step is not None or _is_of(each, model, revision, beside=beside)]
+    if not at:
+        raise InputError(f"by: {roots[0]} has no measurements of {model}: measure it by lit-layers analyze {model}")
     of_metric = [(name, record) for name, record in candidates(at, query) if record.layer is not None]
     matching = [(name, record) for name, record in of_metric if query.fits(record.tags)]
     names = sorted({name for name, _ in matching})
@@ -307,6 +314,14 @@ def _measured(by: str, model: str) -> "tuple[str, dict[int, Score]]":
             ends = (record.value if end is None else end for end in (record.low, record.high))
             curve[record.layer] = Score(record.value, *ends)
     return query.name, curve
+
+
+def _is_of(measured: "Measurement", model: str, revision: str | None, *, beside: bool) -> bool:
+    """Whether a model without steps is the one that was measured; one that lies beside may have moved with the file."""
+    named = str(measured.provenance.get("checkpoint", measured.run))
+    one, other = Path(named), Path(model)
+    is_same = one.resolve() == other.resolve() or (beside and one.name == other.resolve().name)
+    return is_same and measured.provenance.get("revision") in (None, revision or "main")
 
 
 def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
