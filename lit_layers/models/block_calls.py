@@ -1,9 +1,10 @@
 """How blocks are called: a block with the other arguments of one call, and what blocks take and give."""
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -281,3 +282,31 @@ def cut(value: Any, index: int, batch_size: int) -> Any:
     if isinstance(value, dict):
         return {name: item if name in SHARED else cut(item, index, batch_size) for name, item in value.items()}
     return value
+
+
+def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Which tokens are real (batch, tokens)."""
+    mask = inputs.get("attention_mask")
+    return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def read_by_length(
+    read: Callable[[dict[str, Tensor], Tensor], Tensor], mask: Tensor, columns: Mapping[str, Tensor], hidden: Tensor
+) -> Tensor:
+    """What is read of each text's real tokens alone, of all texts of one length at once; in their order."""
+    lengths, texts, parts = mask.sum(-1), [], []
+    for length in lengths.unique().tolist():
+        rows = (lengths == length).nonzero()[:, 0]
+        states, *alone = (each[rows][mask[rows]].unflatten(0, (-1, length)) for each in (hidden, *columns.values()))
+        texts.append(rows)
+        parts.append(read(dict(zip(columns, alone, strict=True)), states))
+    return torch.cat(parts)[torch.cat(texts).argsort()]
+
+
+def stacked(states: list[Tensor]) -> Tensor:
+    """`torch.stack`, without holding both the list and the whole: each state is let go when it is copied."""
+    dtype = functools.reduce(torch.promote_types, {state.dtype for state in states})
+    whole = states[0].new_empty(len(states), *states[0].shape, dtype=dtype)
+    for layer in range(len(states)):
+        whole[layer], states[layer] = states[layer], whole[0, :0]
+    return whole

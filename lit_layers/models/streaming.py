@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.machine import free_memory
-from lit_layers.models.block_calls import BlockCall, entered, hooked
+from lit_layers.models.block_calls import BlockCall, entered, hooked, mask_of
 from lit_layers.models.build import TIMM_OPTIONS, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network
 from lit_layers.models.families.proof import NotShown
@@ -27,7 +27,7 @@ from lit_layers.models.families.structure import is_proven, taken_apart, untouch
 from lit_layers.models.pixels import PREPROCESSOR, keep_pixel_statistics_, keep_preprocessor_
 from lit_layers.models.saved import is_timm, outline
 from lit_layers.models.shard_files import Prefetch, Room, ShardFiles, named_in_files
-from lit_layers.models.view import Batch, LayeredModel, evaluating, mask_of
+from lit_layers.models.view import Batch, LayeredModel, evaluating
 
 META = torch.device("meta")
 
@@ -112,7 +112,7 @@ class StreamedModel(LayeredModel):
             for in_tuple in (False, True):  # what blocks return is only seen in what their model makes of it
                 returned = self.family.num_returned(self.num_layers, in_tuple=in_tuple)
                 with _Lookups(self), self._filled_on_the_way():
-                    made = made or entered(self.blocks, returned, partial(self._logits, inputs))
+                    made = made or entered(self.blocks, returned, partial(self.family.logits, self.model, inputs))
             if made is None:
                 raise RuntimeError(f"the blocks of {type(self.model).__name__} are not called one after the other")
             hidden, calls = made

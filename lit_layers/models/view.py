@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
+from lit_layers.models import block_calls
 from lit_layers.models.block_calls import BlockCall, Layout, cut, first, hooked, replaced, softening, split_arguments
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, trunk_of
@@ -183,8 +184,8 @@ class LayeredModel:
             inputs, alignment = self._inputs(batch)
             with self._watched(keep):
                 self.family.features(self.model, inputs, dict(self.family.options))
-            whole = _stacked(states) if hidden is None else hidden  # (layers + 1, batch, tokens, dim)
-            mask = mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
+            whole = block_calls.stacked(states) if hidden is None else hidden  # (layers + 1, batch, tokens, dim)
+            mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -200,7 +201,7 @@ class LayeredModel:
 
         def give(hidden: Tensor) -> None:
             if alignment is None:
-                look(layer, hidden, mask_of(inputs, hidden))
+                look(layer, hidden, block_calls.mask_of(inputs, hidden))
             else:
                 look(layer, alignment.restored(hidden), alignment.given_mask)
 
@@ -222,7 +223,7 @@ class LayeredModel:
         """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.
 
         With the model's logit scaling and soft-capping, and without padding rows of the vocabulary. A model without a
-        head gives its final-normed states; a ViT or a classifier gives (*n, classes), CLIP its pooled state.
+        head gives its final-normed states; a ViT, or a classifier of real tokens, (*n, classes); CLIP its pooled state.
         """
         with evaluating(self.model):
             flat = hidden.reshape(-1, *hidden.shape[-2:])
@@ -246,7 +247,7 @@ class LayeredModel:
             for step in steps:
                 outputs = [trajectory.block(number)(hidden) for number in members(step)]
                 hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-            return self.readout(hidden)
+            return trajectory.pooled(hidden) if trajectory.pools_some else self.readout(hidden)
 
     @contextmanager
     def _watched(self, hook: Callable[..., None]) -> Iterator[None]:
@@ -279,19 +280,15 @@ class LayeredModel:
         forwards = self.family.as_identity(self.num_layers, in_tuple=in_tuple, last=hidden)
         handed_on = replaced(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
-            return self._logits(inputs)
+            return self._real(self.family.logits(self.model, inputs))
 
     def _layout(self, held: Tensor, inputs: Mapping[str, Tensor]) -> Layout | None:
         """Of the states of one call, such as this one."""
         layout = self.family.layout
         return None if layout is None else layout.at(held, inputs[self.family.inputs[0]].shape[1])
 
-    def _logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._real(self.family.logits(self.model, inputs))
-
     def _real(self, logits: Tensor) -> Tensor:
-        size = self.vocab_size
-        return logits if size is None else logits[..., :size]
+        return logits[..., : self.vocab_size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
         """The columns that the model is called with, on its device; how texts were moved, where any has padding before
@@ -361,10 +358,11 @@ class Trajectory:
     @functools.cached_property
     def logits(self) -> Tensor:
         """(batch, tokens, vocabulary), or what the readout gives instead: the model's own, made of the last state."""
-        if self.alignment is None:
-            return self.model.ending(self.inputs, self.hidden[-1], in_tuple=self.in_tuple)
-        logits = self.model.ending(self.inputs, self.alignment.moved(self.hidden[-1]), in_tuple=self.in_tuple)
-        return self.alignment.restored(logits) if logits.ndim == 3 else logits
+        if self.pools_some:
+            return self.pooled(self.hidden[-1])
+        last = self.hidden[-1] if self.alignment is None else self.alignment.moved(self.hidden[-1])
+        logits = self.model.ending(self.inputs, last, in_tuple=self.in_tuple)
+        return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restored(logits)
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
         """`logits[index]`, rows (n, classes) of tokens (prompt, place), or of prompts where the head pools.
@@ -379,6 +377,32 @@ class Trajectory:
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
         logits = self.model.ending(one, rows, in_tuple=self.in_tuple)
         return logits.reshape(len(index[0]), -1)
+
+    def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+        """The same rows as those of `logits_of`, of another state (batch, tokens, dim) of this batch."""
+        return self.pooled(hidden)[index] if self.pools_some else self.model.readout(hidden[index])
+
+    @functools.cached_property
+    def pools_some(self) -> bool:
+        """Whether the head makes one prediction of a text, of all its tokens but those that it takes for padding."""
+        family = self.model.family
+        if family.sees_images or not family.together or family.layout is not None:
+            return False
+        padding = getattr(self.model.model.config, "pad_token_id", None)
+        if self.mask.all() and (padding is None or (self.inputs["input_ids"] != padding).all()):
+            return False
+        return self.model.readout(self.hidden[-1][:1]).ndim == 2
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """What the model's own end makes of the real tokens of states (batch, tokens, dim): (batch, classes)."""
+        columns = {name: column for name, column in self._given().items() if name != "attention_mask"}
+        end = functools.partial(self.model.ending, in_tuple=self.in_tuple)
+        return block_calls.read_by_length(end, self.mask, columns, hidden)
+
+    def _given(self) -> dict[str, Tensor]:
+        """The inputs with each token where it was given."""
+        back = (lambda column: column) if self.alignment is None else self.alignment.restored
+        return {name: back(column) for name, column in self.inputs.items()}
 
     @property
     def num_layers(self) -> int:
@@ -408,9 +432,7 @@ class Trajectory:
         size = self.hidden.shape[1]
         if not 0 <= index < size:
             raise IndexError(f"prompts are numbered 0..{size - 1}, got {index}")
-        if (
-            self.model.family.origin == "structure"
-        ):  # nobody knows which arguments of its blocks have a row for each prompt
+        if self.model.family.origin == "structure":  # nobody knows which arguments have a row for each prompt
             return self._passed_alone(index)
         return replace(
             self,
@@ -423,23 +445,6 @@ class Trajectory:
 
     def _passed_alone(self, index: int) -> "Trajectory":
         """One prompt as the model is called with it alone."""
-        back = (lambda column: column) if self.alignment is None else self.alignment.restored
-        batch = {name: back(column)[index : index + 1] for name, column in self.inputs.items()}
-        if not self.model.family.sees_images:
-            batch["attention_mask"] = self.mask[index : index + 1].long()
-        return self.model.trajectory(batch)
-
-
-def _stacked(states: list[Tensor]) -> Tensor:
-    """`torch.stack`, without holding both the list and the whole: each state is let go when it is copied."""
-    dtype = functools.reduce(torch.promote_types, {state.dtype for state in states})
-    whole = states[0].new_empty(len(states), *states[0].shape, dtype=dtype)
-    for layer in range(len(states)):
-        whole[layer], states[layer] = states[layer], whole[0, :0]
-    return whole
-
-
-def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Which tokens are real (batch, tokens)."""
-    mask = inputs.get("attention_mask")
-    return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        batch = {name: column[index : index + 1] for name, column in self._given().items()}
+        mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[index : index + 1].long()}
+        return self.model.trajectory(batch | mask)

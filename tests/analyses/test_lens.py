@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from lit_layers.analyses import Lens
+from lit_layers.analyses import Interventions, Lens
 from lit_layers.analyses.readouts import readout_scores
 from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
@@ -207,6 +208,60 @@ def test_a_pooling_head_is_compared_prompt_by_prompt_and_with_the_labels_there_a
             assert both.n == 35
             assert both.value == pytest.approx((bare["kl_to_final", layer].value * 5 + divergence * 30) / 35, rel=1e-10)
     assert ("logit_lens_perplexity", 0) not in records
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the_padding(name, padding):
+    """The head of transformers' decoders that classify, applied by hand to each text alone; 0 is its padding token."""
+    torch.manual_seed(3)
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB}
+    config = AutoConfig.for_model(name, **sizes, num_labels=5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config.intermediate_size = 32
+    model = AutoModelForSequenceClassification.from_config(config).double().eval()
+    for weight in model.parameters():
+        weight.data.mul_(6 if weight.ndim > 1 else 1)
+    batch = tiny_batch("gpt2", batch=6, tokens=9, padding=padding, seed=5)
+    assert not batch["attention_mask"].bool().all()
+    labels = torch.arange(6) % 5
+    view = LayeredModel(model)
+    records = run(model, batch | {"labels": labels})
+    orders = Interventions(batches=Listed(batch | {"labels": labels}), variants=("skip_one",)).run(view)
+    skipped = {(r.metric, r.layer): r.value for r in orders if r.tags.get("variant") == "skip_one"}
+    norm = model.transformer.ln_f if name == "gpt2" else model.model.norm
+    losses, lost = torch.zeros(LAYERS + 1), torch.zeros(LAYERS)
+    for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"].bool(), labels, strict=True):
+        alone = view.trajectory({"input_ids": ids[mask][None]})
+        with torch.no_grad():
+            scores = model.score(norm(alone.hidden[:, 0, -1])).log_softmax(-1)
+            own = model(input_ids=ids[mask][None]).logits[0].log_softmax(-1)
+            np.testing.assert_allclose(scores[-1], own, atol=1e-6)  # of rotary tables in float32
+            losses -= scores[:, label] / 6
+            for block in range(1, LAYERS + 1):
+                state = alone.hidden[0]
+                for layer in range(1, LAYERS + 1):
+                    state = state if layer == block else alone.block(layer)(state)
+                lost[block - 1] -= model.score(norm(state[0, -1])).log_softmax(-1)[label] / 6
+    for layer in range(LAYERS + 1):
+        assert records["logit_lens_loss", layer].value == pytest.approx(losses[layer].item(), abs=2e-6)
+    for block in range(1, LAYERS + 1):
+        assert skipped["variant_loss", block] == pytest.approx(lost[block - 1].item(), abs=2e-6)
+
+
+def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers():
+    """The head takes the last token of another number, as the model's own call does."""
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=2, n_embd=16, n_head=2, vocab_size=VOCAB, num_labels=3, pad_token_id=0, bos_token_id=1
+    )
+    model = AutoModelForSequenceClassification.from_config(config).double().eval()
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]])
+    records = run(model, {"input_ids": ids, "labels": torch.tensor([1, 2])})
+    hidden = LayeredModel(model).trajectory({"input_ids": ids}).hidden
+    with torch.no_grad():
+        scores = model.score(model.transformer.ln_f(hidden[:, [0, 1], [2, 3]])).log_softmax(-1)
+    for layer in range(3):
+        loss = -(scores[layer, 0, 1] + scores[layer, 1, 2]).item() / 2
+        assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10)
 
 
 @pytest.mark.parametrize(("name", "head"), [("bert", "cls"), ("bert_tagger", "classifier")])

@@ -207,7 +207,7 @@ class Lens(ReadoutAnalysis):
         trajectory = model.trajectory(batch)
         rows = rows_of(self.name, model, trajectory, batch)
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
-        parts += [_compare(model, trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
+        parts += [_compare(trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
 
 
@@ -231,10 +231,10 @@ def _num_classes(trajectory: Trajectory) -> int:
 
 
 @torch.no_grad()
-def _compare(model: LayeredModel, trajectory: Trajectory, rows: Rows) -> Tensor:
+def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
     """Loss, hit and divergence of some rows at every layer, (3, layers + 1, rows): one layer's logits at a time."""
     full = FullModel(trajectory.logits_of(rows.index), rows)
-    early = [full.compared(model.readout(hidden[rows.index])) for hidden in trajectory.hidden[:-1]]
+    early = [full.compared(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
     return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
 
 
@@ -332,7 +332,7 @@ class Interventions(ReadoutAnalysis):
             states = (each for each in orders.states(trajectory) if 0 not in each[0])
             while group := [*islice(states, most)]:
                 for (indices, _), values in zip(
-                    group, _compared(model, full, [state for _, state in group]), strict=True
+                    group, _compared(trajectory, full, [state for _, state in group]), strict=True
                 ):
                     for index in indices:
                         by_variant[index] = values
@@ -358,18 +358,17 @@ class Interventions(ReadoutAnalysis):
                 yield from _variant_records(sums, [index for index, _ in members], tags)
 
 
-def _compared(model: LayeredModel, full: list[FullModel], states: list[Tensor]) -> list[Tensor]:
-    """Of each state (3, rows): the head runs on all of them at once."""
-    parts = [
-        [
-            each.compared(logits)
-            for logits in model.readout(torch.cat([state[each.rows.index] for state in states])).split(
-                len(each.rows.prompt)
-            )
-        ]
-        for each in full
-    ]
+def _compared(trajectory: Trajectory, full: list[FullModel], states: list[Tensor]) -> list[Tensor]:
+    """Of each state (3, rows)."""
+    parts = [[each.compared(logits) for logits in _read_out(trajectory, states, each.rows.index)] for each in full]
     return [torch.cat(of_state, dim=-1) for of_state in zip(*parts, strict=True)]
+
+
+def _read_out(trajectory: Trajectory, states: list[Tensor], index: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """Of each state the logits of some rows: where each row is read by itself, the head runs on all states at once."""
+    if trajectory.pools_some:
+        return [trajectory.readout(state, index) for state in states]
+    return trajectory.model.readout(torch.cat([state[index] for state in states])).split(len(index[0]))
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
