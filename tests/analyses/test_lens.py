@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from lit_layers.analyses import Interventions, Lens
 from lit_layers.analyses.readouts import readout_scores
@@ -20,6 +20,7 @@ from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
 METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
+BERT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCHES = [
     tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
     tiny_batch("gpt2", batch=2, tokens=7, seed=2),
@@ -314,6 +315,14 @@ def test_a_model_without_a_head_is_refused(name):
 def test_labels_of_another_shape_or_kind_are_refused(labels, got):
     with pytest.raises(InputError, match=rf"expected integer labels of shape \(3,\) for VisionTransformer, got {got}"):
         run(tiny("vit"), tiny_batch("vit") | {"labels": labels})
+
+
+def test_a_head_with_one_output_has_no_shares_to_compare_and_is_refused():
+    model = BertForSequenceClassification(BertConfig(num_labels=1, **BERT))
+    with pytest.raises(
+        InputError, match="lens: BertForSequenceClassification gives one number, a regression, and no cla"
+    ):
+        run(model, tiny_batch("bert_classifier", batch=2))
 
 
 def test_no_data_is_refused(model):

@@ -71,13 +71,17 @@ def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch
     token, or every prompt where the head pools, with the batch's `labels`.
 
     Raises:
-        InputError: labels that do not fit, of the analysis `name`.
+        InputError: labels that do not fit, or a head with one output, of the analysis `name`.
     """
     mask = trajectory.mask
     if model.predicts_next_token:
         prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
         return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)
-    per_token = trajectory.logits.ndim == 3
+    per_token, num_classes = trajectory.logits.ndim == 3, trajectory.logits.shape[-1]
+    if num_classes == 1:  # whose log-softmax is 0 whatever it says
+        raise InputError(
+            f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes to compare"
+        )
     if per_token:
         prompt, place = mask.nonzero().T
     else:
@@ -94,7 +98,6 @@ def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch
                 f"got {labels.dtype} of shape {tuple(labels.shape)}"
             )
         target = labels[prompt, place] if per_token else labels
-        num_classes = trajectory.logits.shape[-1]
         if len(target) and (target.max() >= num_classes or (target[target != NO_LABEL] < 0).any()):
             raise InputError(
                 f"{name}: {type(model.model).__name__} has {num_classes} classes, labels from {int(target.min())} to "
