@@ -269,7 +269,7 @@ _PRECISIONS, _HEADERS = (0.25, 0.5, 2, 4), 0.05  # beside which headers stay as 
 
 
 class Odd(NamedTuple):
-    """Checkpoints whose value is not the usual one; or, with `undecided`, those of several values of which none is."""
+    """Checkpoints whose value is not the usual one; or, with `undecided`, those that have one of two, as often each."""
 
     checkpoints: list[Checkpoint]
     value: Any
@@ -294,10 +294,10 @@ def odd(values: Sequence[tuple[Checkpoint, Hashable]], *, first_may_differ: bool
         stays = place in (0, len(runs) - 1) and len(group) > 1
         if value != usual:
             found.append(Odd(group, value, usual, stays or (first_may_differ and place == 0)))
-    rivals = [each.value for each in found if not each.note and counts[each.value] == most]
-    if rivals:
-        yield Odd([one for one, value in values if counts[value] == most], rivals[0], usual, undecided=True)
-    yield from (each for each in found if not rivals or counts[each.value] < most)
+    rivals = dict.fromkeys(each.value for each in found if not each.note and counts[each.value] == most)
+    for rival in rivals:
+        yield Odd([one for one, value in values if value in (rival, usual)], rival, usual, undecided=True)
+    yield from (each for each in found if each.value not in rivals)
 
 
 def _findings(

@@ -439,6 +439,24 @@ def test_a_model_that_training_began_with_may_have_another_precision_where_nobod
     assert found.findings[0].message.endswith("as many steps have one as the other")
 
 
+def test_of_three_precisions_each_step_is_said_to_have_its_own(root):
+    """Of float16 and bfloat16 one is wrong; float32 at the first step may be another model, and is no float16."""
+    first, *others = EVEN[3:6]
+    for step, dtype in zip(others, (torch.float16, torch.bfloat16), strict=True):
+        changed(root, step, lambda state, dtype=dtype: {name: value.to(dtype) for name, value in state.items()})
+    found = audit(StepFolders(root, [first, *others]), level="files")
+    assert [(each.kind, each.steps, each.note, each.message) for each in found.findings] == [
+        (
+            "other precision",
+            tuple(others),
+            False,
+            "its values are float16, those of the other steps bfloat16, or those are wrong: as many steps have one as "
+            "the other",
+        ),
+        ("other precision", (first,), True, "its values are float32, those of the other steps bfloat16"),
+    ]
+
+
 @pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
 def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root, steps):
     exchanged(root, *steps)
