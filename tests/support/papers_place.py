@@ -1,7 +1,8 @@
 """Runs a recipe of a published figure: its command, and the names and branches that it has as published.
 
 The world is a stand-in (`tests.support.papers_world`): repositories by their own names with as many blocks, with tiny
-weights; data sets with as many rows. Trainings and grids, which take minutes, are planned alone.
+weights; data sets with few rows, as these are read at reduced sizes. What the full sizes ask for is counted by
+`tests.support.paper_plans`. Trainings and grids, which take minutes, are planned alone.
 """
 
 import functools
@@ -35,7 +36,8 @@ FILES = {
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 # Of recipes that train, however small the model is.
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
-LIMITS |= {"num_tokens": 24, "batch_size": 4}
+LIMITS |= {"num_tokens": 24, "batch_size": 4, "limit": 24}
+FEW_ROWS = 1_000  # of a split to learn from: MTEB draws 8 of each of the 77 classes of Banking77
 TRAIN = ("fit", "sweep")
 FEW_TEXTS = 40  # of each task, for metrics: DiME of 1,000 takes six seconds a layer
 TROUBLE = ("error", "failed", "exit code", "select:")
@@ -52,7 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
     for path in [*folder.glob("recipes/glue/*.yaml"), *folder.glob("recipes/finetune/*.yaml")]:
         text = path.read_text()
         for name, most in LIMITS.items():
-            text = re.sub(rf"^{name}: (\d+|null)$", f"{name}: {most}", text, flags=re.MULTILINE)
+            text = re.sub(rf"^{name}: (\d+|null)(?= *(#|$))", f"{name}: {most}", text, flags=re.MULTILINE)
+        if "num_epochs:" in text and "num_train:" not in text:
+            text += f"num_train: {LIMITS['num_train']}\n"
         path.write_text(re.sub("16-mixed", "32-true", text))
     for path in (folder / "recipes" / "papers").glob("*/*.yaml"):
         path.with_name(f"{path.stem}_names.yaml").write_text(yaml.safe_dump(as_published(path), sort_keys=False))
@@ -72,9 +76,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
         patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         few = functools.partial(mteb_scores.metric_analyses, num_texts=FEW_TEXTS)
         patch.setattr(mteb_scores, "metric_analyses", few)
-        patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "data", write_data)))
+        patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "few", few_rows)))
         patch.chdir(folder)
         yield folder
+
+
+def few_rows(folder: Path) -> Path:
+    return write_data(folder, most=FEW_ROWS)
 
 
 def recipes_of(file: str) -> list[str]:

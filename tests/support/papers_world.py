@@ -158,13 +158,15 @@ def with_arc_to_train_on(root: Path) -> None:
     (root / "tasks.yaml").write_text(yaml.safe_dump(content))
 
 
-def write_data(root: Path) -> Path:
-    """A folder of local data with a `tasks.yaml`, each file with as many rows as the published split."""
+def write_data(root: Path, *, most: int | None = None) -> Path:
+    """A folder of local data with a `tasks.yaml`, each file with as many rows as the published split; but for
+    the benchmarks, of which prompts are drawn, `most` at the most."""
     with_mapping(root)
     with_arc_to_train_on(root)
     for folder, files in ROWS.items():
         (root / folder).mkdir(exist_ok=True)
-        for name, number in files.items():
+        for name, published in files.items():
+            number = published if most is None or folder == "benchmarks" else min(published, most)
             chance = random.Random(f"{folder}/{name}")
             rows = [_row(folder, name, n, chance) for n in range(number)]
             pq.write_table(pa.Table.from_pylist(rows), root / folder / f"{name}.parquet")
