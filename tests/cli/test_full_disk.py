@@ -97,8 +97,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """What the commands read, on another disk."""
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Path]:
+    """What the commands read, on another disk. How much memory an export takes is measured by tests/models/test_costs:
+    three processes, each of which imports torch and transformers."""
     home = tmp_path_factory.mktemp("home")
     make_run(home / "run", steps=(0, 1, 2), layers=2)
     shutil.copytree(corpus, home / "shards")
@@ -121,7 +122,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     command = ["${env}", "${interpreter}", str(home / "cell.py"), "${args}"]
     grid = {"method": "grid", "command": command, "metric": {"name": "train/loss", "goal": "minimize"}}
     (home / "grid.yaml").write_text(yaml.safe_dump({**grid, "parameters": {"lr": {"values": [0.1, 0.2, 0.3]}}}))
-    return home
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **__: 10**6)
+        yield home
 
 
 def disk_is_ours() -> bool:
