@@ -142,6 +142,7 @@ class Recipe:
                 if kind == Path | None:
                     raise InputError(f"{action.dest}: expected a file or folder, got {words[-1]!r}")
                 options[action.dest] = words[-1]
+        _refuse_blank(self.parser, options)
         _refuse_out_of_range(self.parser, options)
         refuse_wild_values(options.as_dict())
         for name in ON_THE_COMMAND_LINE_ALONE:
@@ -369,6 +370,18 @@ def _refuse_out_of_range(parser: Any, options: Namespace) -> None:
         value, allowed = options.get(action.dest), getattr(action, "allowed", None)
         if allowed is not None and not isinstance(value, str | Mapping | Namespace):
             refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
+
+
+def _refuse_blank(parser: Any, options: Namespace) -> None:
+    """Refuses the first text without a letter: a name or a path was meant, and no default. A separator may be one.
+
+    Raises:
+        InputError: naming it and what came.
+    """
+    for action in parser._actions:
+        value = options.get(action.dest)
+        if isinstance(value, str) and not value.strip() and action.dest != "separator":
+            raise InputError(f"{action.dest}: expected a name or a path, got {value!r}")
 
 
 def _is_group(kind: Any) -> bool:

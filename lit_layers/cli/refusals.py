@@ -1,9 +1,8 @@
 """Mistakes that several commands refuse: options that do not go together, and folders that cannot be written."""
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lit_layers.errors import InputError, refused
 
@@ -19,17 +18,6 @@ def refuse_beside(
     for names, applies, why in cases:
         if applies and (name := next((name for name in names if name in options), None)):
             raise InputError(f"{name}: {why}{remedy}")
-
-
-def refuse_blank(options: Mapping[str, Any]) -> None:
-    """Refuses texts of options without a letter: a name or a path was meant, and no default.
-
-    Raises:
-        InputError: naming the first.
-    """
-    for name, value in options.items():
-        if isinstance(value, str) and not value.strip():
-            raise InputError(f"{name}: expected a name or a path, got {value!r}")
 
 
 def refuse_unwritable(name: str, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, Pairs, given
-from lit_layers.cli.refusals import refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
+from lit_layers.cli.refusals import refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
@@ -92,7 +92,6 @@ def correlate(
         raise InputError(
             f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
         )
-    refuse_blank({**models_given, **layers_given})
     out = out or Path("layer_correlation" if layers_given else "correlation")
     if not layers_given:
         _check(models, over_models, step)

@@ -184,8 +184,6 @@ def _refuse_harm(options: RunOptions, trainer: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming the option and its value.
     """
-    if options.root == "":
-        raise InputError("root: expected a folder, got ''")
     if options.budget is not None:
         share_of(options.budget)
     devices: Any = trainer.get("devices")

@@ -13,7 +13,7 @@ from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Names, Numbers, Recipe, given
-from lit_layers.cli.refusals import refuse_beside, refuse_blank
+from lit_layers.cli.refusals import refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
     CUSTOM,
@@ -121,7 +121,6 @@ class Interventions:
         for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
             if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
                 raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
-        refuse_blank(options)
         refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
@@ -147,8 +146,6 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
             a name on the Hub with --steps, or a manifest
     """
     options = options.settled(recipe)
-    if not model.strip():
-        raise InputError(f"model: expected a name or a path, got {model!r}")
     if options.glue is not None and checkpoints.revision is not None:
         raise InputError(f"revision: --glue trains what {model} holds without one: leave it out")
     if options.glue is not None and checkpoints.dtype != "float32":

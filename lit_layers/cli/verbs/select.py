@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lit_layers.cli import threads
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given
-from lit_layers.cli.refusals import refuse_beside, refuse_blank, refuse_replacing, refuse_unwritable
+from lit_layers.cli.refusals import refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError, whole_path
 from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
@@ -101,7 +101,6 @@ class SelectOptions:
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
         options, sees_images = given(self), self.images is not None
-        refuse_blank(options)
         cases = [
             (OF_TEXTS + OF_FILES, sees_images, "is for texts, and --images was given"),
             (OF_IMAGES, not sees_images, "is for --images, and a task of texts was given"),
