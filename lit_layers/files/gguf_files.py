@@ -21,7 +21,7 @@ from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import has_kernels
 
 SUFFIX = ".gguf"
-OF_WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
+OF_WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors", ".tar")  # the last of timm: checkpoint-9.pth.tar
 LOAD_THEM = "a file of weights alone is loaded in Python, into the network that it is of, and measured by watch"
 _CANNOT_READ = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),

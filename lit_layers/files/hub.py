@@ -91,6 +91,8 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
 
 
 # HTTPError is that of the HTTP library the installed huggingface_hub is built on: it covers a refused connection, too.
+ADAPTER = "adapter_config.json"  # of peft
+MERGE_IT = "merge it into its model (merge_and_unload of peft), save that model, and name its folder"
 HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
 
 

@@ -61,6 +61,11 @@ class Target:
         """How many tokens its models take."""
         return length_limit(self.config)
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether its models take images alone, by the config.json of transformers or of timm."""
+        return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
+
     def own_tokenizer(self) -> str:
         """Its tokenizer: the one that was named, or that it carries.
 

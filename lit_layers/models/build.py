@@ -188,8 +188,16 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
 
     Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files
     are copied. Neither the model nor the random state changes. Not atomic: that is the caller's business.
+
+    Raises:
+        InputError: a model of neither transformers nor timm, or with adapters of peft.
     """
     model, folder = plain_model(model), Path(folder)
+    if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+        raise InputError(
+            "cannot save a model with adapters of peft as a Hugging Face folder of a whole model: leave the saving to "
+            "peft, or merge them first (merge_and_unload)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
         with quiet(), naming(folder):

@@ -18,11 +18,10 @@ from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import on_disk
 from lit_layers.files.gguf_files import no_folder
-from lit_layers.files.hub import HUB_ERRORS, Hub, named_shards
+from lit_layers.files.hub import ADAPTER, HUB_ERRORS, MERGE_IT, Hub, named_shards
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-ADAPTER = "adapter_config.json"
 PIECE = 2**22  # bytes that are read at a time where a tensor is only passed through
 
 
@@ -36,7 +35,7 @@ def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
     from transformers.utils import cached_file
 
     if cached_file(model, ADAPTER, revision=revision, _raise_exceptions_for_missing_entries=False) is not None:
-        raise InputError(f"{model}: expected a model alone, found an adapter beside it ({ADAPTER}): merge it by peft")
+        raise InputError(f"{model}: expected a model alone, found an adapter beside it ({ADAPTER}): {MERGE_IT}")
 
     for index in (INDEX, PICKLED[1]):
         file = cached_file(model, index, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import panics_as_errors
+from lit_layers.files.hub import ADAPTER, MERGE_IT
 from lit_layers.schedule import Schedule
 from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, TOKENIZER_CONFIG, at_once
@@ -101,10 +102,13 @@ def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tup
             indexes[files[path].hash] = checkpoint.source.read(path)
         return indexes[files[path].hash]
 
-    if "config.json" not in files:
+    is_adapter = ADAPTER in files and "config.json" not in files
+    if is_adapter:
+        yield "no config", f"an adapter of peft without its model: {MERGE_IT}", False
+    elif "config.json" not in files:
         yield "no config", "config.json is missing: the model cannot be loaded", False
     weights = formats(files)
-    if not weights:
+    if not weights and not is_adapter:
         yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load", False
     for place, kind in enumerate(weights):
         try:

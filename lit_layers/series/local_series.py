@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import on_disk
 from lit_layers.files.gguf_files import LOAD_THEM, OF_WEIGHTS_ALONE
-from lit_layers.files.hub import ListedFile, would_run_code
+from lit_layers.files.hub import ADAPTER, MERGE_IT, ListedFile, would_run_code
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts
@@ -75,7 +75,9 @@ class StepFolders(_LocalSeries):
         if not steps:
             alone = any(path.suffix in OF_WEIGHTS_ALONE for path in self.root.iterdir())
             advice = f"; {LOAD_THEM}" if alone else ""
-            if (self.root / "config.json").is_file():
+            if (self.root / ADAPTER).is_file():
+                advice = f"; it is an adapter of peft: {MERGE_IT}"
+            elif (self.root / "config.json").is_file():
                 advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
             elif strangers:
                 advice = f"; of {strangers[0]} the step is not known: write it as a whole number"

@@ -16,7 +16,7 @@ from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, quiet, save
 from tests.support.forked import run_command
 from tests.support.rounding import assert_same_numbers
-from tests.support.saved_models import saved
+from tests.support.saved_models import saved, saved_vit
 from tests.support.series_hub import served
 from tests.support.tiny_configs import tiny_model
 
@@ -172,6 +172,14 @@ def test_a_model_without_a_tokenizer_asks_for_one(recipe, tmp_path, corpus, caps
     saved(tmp_path / "model", "gpt2")
     assert analyze(tmp_path / "model", "--corpus", corpus, "--config", recipe) == 2
     assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
+
+
+def test_a_model_of_images_asks_for_analyses_and_for_no_tokenizer(tmp_path, capsys):
+    saved_vit(folder := tmp_path / "run" / "step-000000007")
+    for named, name in ((tmp_path / "run", "run"), (folder, str(folder))):
+        for words in ([], ["--metrics", "lens"]):
+            assert analyze(named, *words) == 2
+            assert f"analyses: {name} is a model of images: name what to measure" in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -211,6 +211,19 @@ def test_vits_that_cannot_be_are_refused_in_a_sentence(tmp_path):
         save(tiny("vit"), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:The PEFT config", "ignore:.*is_gradient_checkpointing")
+def test_a_model_with_adapters_is_not_saved_as_if_it_were_whole(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    injected = causal_lm("llama", seed=3, **PLAIN)
+    injected.add_adapter(lora)  # of transformers: the same class, with other modules
+    for model in (peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora), injected):
+        with pytest.raises(InputError, match=r"cannot save a model with adapters of peft .*, or merge them first"):
+            save(model, tmp_path)
+    save(peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora).merge_and_unload(), tmp_path)
+    assert weights_hash(load(tmp_path)) == weights_hash(causal_lm("llama", seed=3, **PLAIN))  # its adapters add zeros
+
+
 def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
     save(causal_lm("gpt2", **GPT2), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -75,19 +75,32 @@ def test_a_damaged_file_is_refused_when_it_is_loaded(run):
         StepFolders(run).checkpoints[1].load()
 
 
+def test_adapters_of_a_trainer_are_told_as_such(tmp_path):
+    for step in (500, 1000):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text("{}")
+    (finding,) = audit(StepFolders(tmp_path)).findings
+    assert (finding.kind, finding.steps) == ("no config", (500, 1000))
+    assert finding.message.startswith("an adapter of peft without its model: merge it into its model")
+    with pytest.raises(InputError, match="checkpoint-500 holds no .*; it is an adapter of peft: merge it into its"):
+        list(StepFolders(tmp_path / "checkpoint-500"))
+
+
+@pytest.mark.parametrize("name", ["model_100.pt", "checkpoint-9.pth.tar"])
+def test_files_of_weights_alone_are_told_as_such(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match="500; a file of weights alone is loaded in Python, into"):
+        list(StepFolders(tmp_path))
+
+
 def test_wrong_input_is_refused(tmp_path, run):
     (tmp_path / "empty").mkdir()
-    (weights := tmp_path / "plain" / "model_100.pt").parent.mkdir()
-    weights.touch()
     for name in ("step-1e3", "step-1e4"):
         (tmp_path / "powers" / name).mkdir(parents=True)
     for series, sentence in (
         (lambda: StepFolders(tmp_path / "none"), "expected a folder with checkpoints, .*none does not exist"),
         (lambda: StepFolders(tmp_path / "empty"), "empty holds no folder that is a step, such as step-000001000"),
-        (
-            lambda: StepFolders(weights.parent),
-            "500; a file of weights alone is loaded in Python, into",
-        ),
         (lambda: StepFolders(tmp_path / "powers"), "of step-1e3 the step is not known: write it as a whole number"),
         (
             lambda: StepFolders(run / "step-000000001", [5]),

@@ -128,6 +128,11 @@ class Command:
         is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses"):
             return self._of_training(target.name, trained["analyses"])
+        if target.sees_images and not options.analyses:
+            raise InputError(
+                f"analyses: {target.name} is a model of images: name what to measure, by --analyses or a recipe such "
+                "as recipes/analyses/images.yaml"
+            )
         defaults = {"corpus": trained.get("corpus") or CORPUS}
         if self.wants_own_tokenizer:
             named = None if target.series.is_alone else trained.get("tokenizer")

@@ -251,12 +251,10 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
 
 def _refuse_another_kind(options: Interventions, target: "Target") -> None:
     """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
-    reads = "vocab_size" in target.config
-    sees = not reads and ("image_size" in target.config or "architecture" in target.config)  # transformers, timm
-    if reads and options.images is not None:
+    if "vocab_size" in target.config and options.images is not None:
         raise InputError(f"images: {target.name} is a language model: take --tasks, --corpus, --glue or --speed")
     for name in ("corpus", "tasks", "finetune", "glue"):
-        if sees and getattr(options, name):
+        if target.sees_images and getattr(options, name):
             raise InputError(f"{name}: {target.name} is a model of images: take --images or --speed")
 
 
