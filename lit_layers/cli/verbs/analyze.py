@@ -128,7 +128,7 @@ class Command:
         is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses"):
             return self._of_training(target.name, trained["analyses"])
-        if target.sees_images and not options.analyses:
+        if not options.analyses and target.sees_images:
             raise InputError(
                 f"analyses: {target.name} is a model of images: name what to measure, by --analyses or a recipe such "
                 "as recipes/analyses/images.yaml"
