@@ -458,6 +458,14 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
         assert {path.suffix for path in out.glob(f"{name}.*")} == {".png", ".svg", ".pdf"}
 
 
+def test_a_metric_that_a_run_lacks_is_told_beside_those_that_it_has(run, caplog):
+    has, *_ = {curve.metric for curve in curves_of(run)}
+    asked = curves_of(run, metrics=[has, "los"])
+    assert {curve.metric for curve in asked} == {has}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"metrics: {run} has no curve of los over steps: expected of ")
+
+
 def test_tags_choose_curves_of_a_run(run):
     (curve,) = curves_of(run, where={"normalization": "raw"})
     assert curve.metric == "prompt_entropy"  # not those that have no such tag
@@ -500,7 +508,8 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("expected results of lm-eval", [tmp_path / "other.json"]),
         ("expected a run's folder, or results", [tmp_path / "empty"]),
         ("is not there", [tmp_path / "gone.csv"]),
-        ("has no such curve", [run, "--metrics", "accuracies"]),
+        ("has no curve of accuracies over steps: expected of ", [run, "--metrics", "accuracies"]),
+        ("has no curve of accuracies and los over steps", [run, "--metrics", "accuracies,los"]),
         ("expected NAME=VALUE", [run, "--where", "k"]),
         ("the runs of 2 seeds or more, got 1", [run, "--seeds"]),
         ("planted and again have the same numbers", [run, write_run(tmp_path / "again"), "--seeds"]),
@@ -508,7 +517,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("confidence: expected", [run, "--confidence", "95"]),
         ("confidence: expected at most 0.999", [run, "--confidence", "0.9999"]),
         ("seed: expected at least 0, got -1", [run, "--seed", "-1"]),
-        ("loss: expected METRIC", [run, "--loss", ""]),
+        ("loss: expected a name or a path, got ''", [run, "--loss", ""]),
         ("is a file", [run, "--out", tmp_path / "other.json"]),
         ("settings: nothing was measured with 'abc'", [run, "--settings", "abc"]),
     ):

@@ -82,13 +82,14 @@ def curves_of(
             raise InputError(f"settings: expected runs, which have some, got the table {place}")
         curves = _of_table(_table(place), place, axis, where or {})
     chosen = [curve for curve in curves if is_asked(curve, metrics)]
-    if not chosen:
+    if not curves:
+        raise InputError(f"{place}: no curve over {axis}s")
+    if lacking := [name for name in metrics if not any(is_asked(curve, [name]) for curve in curves)]:
         there = listing("metric", sorted({f"{curve.analysis}/{curve.metric}".strip("/") for curve in curves}), most=8)
-        raise InputError(
-            f"metrics: {place} has no such curve over {axis}s: expected of {there}"
-            if curves
-            else f"{place}: no curve over {axis}s"
-        )
+        sentence = f"metrics: {place} has no curve of {' and '.join(lacking)} over {axis}s: expected of {there}"
+        if not chosen:
+            raise InputError(sentence)
+        logger.warning("%s", sentence)
     curves = chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
     if lacking := [curve for curve in curves if curve.num_without_stderr and curve.prompts is None]:
         first, number = lacking[0], len(lacking)

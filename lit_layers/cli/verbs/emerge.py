@@ -60,8 +60,6 @@ def emerge(
     folder = out or Path("emergence")
     refuse_unwritable("out", folder)
     refuse_replacing(folder, runs, WRITTEN)
-    if loss == "":
-        raise InputError("loss: expected METRIC or ANALYSIS/METRIC, got nothing")
     from lit_layers import clock
     from lit_layers.clock.layer_statistics import MONOTONICITY
     from lit_layers.clock.model_forecasts import sentences as forecast_sentences
