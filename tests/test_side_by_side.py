@@ -353,8 +353,9 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ),
         *(
             ([one, other, "--group", field], f"group: the recipe of {one} has no {field}: expected a field")
-            for field in ("", "data.shuffle_tokens.0", "..")
+            for field in ("data.shuffle_tokens.0", "..")
         ),
+        ([one, other, "--group", ""], "group: expected a name or a path, got ''"),
         ([one, one], f"runs: {one} has the name of another, real0: expected runs of different names"),
         ([one, other, "--provenance"], "provenance: expected one run, got 2"),
         ([one, other, "--wandb"], "wandb: expected one run, got 2"),
