@@ -16,7 +16,7 @@ from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models import block_calls
 from lit_layers.models.block_calls import BlockCall, Layout, cut, first, hooked, replaced, softening, split_arguments
 from lit_layers.models.build import plain_model, true_vocab_size
-from lit_layers.models.families import Network, family_of, short_length, trunk_of
+from lit_layers.models.families import Network, family_of, short_length, text_config, trunk_of
 from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
 from lit_layers.models.families.structure import UNPROVEN, is_proven
 
@@ -386,9 +386,9 @@ class Trajectory:
     def pools_some(self) -> bool:
         """Whether the head makes one prediction of a text, of all its tokens but those that it takes for padding."""
         family = self.model.family
-        if family.sees_images or not family.together or family.layout is not None:
+        if family.sees_images or not family.together:
             return False
-        padding = getattr(self.model.model.config, "pad_token_id", None)
+        padding = getattr(text_config(self.model.model.config), "pad_token_id", None)
         if self.mask.all() and (padding is None or (self.inputs["input_ids"] != padding).all()):
             return False
         return self.model.readout(self.hidden[-1][:1]).ndim == 2

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.prompt_states import states_of_each_prompt
+from tests.support.tiny_configs import scale_up_, tiny_config, tiny_model
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
 METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
@@ -249,6 +251,25 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
         assert skipped["variant_loss", block] == pytest.approx(lost[block - 1].item(), abs=2e-6)
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_a_head_on_the_last_place_reads_a_texts_last_token_where_blocks_hold_tokens_before_texts(padding):
+    """XLNet's own head takes the last place of a batch, padding or not; here applied by hand to each text alone."""
+    model = tiny_model("XLNetForSequenceClassification", "xlnet", torch.float64, num_labels=5)
+    batch = tiny_batch("gpt2", batch=4, tokens=8, padding=padding, seed=5)
+    labels, view = torch.arange(4), LayeredModel(model)
+    records = run(model, batch | {"labels": labels})
+    losses = torch.zeros(view.num_layers + 1, dtype=torch.float64)
+    for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"].bool(), labels, strict=True):
+        alone = {"input_ids": ids[mask][None]}
+        with torch.no_grad():
+            last = view.trajectory(alone).hidden[:, 0, -1]
+            scores = model.logits_proj(model.sequence_summary.activation(model.sequence_summary.summary(last)))
+            np.testing.assert_allclose(scores[-1], model(**alone).logits[0], rtol=1e-6)
+        losses -= scores.log_softmax(-1)[:, label] / 4
+    for layer, loss in enumerate(losses):
+        assert records["logit_lens_loss", layer].value == pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers():
     """The head takes the last token of another number, as the model's own call does."""
     config = AutoConfig.for_model(
@@ -263,6 +284,22 @@ def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_l
     for layer in range(3):
         loss = -(scores[layer, 0, 1] + scores[layer, 1, 2]).item() / 2
         assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10)
+
+
+def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_where_a_part_of_the_config_says_that_number():
+    """Of models of images and texts the part for texts does, and nothing else."""
+    config: Any = tiny_config("gemma3", num_labels=3)
+    config.text_config.pad_token_id = 0
+    model = AutoModelForSequenceClassification.from_config(config).double().eval()
+    scale_up_(model)
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]])
+    records = run(model, {"input_ids": ids, "labels": torch.tensor([1, 2])})
+    hidden = LayeredModel(model).trajectory({"input_ids": ids}).hidden
+    with torch.no_grad():
+        scores = model.score(model.model.language_model.norm(hidden[:, [0, 1], [2, 3]])).log_softmax(-1)
+    for layer in range(LAYERS + 1):
+        loss = -(scores[layer, 0, 1] + scores[layer, 1, 2]).item() / 2
+        assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "head"), [("bert", "cls"), ("bert_tagger", "classifier")])
