@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from lit_layers.analyses import Interventions, Lens
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
@@ -576,3 +577,39 @@ def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
         InputError, match="its states or scores are others with padding behind the texts: give texts of one"
     ):
         mixing.trajectory(batch)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
+    """ELECTRA's discriminator says of each token whether it was replaced: (batch, tokens), as many as there are."""
+    view = LayeredModel(tiny_model("ElectraForPreTraining", "electra", torch.float64))
+    batch = texts(padding=padding)
+    logits = view.trajectory(batch).logits  # (batch, tokens, 1)
+    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+        with torch.no_grad():
+            torch.testing.assert_close(logits[row][mask][:, 0], view.model(input_ids=ids[mask][None]).logits[0])
+    for analysis in (Lens, Interventions):
+        with pytest.raises(InputError, match="ElectraForPreTraining gives one number, a regression, and no classes"):
+            list(analysis(batches=Listed(batch)).run(view))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("CLIPTextModelWithProjection", "clip"), ("AltCLIPTextModel", "altclip")]
+)
+def test_states_behind_a_projection_are_no_scores_of_classes(kind, model_type):
+    view = LayeredModel(tiny_model(kind, model_type))
+    with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
+        list(Lens(batches=Listed({"input_ids": texts()["input_ids"]})).run(view))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "reason"),
+    [
+        ("DPRQuestionEncoder", "dpr", "neither logits nor last_hidden_state, but pooler_output: open the model inside"),
+        ("GPT2ForQuestionAnswering", "gpt2", "neither logits nor last_hidden_state, but start_logits, end_logits"),
+        ("CanineModel", "canine", "its config says no vocab_size"),
+    ],
+)
+def test_what_a_call_does_not_return_is_said(kind, model_type, reason):
+    with pytest.raises(InputError, match=f"^no layered view of {kind}: .*{reason}"):
+        LayeredModel(tiny_model(kind, model_type))

@@ -112,6 +112,7 @@ def check_head(name: str, model: LayeredModel) -> None:
     Raises:
         InputError: naming the analysis and the model.
     """
-    bare = model.num_classes == 0 if model.family.sees_images else not model.has_head
+    scores_texts = model.has_head and "logits" in model.family.results  # what CLIP's text model projects is a state
+    bare = model.num_classes == 0 if model.family.sees_images else not scores_texts
     if bare:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")

@@ -1,6 +1,6 @@
 """Which modules of a model are its blocks, by what they are called with, and how they hold their states."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Any
@@ -43,6 +43,7 @@ class Structured(Family):
     beside: tuple[
         str, ...
     ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
+    numbers_tokens: bool = False  # whether a call returns one number for each token, (batch, tokens)
 
     def container(self, model: Network) -> nn.Module:
         return model.get_submodule(self.blocks)
@@ -63,6 +64,10 @@ class Structured(Family):
     def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
         return self.returned
 
+    def result(self, output: Any) -> Tensor:
+        logits = super().result(output)
+        return logits[..., None] if self.numbers_tokens else logits
+
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
         states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
@@ -80,6 +85,27 @@ class Structured(Family):
             return {"input_ids": torch.full(states.shape[:2], self.word, device=states.device)}
         shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
         return {"pixel_values": states.new_zeros(shape, dtype=next(model.parameters()).dtype)}
+
+
+def scores_of(model: Network, output: Any, probe: Probe) -> dict[str, Any]:
+    """Of a family: which of its `results` a call returns, and whether that is one number for each token, as a shorter
+    text then has fewer.
+
+    Raises:
+        NotShown: none of them.
+    """
+    if isinstance(output, Tensor):
+        return {}
+    results = tuple(name for name in Family.results if hasattr(output, name))
+    if not results:
+        given = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+        raise NotShown(f"it returns neither logits nor last_hidden_state, but {given}: open the model inside it")
+    shape = getattr(output, results[0]).shape
+    if not probe.of_texts or shape != probe.needed.shape:
+        return {"results": results}
+    fewer = {name: column[:, :-1] for name, column in probe.inputs.items()}
+    again = getattr(probe.call(model, fewer, dict(probe.options)), results[0])
+    return {"results": results, "numbers_tokens": again.shape != shape}
 
 
 def is_encoder_decoder(model: Network) -> bool:

@@ -25,6 +25,7 @@ from lit_layers.models.families.discovery import (
     Structured,
     is_encoder_decoder,
     row_of_blocks,
+    scores_of,
     with_parts_beside,
 )
 from lit_layers.models.families.own_networks import OwnNetwork, is_known, network_of
@@ -355,6 +356,7 @@ def _discovered(
         layout=blocks.layout,
         order=blocks.order,
         beside=blocks.beside,
+        **scores_of(model, output, probe),
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
     beside = with_parts_beside(row, blocks.layout) if probe.of_texts and len(row) > 1 else None

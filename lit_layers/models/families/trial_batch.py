@@ -99,6 +99,8 @@ def probe_of(model: Network, device: torch.device | None = None) -> Probe:
 def _texts(model: Network) -> Tensor:
     """(3, tokens), without any token that the config gives a meaning."""
     config = text_config(model.config)
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise InputError(f"no layered view of {type(model).__name__}: its config says no vocab_size")
     special = {
         value
         for name, value in config.to_dict().items()
