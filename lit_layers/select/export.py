@@ -57,11 +57,19 @@ class Card:
     notes: Sequence[str] = ()  # sentences for the reader
 
 
-def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, final_norm: bool = True) -> str:
+def render(
+    card: Card,
+    facts: HeadFacts,
+    *,
+    package: str,
+    picture: str | None,
+    final_norm: bool = True,
+    of_images: bool | None = None,
+) -> str:
     """The README.md of an export, in Markdown with the header that model pages of the Hub begin with.
 
     `package` is the one that opens the model, `picture` the name of a file beside it; `final_norm` says whether the
-    model has a norm behind its last block.
+    model has a norm behind its last block, `of_images` whether it takes images (None: if timm opens it).
     """
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
@@ -82,7 +90,7 @@ def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, f
     }
     scores = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
     test = [(name, f"{score:.4f}") for name, score in scores.items()]
-    is_vision = package == "timm"
+    is_vision = package == "timm" if of_images is None else of_images
     template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     return (
@@ -94,6 +102,7 @@ def render(card: Card, facts: HeadFacts, *, package: str, picture: str | None, f
             header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
             name=card.source.rstrip("/").rpartition("/")[2],
             is_classifier=facts.kind == "classification",
+            package=package,
             is_vision=is_vision,
             pooling=POOLINGS[is_vision].get(facts.pooling, f"pooled by {facts.pooling}"),
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
@@ -287,7 +296,8 @@ def _write_page(card: Card, head: ProbeHead, view: LayeredModel, draft: Path) ->
         picture = f"validation{source.suffix}"
         shutil.copyfile(source, draft / picture)
     has_norm = view.family.norm is not None
-    page = render(card, head.facts, package=view.family.package, picture=picture, final_norm=has_norm)
+    about = {"package": view.family.package, "of_images": view.family.sees_images}
+    page = render(card, head.facts, picture=picture, final_norm=has_norm, **about)
     (draft / PAGE).write_text(page, encoding="utf-8")
 
 

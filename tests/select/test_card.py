@@ -84,3 +84,12 @@ def test_a_page_leaves_out_what_is_not_known():
 def test_a_final_norm_is_spoken_of_where_there_is_one():
     pages = [render(card(), FACTS, package="transformers", picture=None, final_norm=norm) for norm in (True, False)]
     assert ["has been through the final norm" in page for page in pages] == [True, False]
+
+
+def test_a_page_of_a_model_of_images_that_transformers_opens_speaks_of_images_and_no_tokenizer():
+    facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
+    page = render(card(), facts, package="transformers", picture=None, of_images=True)
+    for part in ("pixel_values", "averaged over the patches", "`AutoModel.from_pretrained(FOLDER)`."):
+        assert part in page
+    for part in ("a text", "real tokens", "AutoTokenizer", "timm"):
+        assert part not in page
