@@ -81,8 +81,8 @@ IMAGES = ("pixel_values",)
 def trunk_of(model: Network) -> Network:
     """The model without its head: itself where it has none (`base_model` is transformers' name for it)."""
     trunk = getattr(model, "base_model", model)
-    is_clip = trunk is model and hasattr(model, "visual_projection") and hasattr(model, "vision_model")
-    return model.vision_model if is_clip and not hasattr(model, "text_model") else trunk  # which transformers 5.17 does not call its base
+    is_clip = trunk is model and hasattr(model, "visual_projection") and not hasattr(model, "text_model")
+    return getattr(model, "vision_model", trunk) if is_clip else trunk  # which transformers 5.17 does not call its base
 
 
 def text_config(config: Any) -> Any:
