@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 
+from tests.support.costs import Costs
 from tests.support.data_mapping import linked
 
 # What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
@@ -54,6 +55,7 @@ class FoldersInTurn:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
     if WORKER:
         config.pluginmanager.register(FoldersInTurn())
 
