@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 from types import ModuleType
 
-from lit_layers.cli import FAILED, INTERRUPTED, REFUSED, TERMINATED, quick_help, threads
+from lit_layers.cli import FAILED, INTERRUPTED, REFUSED, TERMINATED, threads
 from lit_layers.cli.console import plainly, printable, without_verbosity
 from lit_layers.cli.stopping import stopping
 from lit_layers.errors import InputError, RunLostError, did_you_mean, is_full, is_panic, refuse_pipe, refusing_pipes
@@ -88,13 +88,10 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         for word in rest:
             refuse_pipe(word)
             refuse_pipe(word.partition("=")[2])
-        if (text := quick_help.answer(command, rest)) is not None:
-            print(text, end="")
-            return 0
         threads.settle()
         with refusing_pipes(rest), plainly(rest, results=command != "fit"):
             verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
-            # its parser takes a quarter of a second to load, which the help above does without
+            # its parser takes a quarter of a second to load, which `lit-layers --help` does without
             from lit_layers.cli import options, remote_roots
 
             with remote_roots.in_local_copies(recipe := options.Recipe(verb, rest), os.environ):

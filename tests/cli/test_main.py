@@ -63,13 +63,13 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("lit_layers.cli.quick_help.answer", full)
+    monkeypatch.setattr("lit_layers.cli.threads.settle", full)
     assert main(["audit", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "lit-layers audit: error: cannot write: no space left on device\n"
-    monkeypatch.setattr("lit_layers.cli.quick_help.answer", broken)
+    monkeypatch.setattr("lit_layers.cli.threads.settle", broken)
     assert main(["audit", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "lit-layers audit: error: cannot read or write: input/output error\n"
-    monkeypatch.setattr("lit_layers.cli.quick_help.answer", full)
+    monkeypatch.setattr("lit_layers.cli.threads.settle", full)
     monkeypatch.setattr("lit_layers.errors._FULL", ())
     with pytest.raises(OSError, match="No space left"):
         main(["audit", str(tmp_path)])
