@@ -8,10 +8,6 @@ makes the curve, and numbers of others never enter it. Unless the reader names a
   curves that its training drew, whatever is tried on some of its checkpoints afterwards;
 - of a model without steps the settings that were measured last.
 
-Numbers of one curve come from models that compute alike: where the same weights gave a fixed input other hidden states
-under another version of the libraries (the *canary* in provenance, `lit_layers.measuring.canary`), the curve is
-refused.
-
 A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash; `last` means of every analysis those
 that were measured last, such as an analysis whose options were changed and that was measured again at all steps.
 """
@@ -24,6 +20,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,15 +37,13 @@ from lit_layers.errors import InputError
 from lit_layers.files.remote_runs import addressed
 from lit_layers.schema import Count, Real, Seconds, Tag
 
+logger = logging.getLogger(__name__)
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
 if TYPE_CHECKING:
     import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
 
 Settings = str | Collection[str]
 COMPUTING = ("torch", "transformers", "timm")  # the libraries that hidden states come from
-CANARY, VERSIONS = "canary", "versions"  # in provenance: sums of states by layer, and what computed them
-NUM_SUMS = 8  # of the states of one token at one layer
-DRIFT = 1e-4  # of the states of a fixed input, relative: rounding is far below it
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
@@ -93,7 +88,6 @@ class _Provenance(TypedDict, total=False):
     data_hash: str | None
     weights_hash: str | None
     audit: str | None
-    canary: dict[str, list[float]] | None
     versions: dict[str, str]
 
 
@@ -211,8 +205,7 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
     `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
 
     Raises:
-        InputError: for settings that no analysis has, or of which one has several; for curves of two versions of a
-            library that compute other states of the same weights.
+        InputError: for settings that no analysis has, or of which one has several.
     """
     return divided(measurements, settings)[0]
 
@@ -239,48 +232,22 @@ def divided(
     parts: tuple[list[Measurement], list[Measurement]] = ([], [])
     for (*_, name), m in last.items():
         parts[name is not None and name != chosen[m.run, m.analysis]].append(m)
-    refuse_drift(parts[0])
     return parts
 
 
-def refuse_drift(measurements: Iterable[Measurement]) -> None:
-    """Refuses numbers of the same weights whose states differ by more than `DRIFT` between versions of the libraries.
-
-    Whether states differ between two devices under the same versions is not asked.
-
-    Raises:
-        InputError: naming weights, versions and the difference.
-    """
-    first: dict[str, dict[tuple[str, ...], Measurement]] = {}  # by weights and versions
-    for m in measurements:
-        weights = m.provenance.get("weights_hash")
-        if m.error is not None or weights is None or not m.provenance.get(CANARY):
-            continue
-        of_weights = first.setdefault(weights, {})
-        if (computing := computing_versions(m)) in of_weights:
-            continue
-        for earlier in of_weights.values():
-            if not (difference := drift(earlier.provenance[CANARY], m.provenance[CANARY])) <= DRIFT:
-                old, new = differing_versions(earlier, m)
-                at = "" if m.step is None else f", step {m.step}"
-                raise InputError(
-                    f"{m.run}{at}: the same weights ({weights}) have other hidden states under {new} than under {old}, "
-                    f"by {difference:.1e} where {DRIFT:g} is allowed: make a curve under one version, or use another "
-                    "root"
-                )
-        of_weights[computing] = m
+def computing_versions(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of the libraries that hidden states come from, without their build (+cpu, +cu130)."""
+    return {name: versions[name].partition("+")[0] for name in COMPUTING if name in versions}
 
 
-def computing_versions(measurement: Measurement) -> tuple[str, ...]:
-    """Returns the versions of the libraries that the states came from; the build (+cpu, +cu130) plays no part."""
-    versions = measurement.provenance.get(VERSIONS, {})
-    return tuple(str(versions.get(name, UNKNOWN)).partition("+")[0] for name in COMPUTING)
-
-
-def differing_versions(one: Measurement, other: Measurement) -> tuple[str, str]:
-    """Returns the versions that differ, of the one and of the other, as `torch 2.8.0, transformers 5.1.0`."""
-    named: list[dict[str, str]] = [dict(zip(COMPUTING, computing_versions(each), strict=True)) for each in (one, other)]
-    return _differing(*named)
+def warn_of_other_versions(measured: Iterable[Measurement], run: str, here: Mapping[str, str]) -> None:
+    """Warn once where steps of a run were measured with other versions of the libraries than those `here`."""
+    for m in measured:
+        theirs, ours = computing_versions(m.provenance.get("versions", {})), computing_versions(here)
+        if m.run == run and m.step is not None and theirs and theirs != ours:
+            old, new = _differing(theirs, ours)
+            logger.warning("%s was measured with %s and goes on with %s: they may compute other numbers", run, old, new)
+            return
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
@@ -314,22 +281,6 @@ def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:
     if theirs != code_versions():
         there, here = _differing(theirs, code_versions())
         raise InputError(f"{who} has {there}, and this command has {here}: install the same versions everywhere")
-
-
-def drift(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> float:
-    """Returns the largest difference of two canaries over layers and tokens, relative to the larger of the two norms.
-
-    Infinite where they are not of the same layers and tokens.
-    """
-    if one.keys() != other.keys() or any(len(one[layer]) != len(other[layer]) for layer in one):
-        return float("inf")
-    largest = 0.0
-    for layer, sums in one.items():
-        a, b = (np.array(each, dtype=float).reshape(-1, NUM_SUMS) for each in (sums, other[layer]))
-        norms = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
-        differences = np.linalg.norm(a - b, axis=1)
-        largest = max(largest, *np.divide(differences, norms, out=np.zeros_like(norms), where=norms > 0).tolist())
-    return largest
 
 
 def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:

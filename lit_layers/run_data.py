@@ -13,7 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import DASH, count, listing
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import grouped
-from lit_layers.identity import ALL, CANARY, LAST, Settings, divided, settings_of, short
+from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.metrics import sentence
 from lit_layers.records import Measurement
 from lit_layers.schema import run_facts
@@ -209,7 +209,7 @@ def provenance(run: RunData) -> dict[str, Any]:
     `shared`: what all measurements have in common; `analyses`: what differs between analyses, by model where models
     differ in it; `checkpoints`: a row for each step or model, with what is its own; `run`: what the run's file says.
     """
-    names = dict.fromkeys(name for m in run.measurements for name in m.provenance if name != CANARY)
+    names = dict.fromkeys(name for m in run.measurements for name in m.provenance)
     of_checkpoint = [name for name in names if _is_of_checkpoint(name, run)]
     values = {name: _values(name, run.measurements) for name in names if name not in of_checkpoint}
     shared = {name: those[0] for name, those in values.items() if len(those) == 1}

@@ -14,8 +14,8 @@ from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.identity import code_versions, refuse_other_code, settings_name, spelled_as
-from lit_layers.measuring import canary, one_model
+from lit_layers.identity import code_versions, refuse_other_code, settings_name, spelled_as, warn_of_other_versions
+from lit_layers.measuring import one_model
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
 from lit_layers.prompt_values import ValueFiles
@@ -232,7 +232,7 @@ class _Measuring:
         due = [one for one in audited if not self._is_known(one)]
         self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
         for run in dict.fromkeys(self.earlier.run_of(one) for one in due if one.step is not None):
-            canary.compare_with_earlier(self.earlier.store, run, self.series.listing.checkpoints, self.measurer.opened)
+            warn_of_other_versions(self.earlier.store, run, one_model.versions())
         if self.options.engine == "ray":
             self._over_workers(due)
         else:

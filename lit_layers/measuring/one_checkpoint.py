@@ -23,7 +23,7 @@ import torch
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.blockwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
-from lit_layers.measuring import canary, one_model, ray_workers, undisturbed
+from lit_layers.measuring import one_model, ray_workers, undisturbed
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.plan import counted, texts_of
 from lit_layers.models.build import weights_hash
@@ -106,10 +106,9 @@ class Measurer:
                     self._check(streamed, everything)
                     return self._walk(streamed, checkpoint, analyses)
             view, fingerprint = self._whole(checkpoint, everything)
-            seen = canary.provenance_of(view, fingerprint, self.earlier.store)
             folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
             way = functools.partial(one_model.in_one_pass, kept_mb=self.options.kept_mb, folder=folder)
-            return self._keep(checkpoint, view, analyses, way, fingerprint, seen)
+            return self._keep(checkpoint, view, analyses, way, fingerprint)
         except torch.OutOfMemoryError as error:
             self.release()
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
@@ -142,12 +141,6 @@ class Measurer:
         ):
             yield streamed
 
-    @contextlib.contextmanager
-    def opened(self, checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[LayeredModel, str]]:
-        """The same, with the hash of its weights."""
-        with self.model(checkpoint, dtype) as view:
-            yield view, view.weights_hash() if isinstance(view, StreamedModel) else weights_hash(view.model)
-
     def refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
         """Refuses a series that is not the one of the root, unless it lies there: then it is its own, whatever it was
         named before.
@@ -163,10 +156,9 @@ class Measurer:
         analyses: Sequence[Analysis],
         way: one_model.Way,
         fingerprint: str,
-        seen: dict[str, Any],
     ) -> list[Measurement]:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
-        source, same = checkpoint.provenance() | seen, {}
+        source, same = checkpoint.provenance(), {}
         if self.series.is_alone:
             source |= {"streamed": self.options.stream_blocks, "audit": UNAUDITED}
             self.refuse_another(lambda _: ("weights_hash", fingerprint))
@@ -206,18 +198,17 @@ class Measurer:
 
     def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> list[Measurement]:
         """Block by block."""
-        place, drift_check = self.root / UNFINISHED, canary.Canary()
+        place = self.root / UNFINISHED
 
         def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
             # A kill between the first line and the last one leaves the blocks of all of them.
-            is_whole = due and (place / _key(view, [*analyses, drift_check]) / STATE).is_file()
+            is_whole = due and (place / _key(view, analyses) / STATE).is_file()
             if not due:
                 return
-            chosen = layerwise([*(analyses if is_whole else due), drift_check])
+            chosen = layerwise(analyses if is_whole else due)
             folder = place / _key(view, chosen)
             source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
             outcomes = walk(view, chosen, folder, self.tell)
-            source |= canary.compared(canary.sums(outcomes[drift_check.name].records), fingerprint, self.earlier.store)
             for analysis in due:
                 outcome = outcomes[analysis.name]
                 provenance = {**one_model.describe_run(view, analysis, fingerprint), **source}
@@ -226,7 +217,7 @@ class Measurer:
             shutil.rmtree(folder)
 
         hashed = view.kept_weights_hash(place, lambda: self.tell(0, 1, "hashing the weights"))
-        measured = self._keep(checkpoint, view, analyses, way, hashed, {})
+        measured = self._keep(checkpoint, view, analyses, way, hashed)
         for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
             leftover.unlink()
         with contextlib.suppress(OSError):  # another measurement is under way there

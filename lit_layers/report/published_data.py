@@ -19,7 +19,7 @@ from lit_layers.records import Measurement
 # What of provenance is published: what tells numbers apart, and nothing that names a place on somebody's machine.
 PUBLIC = (
     *("weights_hash", "config_hash", "data_hash", "tokenizer_hash", "model_tokenizer_hash"),
-    *("dtype", "attention", "device", "versions", "canary", "audit"),
+    *("dtype", "attention", "device", "versions", "audit"),
 )
 OF_THE_HUB = ("checkpoint", "revision", "commit", "weight_files")  # where there is a commit: of a public repository
 _CARD, _NUMBERS, _MEASUREMENTS = "README.md", "numbers", "measurements"

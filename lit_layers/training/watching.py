@@ -17,8 +17,8 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.files import run_lock
 from lit_layers.files.remote_store import is_remote
-from lit_layers.identity import logged_name, plain_settings
-from lit_layers.measuring import canary, one_model, undisturbed
+from lit_layers.identity import logged_name, plain_settings, warn_of_other_versions
+from lit_layers.measuring import one_model, undisturbed
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
@@ -100,7 +100,6 @@ class StepMeasurer:
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
-        self._has_warned = False  # how its versions compare with those that the run was measured under
 
     @property
     def file(self) -> Path:
@@ -120,9 +119,14 @@ class StepMeasurer:
 
     def begin(self, num_checkpoints: int) -> None:
         """Reads what has been measured before."""
-        measurements = self.ranks.from_first(lambda: records.read(self.file) if self.file.exists() else [])
+        measurements = self.ranks.from_first(self._measured_before)
         values = ValueFiles(self.root, self.values_mb, checkpoints=num_checkpoints)
         self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
+
+    def _measured_before(self) -> list[Measurement]:
+        measurements = records.read(self.file) if self.file.exists() else []
+        warn_of_other_versions(measurements, self.run, one_model.versions())
+        return measurements
 
     def measure(
         self,
@@ -149,7 +153,7 @@ class StepMeasurer:
         if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal_of, model))) is not None:
             self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
             return
-        fingerprint, seen = self.ranks.from_first(functools.partial(self._seen, model))  # of weights that are the same
+        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # of weights that are the same
         for measurement in one_model.measure_missing(
             model,
             self.analyses,
@@ -157,7 +161,7 @@ class StepMeasurer:
             run=self.run,
             step=step,
             tokens=tokens,
-            provenance=(provenance or {}) | seen,
+            provenance=provenance,
             weights_hash=fingerprint,
             way=functools.partial(self.ranks.measure, kept_mb=self.kept_mb, folder=self.root),
             starting=starting,
@@ -184,18 +188,6 @@ class StepMeasurer:
             )
             self._store.add(failed)
             self.tell(failed, loggers)
-
-    def _seen(self, model: nn.Module) -> tuple[str, dict[str, Any]]:
-        """The hash of the weights and what goes into their provenance.
-
-        A run that goes on under other versions of the libraries is refused where its weights were measured before and
-        have other states now; where they were not, one warning says that nobody knows.
-        """
-        fingerprint, measured = weights_hash(model), [*self._store]
-        others, self._has_warned = [] if self._has_warned else canary.of_other_versions(measured, self.run), True
-        if others and not any(m.provenance.get("weights_hash") == fingerprint for m in others):
-            canary.warn_of(others)
-        return fingerprint, canary.provenance_of(model, fingerprint, measured)
 
     def tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
         """Tells loggers and watchers of a measurement."""

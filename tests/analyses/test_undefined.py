@@ -160,9 +160,8 @@ OF_ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "exce
 OF_ALL_BLOCKS += ("same_token_coupling", "excess_same_token_coupling", "spectrum_slope", "spectrum_r_squared")
 
 
-# What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another. The
-# canary is in no run's measurements.
-WITHOUT_LAYERS = {"BenchmarkScores", "Canary", "Finetuning", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
+# What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another.
+WITHOUT_LAYERS = {"BenchmarkScores", "Finetuning", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
 
 
 def every_analysis() -> set[str]:

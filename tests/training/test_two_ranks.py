@@ -35,7 +35,6 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
     # Before the first step the weights are the same bits, and so are the numbers.
     assert [m.records for m in one[:6]] == [m.records for m in two[:6]]
     assert all(m.records for m in one[2:6])
-    assert [m.provenance["canary"] for m in one[:6]] == [m.provenance["canary"] for m in two[:6]]
     for first, second in zip(one, two, strict=True):
         for a, b in zip(first.records, second.records, strict=True):
             assert (a.metric, a.layer, a.tags) == (b.metric, b.layer, b.tags)
