@@ -1,5 +1,5 @@
-# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs the long tests,
-# `make site` builds the pages and the API reference.
+# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs what CI runs besides,
+# `make nightly` the rest; `make site` builds the pages and the API reference.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,17 +11,24 @@ export UV_COMPILE_BYTECODE := 1
 # Without bytecode each process of the tests compiles the package and rewrites all asserts: 10 s of CPU.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test soak real site lint constraints clean
+.PHONY: demo test soak nightly real site lint constraints clean
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml --resume last
 
 # A file's tests stay together, as they share what is costly to make. Three processes for two cores: many tests wait.
-test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not soak" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# OPTIONS adds options of pytest, such as OPTIONS=--durations=100.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# What takes longer: random kills, every command of the documentation, a browser, fuzzing, evaluation at length.
+test: $(VENV)/.ready
+	$(PYTEST) -m "not soak and not nightly" $(OPTIONS)
+
+# What CI runs besides: several ranks, evaluation at length, a browser, each family of models, one recipe of each paper.
 soak: $(VENV)/.ready
-	$(BIN)/python -m pytest -m soak --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "soak and not nightly" $(OPTIONS)
+
+# Random kills, fuzzing, every documented command, all recipes of papers, products over families.
+nightly: $(VENV)/.ready
+	$(PYTEST) -m nightly $(OPTIONS)
 
 # The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
 real: $(VENV)/.real

@@ -86,7 +86,7 @@ def test_the_tables_of_the_docs_are_those_of_the_kept_results(rounds: ModuleType
     assert rounds.with_tables(*texts) == texts, "python benchmarks/rounds.py writes them anew"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     sorted(path for path in FOLDER.glob("*.py") if "__main__" in path.read_text()),  # another is a part of one
@@ -98,7 +98,7 @@ def test_each_begins(script: Path) -> None:
     assert "--check" in done.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "words", "sentence"),
     [
@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(name: str, words: str,
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SMALLEST)
 def test_each_that_is_short_ends_with_a_table(name: str) -> None:
     command = [sys.executable, FOLDER / f"{name}.py", *SMALLEST[name].split(), "--rounds", "1"]

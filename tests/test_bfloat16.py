@@ -66,7 +66,9 @@ def values(found, metric: str, **tags) -> dict[int | None, float]:
 SOME = ("gpt2", "llama", "bert_classifier", "vit")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.soak) for name in EVERY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.nightly) for name in EVERY]
+)
 def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(name):
     model = tiny(name)
     batch = tiny_batch(name, padding=None if "pixel" in name else "right")

@@ -77,7 +77,7 @@ def headings(page: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.soak) if page.name in LONG else page for page in PAGES],
+    [pytest.param(page, marks=pytest.mark.nightly) if page.name in LONG else page for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
                 run(command)
 
 
-@pytest.mark.soak  # a second for each
+@pytest.mark.nightly  # a second for each
 def test_every_fit_of_the_long_pages_is_one_that_can_be_read(tmp_path, monkeypatch):
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)

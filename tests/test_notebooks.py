@@ -68,7 +68,7 @@ def test_a_notebook_is_whole_small_and_of_no_machine(path):
     assert len(text) < 500_000
 
 
-@pytest.mark.soak  # some twenty seconds of CPU each
+@pytest.mark.nightly  # some twenty seconds of CPU each
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.realmodel) if path.stem in PACKAGES else path for path in NOTEBOOKS],

@@ -131,7 +131,7 @@ def begin(analyses: list[Analysis], realdata: Path) -> None:
         analysis.check_data()
 
 
-@pytest.mark.soak  # the short version is on small sets, below
+@pytest.mark.nightly  # the short version is on small sets, below
 @pytest.mark.realdata
 @pytest.mark.parametrize("paths", [paths for paths in TOGETHER if paths not in [*OF_IMAGES, *OF_PYTHON]], ids=" ".join)
 def test_data_of_a_documented_command_is_enough(paths, corpus_of, tokenizers, realdata, tmp_path, caplog):
@@ -144,7 +144,7 @@ def test_data_of_a_documented_command_is_enough(paths, corpus_of, tokenizers, re
     assert len(short) == (2 if is_short else 0), "what is smaller than it was asked for is said"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.realdata
 def test_data_of_the_documented_commands_on_images_is_enough(realdata, tmp_path):
     assert OF_IMAGES
@@ -154,7 +154,7 @@ def test_data_of_the_documented_commands_on_images_is_enough(realdata, tmp_path)
     assert max(map(int, asked)) <= min(IMAGENET.values())
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.realdata
 @pytest.mark.parametrize("paths", OF_PYTHON, ids=" ".join)
 def test_data_of_a_documented_command_on_the_python_library_is_enough(paths, realdata, tokenizers, tmp_path):
@@ -168,7 +168,7 @@ def test_data_of_a_documented_command_on_the_python_library_is_enough(paths, rea
 OF_A_MODEL = sorted({path.stem for path in (ROOT / LISTS).glob("*.yaml")} - {"probes", "images"})
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.realdata
 @pytest.mark.parametrize("name", OF_A_MODEL)
 def test_each_list_is_planned_on_a_model_of_the_hubs_kind_as_documented(name, tokenizers, tmp_path, capsys):
@@ -181,7 +181,7 @@ def test_each_list_is_planned_on_a_model_of_the_hubs_kind_as_documented(name, to
     assert "small steps" in capsys.readouterr().out
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.realdata
 def test_probes_run_to_their_end_behind_the_quickstart_which_trains_its_own_tokenizer(realdata, tmp_path, capsys):

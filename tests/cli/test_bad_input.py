@@ -67,7 +67,7 @@ def refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) 
     assert sentence in said[0], argv
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.nightly)])
 def test_options_of_a_run_that_would_do_harm_are_refused(
     recipe: Path, capsys: pytest.CaptureFixture[str], every: int
 ) -> None:
@@ -218,7 +218,7 @@ def test_models_that_cannot_be_opened_are_refused(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_word_of_megabytes_is_text_like_any_other(tmp_path: Path) -> None:
     import random
 

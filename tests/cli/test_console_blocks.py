@@ -85,7 +85,7 @@ def test_no_command_and_no_example_stands_in_a_block_that_nothing_runs():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=[] if each == "report checkpoints/study" else [pytest.mark.soak])
+        pytest.param(each, marks=[] if each == "report checkpoints/study" else [pytest.mark.nightly])
         for each in HERE
         if each.startswith(("report", "emerge"))
     ],
@@ -107,7 +107,7 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
     assert page.stat().st_size > 10_000
 
 
-@pytest.mark.soak  # two seconds for each
+@pytest.mark.nightly  # two seconds for each
 @pytest.mark.parametrize("command", [each for each in HERE if each.startswith(("fit", "sweep"))])
 def test_trainings_and_cells_of_grids_are_read_whole(command, place, capsys):
     words = shlex.split(command)

@@ -194,7 +194,7 @@ def test_every_command_is_tried() -> None:
     assert {case.words.split()[0] for case in CASES.values()} == {*COMMANDS}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", CASES)
 def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_the_harness_sees_an_exception_a_hang_and_harm(tmp_path: Path, monkeypat
     assert harm(tmp_path, set(), ["report"]) == "it wrote ['strange'] beside its folder"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 def test_random_bad_input_ends_in_a_sentence_or_a_sound_result(home: Home, tmp_path: Path) -> None:
     found = troubles(home, tmp_path, range(CASES))

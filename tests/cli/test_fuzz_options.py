@@ -122,7 +122,7 @@ def test_the_harness_sees_an_exception_a_stray_file_and_what_a_terminal_obeys(
     assert trouble(Home(tmp_path / "home", tmp_path), tmp_path / "sound", ["audit", "run"]) is None
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 def test_no_value_of_an_option_ends_in_a_traceback_or_does_harm(
     home: Home,  # noqa: F811

@@ -154,7 +154,7 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_
     assert f"cannot write {root}/report.html: read-only file system; --out names another place" in said
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")
 def test_two_trainings_that_race_and_are_killed_again_and_again_leave_one_whole_run(recipe, tmp_path):
     longer = ["--trainer.max_steps", "12", "--resume", "last"]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.papers_place import cases_of, place, run_as_written  # noqa: F401
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+pytestmark = pytest.mark.timeout(0)
 
 
 @pytest.mark.usefixtures("place")

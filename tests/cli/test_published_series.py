@@ -186,7 +186,7 @@ def test_the_published_series_is_measured_by_its_documented_command(place):
     assert found == {("pythia_70m", step, name) for step in STEPS for name in names}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_documented_command_on_published_models_runs(everything, place, capsys):
     for command in COMMANDS:
         if command == WHOLE_SUITE:

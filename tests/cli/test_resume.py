@@ -117,7 +117,7 @@ def uninterrupted(recipe, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_runs_killed_at_random_moments_end_as_if_they_had_not_been(recipe, uninterrupted, tmp_path):
     expected, draw = what_is_left(uninterrupted), random.Random(0)
     assert len(expected["losses"]) == LAST
@@ -198,7 +198,7 @@ def test_one_run_killed_at_several_of_its_weakest_moments_ends_as_if_it_had_not_
     assert_equal(what_is_left(root), what_is_left(uninterrupted))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"

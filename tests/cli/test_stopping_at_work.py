@@ -17,7 +17,7 @@ from tests.cli.test_stopping import FOR_EVER, in_foreign_code, terminate
 from tests.support.forked import run_forked
 
 pytestmark = [
-    pytest.mark.soak,
+    pytest.mark.nightly,
     pytest.mark.timeout(0),
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals"),
 ]

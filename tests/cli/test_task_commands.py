@@ -41,7 +41,7 @@ from tests.support.papers_world import once, wikitext_files, write_data, write_h
 from tests.support.series_hub import let_downloads_end, served
 from tests.support.undrawn import leave_undrawn
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(0)]
 VERBS = ("intervene", "mteb", "select", "correlate", "prepare")
 # By the verb, or what stands in a command of it: the last that fits.
 LESS = {

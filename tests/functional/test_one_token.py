@@ -38,7 +38,7 @@ def routes_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "kind", "padding"),
     [
-        pytest.param(*each, padding, marks=[] if padding == "left" or each[0] == "vit" else pytest.mark.soak)
+        pytest.param(*each, padding, marks=[] if padding == "left" or each[0] == "vit" else pytest.mark.nightly)
         for each in ATTENTIONS
         for padding in (None, "left", "right")
         if not (padding and each[0] == "vit")

@@ -26,7 +26,7 @@ def files_of(folder: Path) -> set[Path]:
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # that the font of pictures has not
-@pytest.mark.parametrize("names", [PATHS, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["paths", "others"])
+@pytest.mark.parametrize("names", [PATHS, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["paths", "others"])
 def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(names, tmp_path, capfd, monkeypatch):
     """The name of the run, of an analysis, a metric, a tag, and of a task."""
     for number, name in enumerate(names):

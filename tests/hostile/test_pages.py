@@ -59,7 +59,7 @@ def page_of(root: Path, text: str) -> str:
     return (root / "report.html").read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))

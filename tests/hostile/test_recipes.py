@@ -50,7 +50,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-@pytest.fixture(params=[3, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.fixture(params=[3, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "all"])
 def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
     """What would write the canary, or empty a file of the user's, the moment it is made or called."""
     (tmp_path / "hubconf.py").write_text(f"{payload}\ndef x(): pass\n")
@@ -337,7 +337,7 @@ def test_a_recipe_whose_aliases_stand_for_a_billion_values_is_refused(command, l
     refuse_many_aliases(text)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_recipe_of_the_package_is_read(every, tmp_path, capsys):
     fits = [*sorted(ROOT.glob("recipes/gpt2/*.yaml")), *sorted(ROOT.glob("recipes/deit/*.yaml"))]
     fits += sorted(ROOT.glob("recipes/quickstart/*.yaml"))

@@ -51,7 +51,7 @@ def planted(downloaded: Path, payload: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["script", pytest.param("module", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("start", ["script", pytest.param("module", marks=pytest.mark.nightly)])
 def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, canary, tmp_path):
     """Neither the installed script nor the module; an empty part of PYTHONPATH, as in
     `export PYTHONPATH=$PYTHONPATH:~/code` where it was not set, is the working directory to Python, and not to us.
@@ -67,7 +67,7 @@ def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, 
     assert (planted / "run" / "report.html").is_file()
 
 
-@pytest.mark.soak  # three Pythons begin from nothing
+@pytest.mark.nightly  # three Pythons begin from nothing
 def test_a_python_that_a_command_starts_imports_nothing_of_the_folder(planted, canary):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that Python is no command of ours
     subprocess.run([sys.executable, "-P", "-c", CHILD], env=environment, capture_output=True, check=True)
@@ -99,14 +99,14 @@ def test_the_import_path_is_left_as_it_is(planted, capsys):
     assert str(planted) not in sys.path
 
 
-@pytest.mark.soak  # as the other Python that a command starts: ten seconds of imports
+@pytest.mark.nightly  # as the other Python that a command starts: ten seconds of imports
 def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted, tmp_path, canary):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path / "model")
     assert peak_memory(tmp_path / "model", {"input_ids": torch.zeros(1, 4, dtype=torch.long)}) > 0
     assert not canary.exists()
 
 
-@pytest.mark.soak  # a cluster of Ray starts
+@pytest.mark.nightly  # a cluster of Ray starts
 @pytest.mark.filterwarnings("ignore")
 def test_workers_import_nothing_of_the_folder_and_the_code_of_the_user_after_all_else(
     planted, payload, tmp_path, canary, monkeypatch

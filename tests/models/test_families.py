@@ -48,7 +48,7 @@ PRODUCTS_IN_FLOAT32 = {"gpt_neo": 5e-6}
 PADDINGS = (None, "left", "right")
 TEXTS = [name for name in EVERY if not sees_images(name)]
 CASES = [
-    pytest.param(name, padding, attention, marks=[] if quick else pytest.mark.soak)
+    pytest.param(name, padding, attention, marks=[] if quick else pytest.mark.nightly)
     for name in EVERY
     for padding in ((None,) if sees_images(name) else PADDINGS)
     for attention in (("eager",) if name in EAGER_ONLY else ("sdpa", "eager"))
@@ -355,8 +355,8 @@ def test_hidden_states_of_a_vit_are_its_raw_intermediates(name):
     [
         ("sdpa", torch.float32),
         ("eager", torch.float64),
-        pytest.param("sdpa", torch.float64, marks=pytest.mark.soak),
-        pytest.param("eager", torch.float32, marks=pytest.mark.soak),
+        pytest.param("sdpa", torch.float64, marks=pytest.mark.nightly),
+        pytest.param("eager", torch.float32, marks=pytest.mark.nightly),
     ],
 )
 def test_padding_on_either_side_and_the_junk_in_it_change_no_state_of_any_kernel_or_precision(name, attention, dtype):

@@ -31,7 +31,7 @@ def test_timm_names_of_one_shape_are_taken_apart_and_hierarchical_ones_refused()
     assert (refused.how, "not (batch, tokens, dim) of one shape" in refused.reason) == ("refused", True)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_page_is_what_is_found_of_every_class():
     groups = dict(family_coverage.sweep())
     assert family_coverage.TABLE.read_text(encoding="utf-8") == family_coverage.table(groups)

@@ -16,8 +16,10 @@ def head_rows(network: torch.nn.Module) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("padding", [*(pytest.param(side, marks=pytest.mark.soak) for side in (None, "right")), "left"])
-@pytest.mark.parametrize("name", by_kind(name for name in EVERY if not sees_images(name)))
+@pytest.mark.parametrize(
+    "padding", [*(pytest.param(side, marks=pytest.mark.nightly) for side in (None, "right")), "left"]
+)
+@pytest.mark.parametrize("name", by_kind((name for name in EVERY if not sees_images(name)), pytest.mark.nightly))
 def test_logits_of_some_rows_are_those_rows_of_all(name, padding):
     network, batch = tiny(name, torch.float64), tiny_batch(name, padding=padding)
     view = LayeredModel(network)

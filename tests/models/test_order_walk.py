@@ -37,7 +37,7 @@ def walked(schedules, trajectory):
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("name", by_kind(EVERY))
+@pytest.mark.parametrize("name", by_kind(EVERY, pytest.mark.nightly))
 def test_each_order_of_every_family_ends_as_it_does_by_itself(name, padding, monkeypatch):
     if sees_images(name) and padding == "right":
         pytest.skip("images have no padding")

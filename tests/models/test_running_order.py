@@ -67,7 +67,7 @@ def _moved(values, mask):
     return torch.stack([row.roll(int(real.sum())) for row, real in zip(values, mask, strict=True)])
 
 
-@pytest.mark.parametrize("padding", [None, pytest.param("right", marks=pytest.mark.soak), "left"])
+@pytest.mark.parametrize("padding", [None, pytest.param("right", marks=pytest.mark.nightly), "left"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_variant_is_the_composition_of_its_blocks(name, padding):
     if padding and name == "vit":
@@ -93,7 +93,7 @@ def test_every_variant_is_the_composition_of_its_blocks(name, padding):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", *(pytest.param(n, marks=pytest.mark.soak) for n in ("mistral", "falcon", *OTHERS))]
+    "name", ["gpt2", "gemma2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("mistral", "falcon", *OTHERS))]
 )
 def test_cached_generation_is_recomputation_token_for_token(name):
     model = deep(name)

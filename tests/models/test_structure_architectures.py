@@ -51,7 +51,7 @@ ARCHITECTURES = {
     "bart": "BartForConditionalGeneration",  # a decoder
 }
 QUICK = ("bloom", "phi3", "olmoe", "qwen3_next", "minicpm3", "zaya", "prophetnet")
-CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.soak) for name in ARCHITECTURES]
+CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in ARCHITECTURES]
 IDS = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(1))
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}
 

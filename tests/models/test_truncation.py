@@ -58,7 +58,7 @@ def test_a_trunk_ends_with_the_final_norm_of_what_the_kept_block_leaves(name):
 @pytest.mark.parametrize(
     ("name", "head"),
     [
-        pytest.param(name, head, marks=[] if name in KINDS and head == (place % 3 == 0) else pytest.mark.soak)
+        pytest.param(name, head, marks=[] if name in KINDS and head == (place % 3 == 0) else pytest.mark.nightly)
         for place, name in enumerate(OF_TRANSFORMERS)
         for head in (True, False)
     ],

@@ -21,7 +21,7 @@ def test_the_weights_are_those_that_a_build_with_that_seed_has():
     assert weights_hash(untrained(images, seed=2)) == weights_hash(vit("deit_tiny_patch16_224", seed=2, **VIT))
 
 
-@pytest.mark.parametrize("name", by_kind(_TRANSFORMERS))
+@pytest.mark.parametrize("name", by_kind(_TRANSFORMERS, pytest.mark.nightly))
 def test_every_family_is_built_anew_from_its_config(name):
     model = tiny(name)
     before = weights_hash(model)

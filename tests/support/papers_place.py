@@ -39,6 +39,7 @@ LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "nu
 LIMITS |= {"num_tokens": 24, "batch_size": 4, "limit": 24}
 FEW_ROWS = 1_000  # of a split to learn from: MTEB draws 8 of each of the 77 classes of Banking77
 TRAIN = ("fit", "sweep")
+OF_EACH_PAPER = ("coupling/fig4", "monotonicity/fig3", "layers/fig4", "painters/fig2")  # run by CI, the others nightly
 FEW_TEXTS = 40  # of each task, for metrics: DiME of 1,000 takes six seconds a layer
 TROUBLE = ("error", "failed", "exit code", "select:")
 
@@ -94,10 +95,11 @@ def cases_of(file: str) -> list[Any]:
     """Each recipe at reduced sizes; and with the published names, where these are others and nothing is trained."""
     cases = []
     for name in recipes_of(file):
-        cases.append(pytest.param(name, "reduced", id=f"{name}-reduced"))
+        tier = pytest.mark.soak if name in OF_EACH_PAPER else pytest.mark.nightly
+        cases.append(pytest.param(name, "reduced", id=f"{name}-reduced", marks=tier))
         reduced = yaml.safe_load(RECIPES[name].read_text()).get("reduced", {})
         if not trains(name) and as_published(RECIPES[name])["reduced"] != reduced:
-            cases.append(pytest.param(name, "names", id=f"{name}-names"))
+            cases.append(pytest.param(name, "names", id=f"{name}-names", marks=pytest.mark.nightly))
     return cases
 
 

@@ -209,9 +209,9 @@ KINDS += ("picture_dinov2", "picture_mae", "picture_clip")
 _made: dict[str, nn.Module] = {}
 
 
-def by_kind(names: Iterable[str]) -> list[Any]:
-    """The names as parameters of a test, of which those of `KINDS` are of the short tier."""
-    return [pytest.param(name, marks=[] if name in KINDS else pytest.mark.soak) for name in names]
+def by_kind(names: Iterable[str], others: pytest.MarkDecorator = pytest.mark.soak) -> list[Any]:
+    """Return the names as parameters of a test: those of `KINDS` for the quick tier, the others with a mark."""
+    return [pytest.param(name, marks=[] if name in KINDS else others) for name in names]
 
 
 def sees_images(name: str) -> bool:
