@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from lit_layers.errors import InputError, first_line, is_full
 from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file
-from lit_layers.files.foreign_parquet import read_lists
-from lit_layers.files.parquet_process import COLUMNS, MAX_BYTES
 from lit_layers.identity import PLACES, Measurement, Record, settings_of
 from lit_layers.schema import VALUES_MB
 
@@ -34,6 +32,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "values"
 DIMENSION = "pooled_dimension"  # the metric whose numbers, of layers, have the states that they are of
 VALUES, STATES = ".parquet", ".safetensors"  # what the files end in
+COLUMNS = ("metric", "layer", "tags", "values")
 _ROUNDING = 1e-5  # of float32, of a mean of many
 
 Key = tuple[str, int | None, str]
@@ -101,7 +100,7 @@ class ValueFiles:
             self._sizes = {each: each.stat().st_size for each in there if each.is_file()}
         others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
         total = sum(self._sizes.values()) - self._sizes.get(path, 0)
-        if len(content) > min(self.share - sum(others), self.limit - total, MAX_BYTES):
+        if len(content) > min(self.share - sum(others), self.limit - total):
             self._say_no_room(analysis, len(content))
             path.unlink(missing_ok=True)  # of weights that were there before
             self._sizes.pop(path, None)
@@ -130,29 +129,35 @@ def without_values(measurement: Measurement) -> Measurement:
 def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Key, ByPrompt] | str]:
     """Returns for each measurement the values behind its numbers, as far as they were kept; none without a file.
 
-    What is there is foreign: values count only for a number whose mean they have. Of a file that is damaged, too large
-    or of something else, the sentence that says so.
+    Values count only for a number whose mean they have. In place of the values of a file that is damaged or of other
+    weights stands the sentence that says so.
     """
-    paths = {number: path_of(root, m) for number, m in enumerate(measurements)}
-    paths = {number: path for number, path in paths.items() if os.path.isfile(path)}  # also in a folder nobody may read
-    answers: list[dict[Key, ByPrompt] | str] = [{} for _ in measurements]
-    rows = [len(measurements[number].records) for number in paths]
-    for (number, path), lists in zip(paths.items(), read_lists([*paths.values()], rows), strict=True):
-        if isinstance(lists, str):
-            answers[number] = f"{path.name} {lists}"
-            continue
-        there = dict(zip(lists.keys, lists.values, strict=True))
-        values = {key_of(record): record.value for record in measurements[number].records}
-        means = {key: there[key] for key, value in values.items() if key in there and _is_mean(there[key], value)}
-        ours = means or not there.keys() & values.keys()
-        answers[number] = means if ours else f"{path.name} is of other weights: its means are not the measurement's"
-    return answers
+    return [_read_means(path_of(root, m), m) for m in measurements]
+
+
+def _read_means(path: Path, measurement: Measurement) -> dict[Key, ByPrompt] | str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not os.path.isfile(path):  # False also for a folder that may not be read
+        return {}
+    try:
+        table = pq.ParquetFile(path).read()
+        metrics, layers, tags = (table[name].to_pylist() for name in COLUMNS[:3])
+        there = dict(zip(zip(metrics, layers, tags, strict=True), table["values"].to_numpy(), strict=True))
+    except (pa.ArrowException, OSError, KeyError) as error:
+        return f"{path.name} is damaged: {first_line(error)}"
+    values = {key_of(record): record.value for record in measurement.records}
+    means = {key: there[key] for key, value in values.items() if key in there and _is_mean(there[key], value)}
+    if means or not there.keys() & values.keys():
+        return means
+    return f"{path.name} is of other weights: its means are not the measurement's"
 
 
 def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.float32]] | str:
     """Returns by layer the states (prompts, dim) of the prompts that were measured; none without a file.
 
-    What is there is foreign: of a file that is damaged, too large or no table of states, the sentence that says so.
+    In place of those of a file that is damaged or holds no states stands the sentence that says so.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -161,8 +166,6 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.fl
     if not os.path.isfile(path):  # also in a folder nobody may read
         return {}
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            return f"{path.name} is too large: {size:,} bytes, at most {MAX_BYTES:,} are read"
         there = load(path.read_bytes())
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         return f"{path.name} is damaged: {first_line(error)}"
@@ -208,8 +211,8 @@ def _content(records: list[Record]) -> bytes:
     vectors: Any = [record.by_prompt for record in records]
     offsets = np.cumsum([0, *map(len, vectors)], dtype=np.int32)
     values = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors), pa.float32()))
-    columns = [pa.array(metrics, pa.string()), pa.array(layers, pa.int32()), pa.array(tags, pa.string()), values]
-    table = pa.table(columns, names=[*COLUMNS])
+    arrays = [pa.array(metrics, pa.string()), pa.array(layers, pa.int32()), pa.array(tags, pa.string()), values]
+    table = pa.table(arrays, names=[*COLUMNS])
     sink = io.BytesIO()
     # Of float32 the bytes of equal weight lie together: 15% smaller.
     options: Any = {

@@ -21,7 +21,6 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.compacted import Compacted, read_tables, write_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.files.table_files import export as export
@@ -168,17 +167,6 @@ def is_suspect(measurement: Measurement) -> bool:
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
-def compact(path: str | Path) -> Compacted:
-    """Writes `measurements.parquet` beside a file of measurements, which stays: `frame` reads single curves from it.
-
-    Raises:
-        InputError: for a file that does not exist or holds a corrupt line; where the table cannot be written.
-    """
-    (path,) = _files(path)
-    with refused(f"cannot write beside {path}"):
-        return write_table(path, *read_on(path, 0))
-
-
 def frame(
     measurements: Iterable[Measurement] | Measurement | str | Path | Sequence[str | Path],
     *,
@@ -190,8 +178,7 @@ def frame(
     """Returns the tidy table: one row a number, one column a tag.
 
     Measurements may be given by their file, the folder of a run, or several of these; then a first column `root` says
-    which. With `analysis`, and perhaps `metric` and `layer`, the table has their rows alone, and of files that
-    `compact` has been at no more is read than these and what was written since.
+    which. With `analysis`, and perhaps `metric` and `layer`, the table has only their rows.
 
     The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
     others that `settings` names: `last`, `all`, names; one that failed gives no rows. A tag that is named like one of
@@ -208,12 +195,12 @@ def frame(
     if isinstance(measurements, Measurement):
         return _table([[measurements]], settings, choice)
     if isinstance(measurements, str | Path):
-        return _table(_read_chosen([measurements], choice), settings, choice)
+        return _table([read(*_files(measurements))], settings, choice)
     given = [*measurements]
     roots = [each for each in given if not isinstance(each, Measurement)]
     if not roots:
         return _table([[each for each in given if isinstance(each, Measurement)]], settings, choice)
-    return _table(_read_chosen(roots, choice), settings, choice, [str(root) for root in roots])
+    return _table(map(read, _files(*roots)), settings, choice, [str(root) for root in roots])
 
 
 class _Choice(NamedTuple):
@@ -237,17 +224,8 @@ def _files(*places: str | Path) -> list[Path]:
     return files
 
 
-def _read_chosen(places: Sequence[str | Path], choice: _Choice) -> list[list[Measurement]]:
-    """The measurements of each place; of one analysis from its table, as far as that goes."""
-    files = _files(*places)
-    if choice.analysis is None:
-        return [read(file) for file in files]
-    tables = read_tables(files, analysis=choice.analysis, metric=choice.metric, layer=choice.layer)
-    return [[*compacted, *read_on(file, offset)[0]] for file, (compacted, offset) in zip(files, tables, strict=True)]
-
-
 def _table(
-    runs: Sequence[Iterable[Measurement]], settings: Settings, choice: _Choice, roots: Sequence[str] = ()
+    runs: Iterable[Iterable[Measurement]], settings: Settings, choice: _Choice, roots: Sequence[str] = ()
 ) -> pd.DataFrame:
     """The numbers that are shown of each run; with `roots`, the first column says which run it is."""
     pairs: list[tuple[Measurement, Record]] = []

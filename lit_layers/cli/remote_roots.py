@@ -15,7 +15,7 @@ from lit_layers.files import remote_copy, remote_runs
 from lit_layers.measuring.measuring_options import AUTO
 
 MEASURING = ("analyze", "intervene", "mteb")
-READING = ("audit", "compact", "correlate", "emerge", "publish", "report", "select")
+READING = ("audit", "correlate", "emerge", "report", "select")
 _OF_CHECKPOINTS = (*MEASURING, "audit", "select")
 
 

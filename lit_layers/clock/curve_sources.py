@@ -23,13 +23,12 @@ from lit_layers.clock.step_curves import (
 )
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.labels import listing
-from lit_layers.files.foreign_parquet import whole_table
 from lit_layers.identity import Settings
 
 logger = logging.getLogger(__name__)
 _TABLES: dict[str, Any] = {
     ".csv": pd.read_csv,
-    ".parquet": whole_table,
+    ".parquet": pd.read_parquet,
     ".jsonl": lambda path: pd.read_json(path, lines=True),
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)

@@ -14,7 +14,6 @@ from lit_layers import identity, records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import plainest
-from lit_layers.files.foreign_parquet import whole_table
 from lit_layers.identity import BESIDE
 from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
@@ -303,7 +302,7 @@ def read_table(path: Path, option: str = "") -> pd.DataFrame:
     if not path.is_file():
         raise InputError(f"{prefix}expected a .csv or .parquet file, {path} does not exist")
     try:
-        frame: Any = whole_table(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
+        frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
     except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
         raise InputError(f"{prefix}cannot read {path}: {' '.join(str(error).split())}") from error
     if frame.empty:

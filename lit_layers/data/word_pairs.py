@@ -14,7 +14,6 @@ from torch import Tensor
 from lit_layers.data.batches import Batches, tokenizer_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.files.foreign_parquet import whole_table
 from lit_layers.schema import refuse_below_one
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
@@ -232,7 +231,7 @@ def _table(path: Path) -> Any:
         raise InputError(f"source: expected a file that ends in .parquet, .csv or .tsv, got {path.name!r}")
     try:
         if path.suffix == ".parquet":
-            return whole_table(path)
+            return pd.read_parquet(path)
         separator = "\t" if path.suffix == ".tsv" else ","
         return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # "null" and "nan" are words
     except (pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:

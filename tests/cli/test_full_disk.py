@@ -90,8 +90,6 @@ CASES = {
         "select {home}/model --task {home}/songs.csv --rounds 1 --out {disk}/chosen --export {disk}/cut --overwrite"
     ),
     "audit": Case("audit {home}/series --json {disk}/audit.json"),
-    "compact": Case("compact {disk}/run", inputs=("run",)),
-    "publish": Case("publish {home}/run --out {disk}/published"),
     "report": Case("report {disk}/run --export {disk}/all.csv", inputs=("run",)),
 }
 

@@ -19,7 +19,6 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.command_line import COMMANDS
-from lit_layers.errors import InputError
 from tests.cli.test_fit import RECIPE
 from tests.support.fuzzing import WRONG_VALUES, Outcome, damaged, mutated, run_limited, with_other_columns
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
@@ -73,8 +72,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
     (root / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
     pandas.DataFrame(scores).to_csv(root / "scores.csv", index=False)
     pandas.DataFrame(scores).to_parquet(root / "scores.parquet")
-    shutil.copytree(root / "run", root / "compacted")
-    records.compact(root / "compacted")
     (root / "long.jsonl").write_text(
         "".join(json.dumps({"text": f"Text number {n}. " * 20}) + "\n" for n in range(600))
     )
@@ -151,10 +148,6 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("scores.csv", ["emerge", "scores.csv", "--out", "out"]),
             ("scores.jsonl", ["emerge", "scores.jsonl", "--out", "out"]),
             ("scores.parquet", ["emerge", "scores.parquet", "--out", "out"]),
-            ("compacted/measurements.parquet", ["read", "compacted"]),
-            ("compacted/measurements.jsonl", ["publish", "compacted", "--out", "out"]),
-            ("compacted/measurements.parquet", ["read", "compacted"]),
-            ("compacted/measurements.jsonl", ["read", "compacted"]),
             ("series/step-000000001/config.json", ["watch", "series", *settings]),
             ("series/step-000000001/model.safetensors", ["watch", "series", *settings]),
             ("series/step-000000000/tokenizer.json", ["watch", "series", *settings]),
@@ -177,7 +170,7 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
         with_other_columns(file, chance)
     else:
         file.write_bytes(damaged(file.read_bytes(), chance))
-    return argv, run_limited(argv, folder, single_curves if argv[0] == "read" else None)
+    return argv, run_limited(argv, folder)
 
 
 def options(home: Home, folder: Path, chance: random.Random) -> Result:
@@ -192,8 +185,6 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "intervene": [model, "--speed", "--root", "out", "--num_tokens", "8"],
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
         "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--out", "out"],
-        "compact": [str(home.root / "run")],
-        "publish": [str(home.root / "run"), "--out", "out"],
         "report": [str(home.root / "run"), "--out", "page.html"],
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
@@ -233,17 +224,6 @@ def losses_at_a_tenth(folder: Path, argv: list[str]) -> list[float]:
     return losses_in(folder / "slower")
 
 
-def single_curves(argv: list[str]) -> int:
-    """What no command does: it asks for the numbers of one analysis, which are read from the table of a run."""
-    try:
-        for metric in (None, "coupling", "nothing"):
-            records.frame(argv[1], analysis="coupling", metric=metric, settings=("all",))
-    except InputError as refused:
-        sys.stderr.write(f"error: {refused}\n")
-        return 2
-    return 0
-
-
 def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
     """What an accepted case did that nobody can have wanted."""
     named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # asked for by name
@@ -251,7 +231,6 @@ def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
         *(f"{name}.html" for name in named if argv[0] == "report"),
         "out",
         "run",
-        "compacted",
         "page.html",
         "all.csv",
         "model",

@@ -60,8 +60,6 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
         Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--out=out", "--rounds=1")),
         Base("watch", ("watch", str(root / "series"), *watched(home))),
         Base("audit", ("audit", str(root / "series"))),
-        Base("publish", ("publish", str(root / "run"), "--out=out")),
-        Base("compact", ("compact", "run")),
         Base("fit beside", ("fit", "--config=recipe.yaml", "--measure=async"), kept=("root",)),
         Base("analyze on ray", ("analyze", str(root / "series"), *on_ray)),
         Base("sweep on ray", ("sweep", str(root / "grid.yaml"), "--root=out", "--any_command", "--engine=ray")),

@@ -157,7 +157,7 @@ def test_a_damaged_line_is_refused_with_the_address_and_the_local_copy(bucket, t
     url, lines = f"{bucket}/damaged/run", tmp_path / "measurements.jsonl"
     lines.write_text('{"run": 1}\n{}\n')
     Store(url).put(lines, lines.name)
-    assert main(["compact", url]) == 2
+    assert main(["report", url]) == 2
     said = capsys.readouterr().err
     assert f"error: {url}/measurements.jsonl, line 1: " in said
     assert f"; {url} is worked on in {remote_copy.LocalCopy(url).folder}\n" in said
@@ -171,10 +171,8 @@ def test_what_reads_a_run_writes_its_page_there_and_nothing_else(bucket, tmp_pat
         store.put(path, path.relative_to(run).as_posix())
     there = store.listing()
     assert main(["report", url]) == 0
-    assert main(["compact", url]) == 0
-    page, _, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert (page, row[0]) == ([f"{url}/report.html"], url), "and not the local copy's paths"
-    assert {*store.listing()} - {*there} == {"report.html", "measurements.parquet"}
+    assert capsys.readouterr().out == f"{url}/report.html\n", "and not the local copy's paths"
+    assert {*store.listing()} - {*there} == {"report.html"}
     assert {name: store.listing()[name] for name in there} == there
     assert "secret" not in capsys.readouterr().err
 

@@ -43,9 +43,7 @@ def given_to(name: str, home: Path, folder: Path) -> Path:  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["select", "correlate", "emerge", "compact", "publish", "report", "prepare", "reproduce"]
-)
+@pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
 @pytest.mark.parametrize("signals", [(0.1,), (0.1, 1.5)], ids=["one", "two"])
 @pytest.mark.parametrize("writes", [1, 3], ids=["first file", "third file"])
 def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, home, expected, tmp_path):  # noqa: F811
@@ -64,7 +62,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
         return main(case.argv(home, folder))
 
     code = run_forked(slowly)
-    assert code == (143 if writes <= {"compact": 1, "report": 2}.get(name, 3) else 0)  # so many files are written
+    assert code == (143 if writes <= {"report": 2}.get(name, 3) else 0)  # so many files are written
     left = files(folder)
     assert {place: left[place] for place in given} == given
     whole = expected(name)

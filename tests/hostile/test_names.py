@@ -68,9 +68,7 @@ def test_no_name_makes_a_terminal_do_anything(tmp_path, capsys, monkeypatch):
     written = r"run\x1b]0;title\x07\x1b[31m\nlit-layers: all is well\u202e"
     run = make_run(tmp_path / name, steps=(0, 1), analyses=("coupling",), layers=2)
     for words in (
-        ["compact", str(run)],
         ["report", str(run)],
-        ["publish", str(run), f"--out={tmp_path / name / 'data'}"],
         ["report", str(run / "nothing")],
         ["audit", str(run), f"--json={run}"],
     ):
@@ -131,7 +129,6 @@ def test_results_are_printed_where_no_stream_is_open(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["report", str(run)]) == 0
-    assert main(["compact", str(run)]) == 0
 
 
 def test_a_training_within_another_command_draws_itself_anew(capsys):

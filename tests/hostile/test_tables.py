@@ -3,23 +3,14 @@
 import csv
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pytest
-from pyarrow import parquet
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.data.word_pairs import _table as word_table
-from lit_layers.errors import InputError
 from lit_layers.files.table_files import csv_text
-from lit_layers.tasks.task_files import read_columns
 from tests.hostile.pages import hostile_run
-from tests.hostile.test_recipes import refused
 
 FORMULAS = (
     '=HYPERLINK("http://x","y")',
@@ -77,24 +68,3 @@ def test_one_place_writes_csv():
     header, *rows = csv.reader(io.StringIO(csv_text(["a", "=b"], [[cell, 3] for cell in FORMULAS] + [[None, None]])))
     assert header == ["a", "'=b"]
     assert rows == [*([f"'{cell}".replace("\r", "\n"), "3"] for cell in FORMULAS), ["", ""]]
-
-
-def test_no_table_is_read_that_claims_more_values_than_memory_holds(tmp_path, capsys, monkeypatch):
-    """Ten megabytes of Parquet can stand for 40 GB: whatever reads one whole looks at what it says of itself first."""
-    monkeypatch.setattr("lit_layers.files.foreign_parquet.MOST_VALUES", 100)
-    table = pa.table({"model": ["m"] * 51, "step": list(range(51)), "value": [0.5] * 51, "text": ["a"] * 51})
-    path = tmp_path / "table.parquet"
-    parquet.write_table(table, path)
-    used = {"text": "text", "step": "label"}
-
-    def said(reads: Callable[..., Any], *arguments: Any) -> str:
-        with pytest.raises(InputError) as refusal:
-            reads(*arguments)
-        return str(refusal.value)
-
-    correlate = ["correlate", str(path), "--metric", "value", "--score", "step"]
-    sentences = [refused(["emerge", str(path)], capsys), refused(correlate, capsys), said(word_table, path)]
-    for columns, sentence in [*((4, each) for each in sentences), (2, said(read_columns, str(path), ["x"], used))]:
-        assert f"51 rows of {columns} columns are more than the 100 values that are read" in sentence
-    parquet.write_table(table.slice(0, 50), path)
-    assert len(read_columns(str(path), ["x"], used).values["text"]) == 50

@@ -7,14 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.files.foreign_parquet import read_lists
 from lit_layers.files.isolated_python import isolated_command
 from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
 from lit_layers.models.build import causal_lm, save
@@ -74,12 +71,9 @@ def test_a_python_that_a_command_starts_imports_nothing_of_the_folder(planted, c
     assert not canary.exists()
 
 
-def test_foreign_tables_are_read_and_figures_drawn_by_a_python_that_heeds_no_variable(planted, canary, monkeypatch):
+def test_figures_are_drawn_by_a_python_that_heeds_no_variable(planted, canary, monkeypatch):
     """The packages are those of this process."""
     monkeypatch.setenv("PYTHONPATH", str(planted))
-    parquet.write_table(pa.table({"metric": ["a"]}), "other.parquet")
-    (answer,) = read_lists([Path("other.parquet")], [1])
-    assert answer == "is no file of this measurement's values"
     Path("program.py").write_text(
         "import numpy, sys, vl_convert\nprint(numpy.__file__, vl_convert.__file__, sys.argv[1])\n"
     )
