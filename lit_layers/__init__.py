@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lit_layers import moved
-
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
     from lit_layers.layerwise import layers
@@ -12,8 +10,6 @@ if TYPE_CHECKING:
     from lit_layers.models.view import LayeredModel, Trajectory
     from lit_layers.records import Record
     from lit_layers.training.watching import watch
-
-moved.install()
 
 __all__ = ["Analysis", "LayeredModel", "Record", "Trajectory", "layers", "measure", "watch"]
 

@@ -18,14 +18,12 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import logging
-import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +32,10 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.remote_runs import addressed
 from lit_layers.schema import Count, Real, Seconds, Tag
 
 logger = logging.getLogger(__name__)
-ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of files without hashes
+ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of lines without hashes
 if TYPE_CHECKING:
     import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
 
@@ -120,51 +117,13 @@ def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[s
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
-def hash_of(config: Any, spelled: Mapping[str, str] | None = None) -> str:
-    """Returns sixteen hex digits of plain JSON data, with other words in place of those that `spelled` has."""
-    config = config if not spelled else _respelled(config, spelled)
+def hash_of(config: Any) -> str:
+    """Return sixteen hex digits of plain JSON data."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def spelled_as(measured: Iterable[Mapping[str, Any]], config: Any) -> dict[str, str]:
-    """Returns what to call the places on this machine that a config names, so that its hash is that of a measurement
-    whose provenance is given: as they are named, absolute, as seen from the working directory, or as the model was
-    named then; else local copies by the addresses that they are copies of.
-    """
-    addresses = {word: address for word in _words(config) if (address := addressed(word)) != word}
-    hashes = {str(each.get("config_hash")): str(each.get("checkpoint")) for each in measured}
-    paths = sorted({word for word in _words(config) if os.path.exists(word)}) if hashes else []
-    ways: list[Iterable[str]] = []
-    for path in paths:
-        name = os.path.basename(os.path.abspath(path))
-        models = {each for each in hashes.values() if os.path.basename(os.path.abspath(each)) == name}
-        address = addresses.get(path, path)
-        ways.append(dict.fromkeys((address, path, os.path.abspath(path), os.path.relpath(path), *sorted(models))))
-    for way in itertools.product(*ways):
-        if hash_of(config, spelled := dict(zip(paths, way, strict=True))) in hashes:
-            return spelled
-    return addresses
-
-
-def _respelled(config: Any, spelled: Mapping[str, str]) -> Any:
-    if isinstance(config, dict):
-        return {name: _respelled(each, spelled) for name, each in cast("dict[str, Any]", config).items()}
-    if isinstance(config, list):
-        return [_respelled(each, spelled) for each in cast("list[Any]", config)]
-    return spelled.get(config, config) if isinstance(config, str) else config
-
-
-def _words(config: Any) -> Iterator[str]:
-    if isinstance(config, str):
-        yield config
-    elif isinstance(config, dict | list):
-        config = cast("dict[str, Any] | list[Any]", config)
-        for each in config.values() if isinstance(config, dict) else config:
-            yield from _words(each)
-
-
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:
-    """Returns what settings are called: `CONFIG.DATA`; an analysis without data, or an old file, lacks a part."""
+    """Returns what settings are called: `CONFIG.DATA`; an analysis without data has no second part."""
     return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
 
 

@@ -23,8 +23,6 @@ from lit_layers.errors import InputError
 from lit_layers.identity import Measurement, Record, shown
 from lit_layers.schema import Count, Expected, Tag
 
-__path__: list[str] = []  # its former files are imported by their former names: `lit_layers.moved`
-
 PAPERS = {
     "coupling": "Aubry et al., Transformer Block Coupling and its Correlation with Generalization in LLMs "
     "([arXiv 2407.07810](https://arxiv.org/abs/2407.07810))",

@@ -16,7 +16,6 @@ from lit_layers.figures.task_means import with_task_means, with_task_medians
 from lit_layers.figures.theme import spread
 from lit_layers.metrics import look_up, sentence
 
-__path__: list[str] = []  # its former files are imported by their former names: `lit_layers.moved`
 __all__ = [
     *_figures,
     "change_table",

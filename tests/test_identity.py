@@ -16,7 +16,6 @@ from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.correlate.run_models import read_run_models
 from lit_layers.errors import InputError
-from lit_layers.files import remote_runs
 from lit_layers.records import Measurement, Record
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.training import EmergenceCallback
@@ -99,7 +98,7 @@ def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
         ([(0, "a!"), (1, "a!"), (2, "a!"), (0, "b")], "b"),  # a failure is no number
         ([(None, "a"), (None, "b")], "b"),  # a model without steps: the last
         ([(None, "b"), (None, "a"), (None, "b")], "b"),
-        ([(0, ""), (1, ""), (0, "b")], "unknown"),  # lines of long ago, without hashes
+        ([(0, ""), (1, ""), (0, "b")], "unknown"),  # lines without hashes
     ],
 )
 def test_which_settings_make_a_curve(lines: list[tuple[int | None, str]], chosen: str) -> None:
@@ -329,20 +328,3 @@ def test_a_second_model_under_one_root_is_refused_whichever_command_names_it(
         assert (root / "measurements.jsonl").read_bytes() == before
     shutil.copytree(models / "one", tmp_path / "moved")
     assert main([*say[first](tmp_path / "moved"), *where]) == 0, "the same weights are the same model"
-
-
-def test_settings_that_name_a_local_copy_are_those_of_what_it_is_a_copy_of(tmp_path: Path, monkeypatch) -> None:
-    """A machine's copy lies where its user wants it; what an older version measured there bears its path."""
-    url, here, there = "s3://bucket/run", tmp_path / "here" / "run", tmp_path / "there" / "run"
-    for place in (here, there):
-        (place / "step-000000004").mkdir(parents=True)
-    monkeypatch.setattr(remote_runs, "copies", {str(here): url, str(there): url})
-
-    def config(place: Any) -> dict[str, Any]:
-        return {"batches": {"tokenizer": f"{place}/step-000000004", "corpus": "wikitext"}}
-
-    by_address, by_path = identity.hash_of(config(url)), identity.hash_of(config(here))
-    assert identity.hash_of(config(here), identity.spelled_as([], config(here))) == by_address
-    for known, name in ((by_address, url), (by_path, here)):
-        measured = [{"config_hash": known, "checkpoint": f"{name}/step-000000004"}]
-        assert identity.hash_of(config(there), identity.spelled_as(measured, config(there))) == known

@@ -4,10 +4,9 @@ import ast
 import importlib
 import re
 from pathlib import Path
-from types import FunctionType
 
 import lit_layers
-from lit_layers import functional, moved
+from lit_layers import functional
 
 ROOT = Path(__file__).parents[1]
 PAGES = "\n".join(path.read_text() for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"])
@@ -82,16 +81,6 @@ def test_type_checkers_see_what_is_exported():
     }
     paths = (path.relative_to(FUNCTIONAL).with_suffix("") for path in FUNCTIONAL.rglob("[!_]*.py"))
     assert {".".join(path.parts) for path in paths} == {*METRIC_FILES, *PLUMBING}
-
-
-def test_a_metric_that_bears_the_former_name_of_its_file_is_not_hidden_by_it():
-    for name in moved.MOVED:
-        importlib.import_module(name)
-    assert isinstance(functional.prediction_residual, FunctionType)
-    assert functional.variants(2)[0].name == "baseline"
-    from lit_layers.functional import pooling
-
-    assert pooling.pool is functional.pool
 
 
 def test_the_package_exports_what_it_says():

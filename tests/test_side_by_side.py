@@ -321,7 +321,7 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)])
 def test_groups_are_named_by_the_settings_of_all_their_runs(order, tmp_path):
-    """One run of the first group is of old, without hashes; each analysis differs in another pair."""
+    """One run of the first group has no hashes; each analysis differs in another pair."""
     settings = [{}, {"coupling": "a", "probe": "b"}, {"coupling": "c", "probe": "b"}, {"coupling": "c", "probe": "b"}]
     roots = [
         write_run(

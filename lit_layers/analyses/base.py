@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.bfloat16 import BFloat16View
@@ -26,7 +28,6 @@ from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import Work, passes_of
-from lit_layers.moved import public_path
 from lit_layers.records import Record
 
 ALL = range(2**62)  # numbers of parts
@@ -50,8 +51,6 @@ class Analysis(ABC):
     LISTS: ClassVar[Sequence[str]] = ()  # options that are different values, at least one
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
-    ADDED: ClassVar[Mapping[str, Any]] = {}  # options younger than measurements: at this value no part of the config
-    spelled: Mapping[str, str] = {}  # what earlier measurements call the places that its options name
 
     @abstractmethod
     def run(self, model: LayeredModel) -> Iterable[Record]:
@@ -226,13 +225,15 @@ class Analysis(ABC):
     def config(self) -> dict[str, Any]:
         """The class and its options, ready for JSON: equal configs measure the same thing."""
         config = describe(self)
-        options = config["init_args"]
-        left_out = {*self.UNMEASURED, *(name for name, value in self.ADDED.items() if options.get(name) == value)}
-        return {**config, "init_args": {name: value for name, value in options.items() if name not in left_out}}
+        options = {name: value for name, value in config["init_args"].items() if name not in self.UNMEASURED}
+        return {**config, "init_args": options}
 
     def config_hash(self) -> str:
-        """Sixteen hex digits of the config: a change of any option, also of the data's, changes it."""
-        return hash_of(self.config(), self.spelled)
+        """Return sixteen hex digits of the config: a change of any option, also of the data's, changes it.
+
+        A tokenizer counts by its content, wherever its files are.
+        """
+        return hash_of(_with_tokenizer_hashes(self.config()))
 
     def data_hash(self) -> str | None:
         """Hash of the data measured on, over every field that has a `content_hash()`; None where there is none."""
@@ -393,8 +394,6 @@ class RoundedAnalysis(Analysis):
         dtype: bfloat16: products of matrices within blocks are (`BFloat16View`), of a copy of the weights.
     """
 
-    ADDED: ClassVar = {"dtype": "float32"}
-
     dtype: Dtype = "float32"
 
     def precision_of(self, model: LayeredModel) -> str:
@@ -428,6 +427,23 @@ def _choices(kind: Any) -> list[Any]:
     return [None, *choices] if choices and type(None) in get_args(kind) else choices
 
 
+def _with_tokenizer_hashes(config: Any) -> Any:
+    """Return a config that has hashes in place of the paths of tokenizers."""
+    if isinstance(config, list):
+        return [_with_tokenizer_hashes(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    made = {name: _with_tokenizer_hashes(value) for name, value in config.items()}
+    if isinstance(place := config.get("tokenizer"), str) and os.path.exists(place):
+        made["tokenizer"] = _tokenizer_hash(os.path.abspath(place))
+    return made
+
+
+@functools.cache
+def _tokenizer_hash(place: str) -> str:
+    return tokenizer_hash(load_tokenizer(place).tokenizer)
+
+
 def describe(value: Any, *, in_data: bool = False) -> Any:
     """`value` as plain JSON data: objects become class path and public fields, arrays that are not data a hash."""
     nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
@@ -447,4 +463,5 @@ def describe(value: Any, *, in_data: bool = False) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     else:
         fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    return {"class_path": public_path(type(value)), "init_args": nested(fields)}
+    kind = type(value)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": nested(fields)}

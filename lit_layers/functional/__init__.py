@@ -1,12 +1,8 @@
 """Metrics: pure functions from tensors to tensors. Each can be imported from here by its name."""
 
 import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from lit_layers.moved import MOVED
 
 if TYPE_CHECKING:
     from lit_layers.functional.attention_patterns import *
@@ -55,14 +51,3 @@ def __getattr__(name: str) -> Any:
             if getattr(defined, "__module__", None) == f"{__name__}.{file}":
                 return defined
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class _Metrics(ModuleType):
-    """Importing a file by its former name does not hide the function of that name, as of `principal_paths`."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not isinstance(value, ModuleType) or value.__name__ not in MOVED:
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Metrics

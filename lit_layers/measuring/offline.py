@@ -14,7 +14,7 @@ from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
-from lit_layers.identity import code_versions, refuse_other_code, settings_name, spelled_as, warn_of_other_versions
+from lit_layers.identity import code_versions, refuse_other_code, settings_name, warn_of_other_versions
 from lit_layers.measuring import one_model
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
@@ -212,16 +212,8 @@ class _Measuring:
             raise InputError("analyses: expected at least one, got none")
         for analysis in analyses:
             analysis.check_data()
-            spelled = spelled_as(self._same_data(analysis), analysis.config())
-            vars(analysis)["spelled"] = spelled  # of a frozen class, too
         if self.options.stream_blocks:
             layerwise(analyses)
-
-    def _same_data(self, analysis: Analysis) -> list[dict[str, Any]]:
-        """The provenance of what the analysis measured before on these very data, in these tokens."""
-        earlier = [m.provenance for m in self.earlier.store if m.analysis == analysis.name]
-        data = {"data_hash": analysis.data_hash(), "tokenizer_hash": analysis.tokenizer_hash()} if earlier else {}
-        return [each for each in earlier if all(each.get(name) == value for name, value in data.items())]
 
     def run(self) -> SeriesResult:
         """Measures in this process or over workers, as the engine says."""

@@ -92,9 +92,6 @@ class ScoredTask(Task):
         return f"{self.use}/{self.name}"
 
 
-TaskSpec = ScoredTask  # as recipes and run folders named a task of MTEB before
-
-
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
     """The tasks of a use by name, in the catalogue's order; those of probes are `TASKS`."""
     return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}

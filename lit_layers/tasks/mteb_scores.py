@@ -41,7 +41,6 @@ RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with wh
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "modules", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
-_TASK = "lit_layers.embeddings.task_list.TaskSpec"  # what a task was when the first hashes were made
 
 
 @dataclass(kw_only=True)
@@ -141,10 +140,7 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""
         config = super().config()
-        of_task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
-        task = {"class_path": _TASK, "init_args": of_task}  # as in hashes of measurements
-        if self.encoder is None:  # measurements are older than the choice
-            del config["init_args"]["encoder"], config["init_args"]["modules"]
+        task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
         config["init_args"] |= {"task": task, "store_dtype": self.store.dtype, "mteb": mteb_version()}
         return config
 

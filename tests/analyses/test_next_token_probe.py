@@ -167,8 +167,7 @@ def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, spli
             chosen = records["probe_c", layer, *tags]
             assert (chosen.value, chosen.n) == (pytest.approx(probe.c[layer].item()), len(labels))
     options = [analysis(*split, estimator=kind).config()["init_args"] for kind in ("fixed_c", "watch")]
-    # What was measured before there was a choice stays so, and other ways to fit are told apart.
-    assert options[1] == {**options[0], "estimator": "watch", "revision": 2}
+    assert options[1] == {**options[0], "estimator": "watch"}
 
 
 @pytest.mark.parametrize("estimator", ["watch", "record"])

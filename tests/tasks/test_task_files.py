@@ -1,8 +1,6 @@
 """Where a folder of local data has each task: what its `tasks.yaml` may say, and the one catalogue behind all of it."""
 
-import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_layers.analyses.base import describe
-from lit_layers.cli.options import Recipe
-from lit_layers.cli.verbs.analyze import analyze
-from lit_layers.data import ProbeTask
 from lit_layers.data.prompt_texts import BenchmarkPrompts
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import CATALOGUE, find, find_task, resolve
-from lit_layers.tasks.embedding_store import Store
+from lit_layers.tasks.catalogue import CATALOGUE, find, find_task
 from lit_layers.tasks.glue_rows import GlueRows, glue_metrics, read_rows
-from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.tasks.task_files import local_copies, local_copy
 from tests.support.data_mapping import copies, with_mapping
@@ -224,7 +216,6 @@ def test_a_copy_that_is_judged_otherwise_is_hashed_otherwise_and_scored_so(tmp_p
         # three hits of four; of class 1: two found, one of them missed
         measured = glue_metrics(task, [1, 1, 0, 0], [1, 1, 1, 0])
         assert measured["task_score"] == pytest.approx({None: (0.75 + 0.8) / 2, "accuracy": 0.75, "f1": 0.8}[score])
-    assert hashes[None] == hashlib.sha256(b'["mrpc", [["a"]], [1.0]]').hexdigest()[:16]  # as before there were options
     assert len({*hashes.values()}) == 3
 
 
@@ -253,63 +244,6 @@ def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_n
         find_task("Bankin77")
     with pytest.raises(InputError, match="expected one such as arc, gsm8k, .*; or name a file$"):
         find("prompts", "xyz", "name a file")
-
-
-def test_a_class_that_moved_keeps_its_name_and_its_hash():
-    from lit_layers.data.tasks import ProbeTask as former
-
-    assert former is ProbeTask
-    config = describe(ProbeTask("songs", "songs.csv", test=None))
-    assert config["class_path"] == "lit_layers.data.tasks.ProbeTask"
-    # the hash that this very task had where the class was before
-    assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16] == "aef262bb48c3a6cc"
-
-
-def test_a_task_of_mteb_is_described_as_when_the_first_hashes_were_made(tmp_path):
-    pytest.importorskip("mteb")
-    (row,) = resolve(["SICK-R"])
-    places = {"sources": Sources(), "store": Store(tmp_path), "results": tmp_path}
-    config = MtebTask(task=row, tokenizer="t", **places).config()
-    assert config["class_path"] == "lit_layers.embeddings.analysis.MtebTask"
-    assert config["init_args"]["task"] == {
-        "class_path": "lit_layers.embeddings.task_list.TaskSpec",
-        "init_args": {
-            "name": "SICK-R",
-            "domain": "sts",
-            "score": "cosine_spearman",
-            "subset": "default",
-            "official": True,
-        },
-    }
-
-
-def test_a_recipe_may_describe_tasks_as_it_did_before(tmp_path):
-    pytest.importorskip("mteb")
-    spec: dict[str, Any] = {"name": "SICK-R", "domain": "sts", "score": "cosine_spearman"}
-    row = {"use": "mteb", "name": "SICK-R", "domain": "sts", "scores": ["cosine_spearman"]}
-    names = ("TaskSpec", "task_list.TaskSpec")
-    former = [{"class_path": f"lit_layers.embeddings.{name}", "init_args": spec} for name in names]
-    root = str(tmp_path / "root")
-    places = {"tokenizer": "t", "sources": {}, "store": {"folder": root}, "results": root}
-    made = []
-    for task in (row, spec, spec | {"subset": "default", "official": True}, *former):
-        named = {"class_path": "lit_layers.embeddings.MtebTask", "init_args": {"task": task, **places}}
-        made += _read(tmp_path, root, named)
-    assert {analysis.name for analysis in made} == {"mteb/SICK-R"}
-    assert len({json.dumps(analysis.config(), sort_keys=True) for analysis in made}) == 1
-    options = {"name": "songs", "source": "songs.csv", "test": None}
-    for place in ("data.tasks", "tasks.probe", "tasks.probe_task"):
-        task = {"class_path": f"lit_layers.{place}.ProbeTask", "init_args": options}
-        init_args = {"task": task, "tokenizer": "bpe:300"}
-        for analysis in _read(tmp_path, root, {"class_path": "lit_layers.analyses.Probe", "init_args": init_args}):
-            assert analysis.task == ProbeTask("songs", "songs.csv", test=None)
-
-
-def _read(folder: Path, root: str, analysis: Mapping[str, Any]) -> list[Any]:
-    (folder / "recipe.yaml").write_text(json.dumps({"root": root, "analyses": [analysis]}))
-    recipe = Recipe(analyze, ["model", "--config", str(folder / "recipe.yaml"), "--root", root])
-    of_run = recipe.parser.parse_object({"analyses": [analysis]})  # as analyze reads a run.json
-    return [made for options in (recipe.read(), of_run) for made in recipe.made("analyses", recipe.checked(options))]
 
 
 def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
-from lit_layers.functional.probes.watching_probe import REVISION, fit_watching_probes
+from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, fits
@@ -137,7 +137,6 @@ class ProbeAnalysis(StagedAnalysis):
 
     LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
     POSITIVE = ("c", "tolerance")
-    ADDED: ClassVar = {"estimator": "fixed_c"}
 
     c: float = 1.0
     tolerance: float = 1e-6
@@ -145,13 +144,6 @@ class ProbeAnalysis(StagedAnalysis):
     seed: int = 0
     estimator: Estimator = "fixed_c"
     _earlier: dict[Key, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def config(self) -> dict[str, Any]:
-        """The options; of probes to watch by also their revision, so that no curve has numbers of two."""
-        config = super().config()
-        if self.estimator == "watch":
-            config["init_args"]["revision"] = REVISION  # the first had none here
-        return config
 
     def probe_options(self) -> ProbeOptions:
         return ProbeOptions(
@@ -203,8 +195,6 @@ class SplitProbe(ProbeAnalysis):
     and "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the
     rule by which its fits end.
     """
-
-    ADDED: ClassVar = {**ProbeAnalysis.ADDED, "warm_start": False}
 
     train: Batches
     test: Batches

@@ -21,7 +21,6 @@ from lit_layers.functional.probes.logistic import (
 )
 from lit_layers.functional.probes.record_probe import C_GRID, fold_numbers, held_out_rows
 
-REVISION = 2  # of the method, in the config of what is measured with it; 2: twelve steps, made on all rows in the end
 STEPS = 12
 SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 1e-3  # nats
