@@ -140,7 +140,7 @@ def single() -> dict[str, Analysis]:
         A.PathsInPlane(batches=texts, num_prompts=8),
         A.NextTokenResidual(batches=texts),
         A.NgramAgreement(batches=texts, corpus=text(100, 64)),
-        A.JacobianLens(batches=texts, num_prompts=1, num_tuned=4, tuned_steps=20),
+        A.JacobianLens(batches=texts, num_prompts=1),
     ]
     return {analysis.name: analysis for analysis in plain} | probes
 

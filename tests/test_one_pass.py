@@ -214,15 +214,13 @@ def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_it
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(monkeypatch, is_first):
+def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_and_others(monkeypatch, is_first):
     model, batch = tiny("gpt2", torch.float64), texts()
     lens = JacobianLens(
         batches=cut(batch, 3, 5),
         num_prompts=2,
-        num_tuned=4,
         skip_first=2,
-        lenses=("jacobian", "logit", "tuned"),
-        tuned_steps=3,
+        lenses=("jacobian", "logit"),
     )
     alone = measure(model, lens, **FACTS)
     entered = entering(monkeypatch)  # its Jacobians call blocks by themselves
@@ -240,7 +238,7 @@ def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_its_maps_and_others(mo
 
 def test_what_is_kept_for_a_later_stage_is_let_go_where_that_fails(monkeypatch):
     model, batch = tiny("gpt2"), texts()
-    options: dict[str, Any] = {"num_prompts": 1, "num_tuned": 1, "skip_first": 2, "lenses": ("jacobian",)}
+    options: dict[str, Any] = {"num_prompts": 1, "skip_first": 2, "lenses": ("jacobian",)}
     lens = JacobianLens(batches=cut(batch, 8), **options)
     monkeypatch.setattr(jacobian_lens, "FullModel", Mock(side_effect=RuntimeError("no room")))
     shares = Shares(model, [lens], lambda analysis: None, weights_hash="x")

@@ -70,7 +70,7 @@ ANALYSES = [
     LabelProbe(train=text(labels=2), test=text(1, labels=2), pooling=("mean", "last")),
     AttentiveProbe(train=text(labels=2), test=text(1, labels=2), steps=3),
     NextTokenResidual(batches=Listed(*text(), *text(1)), num_halves=2),
-    JacobianLens(batches=text(), num_prompts=2, num_tuned=3, skip_first=1, tuned_steps=3),
+    JacobianLens(batches=text(), num_prompts=2, skip_first=1),
 ]
 
 

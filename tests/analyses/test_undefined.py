@@ -113,9 +113,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
         test=data.batches(labels=[n % 2 for n in range(len(data.rows))]),
         steps=3,
     ),
-    "JacobianLens": lambda data: analyses.JacobianLens(
-        batches=data.batches(), num_prompts=2, num_tuned=2, skip_first=0, tuned_steps=3
-    ),
+    "JacobianLens": lambda data: analyses.JacobianLens(batches=data.batches(), num_prompts=2, skip_first=0),
     "LabelProbe": lambda data: analyses.LabelProbe(
         train=data.batches(data.train(), labels=[n % 2 for n in range(16)]),
         test=data.batches(labels=[n % 2 for n in range(len(data.rows))]),
@@ -304,7 +302,7 @@ def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_now
 
 
 def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer(home):
-    """The model's own output is undefined, and with it all divergences, Jacobians and what is trained on it."""
+    """The model's own output is undefined, and with it all divergences and Jacobians."""
     broken = model_of(home)
     spoil_(broken)
     prefix = by_key(taken("JacobianLens", model_of(home, BROKEN - 1), Data(home)))

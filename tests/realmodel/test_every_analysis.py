@@ -94,9 +94,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.Trajectory(batches=prompts),
         analyses.Representation(batches=prompts),
         analyses.Lens(batches=prompts),
-        analyses.JacobianLens(
-            batches=prompts, num_prompts=1, num_tuned=1, skip_first=2, lenses=("logit", "tuned"), tuned_steps=2
-        ),
+        analyses.JacobianLens(batches=prompts, num_prompts=1, skip_first=2, lenses=("logit",)),
         analyses.LayerSimilarity(batches=prompts),
         analyses.StateMetric(metric=effective_rank, batches=prompts, options={"undefined": "nan"}),
         analyses.PathsInPlane(batches=prompts),

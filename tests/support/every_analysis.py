@@ -120,7 +120,7 @@ def of_text(folder: Path) -> list[Analysis]:
         lit_layers.analyses.NgramAgreement(batches=batches, corpus=batches, num_tokens=3),
         lit_layers.analyses.InContext(batches=batches, early=2, late=5),
         lit_layers.analyses.CrossTokenInfluence(batches=batches, num_prompts=2),
-        lit_layers.analyses.JacobianLens(batches=batches, num_prompts=2, num_tuned=2, skip_first=1, tuned_steps=2),
+        lit_layers.analyses.JacobianLens(batches=batches, num_prompts=2, skip_first=1),
         lit_layers.analyses.PromptStudies(batches=batches, special_tokens=(0, 5)),
         lit_layers.analyses.NextTokenResidual(batches=rows["train"], num_halves=0),
         lit_layers.analyses.NextTokenProbe(**rows, num_classes=6, min_context=3, tolerance=1e-6),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis, StagedAnalysis
+from lit_layers.analyses.base import StagedAnalysis
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
 from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
 from lit_layers.analyses.readouts.lens_fit import (
@@ -22,18 +22,16 @@ from lit_layers.analyses.readouts.lens_fit import (
     places_of,
 )
 from lit_layers.analyses.readouts.readout_scores import FullModel
-from lit_layers.analyses.readouts.tuned_lens import ROWS, AffineMap, Tuning
 from lit_layers.analyses.states import first_rows
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.files.lens_files import read_lens
 from lit_layers.functional.jacobian.through_blocks import rows_at_a_time
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_BLOCK, Part, Work, passes_of
 from lit_layers.records import Record
 
-LensName = Literal["jacobian", "logit", "tuned", "shuffled"]
+LensName = Literal["jacobian", "logit", "shuffled"]
 HALVES = "one half", "other half"
 
 _Carry = Callable[[Tensor], Tensor]  # from states (*n, dim) of a layer to those that the last norm reads
@@ -54,9 +52,9 @@ class JacobianLens(StagedAnalysis):
     """The Jacobian lens beside its controls: how near each layer's readout is to the model's own output.
 
     A lens carries the states of layer l to the last layer, whose norm and head then read them. `jacobian`: by the mean
-    Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint; `logit`: as they are; `tuned`: by an affine map
-    that was trained to give the model's own output; `shuffled`: by the Jacobian lens of the same model with the entries
-    of each weight matrix of its blocks in another order, the null of `jacobian`. The tag `lens` says which.
+    Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint; `logit`: as they are; `shuffled`: by the Jacobian
+    lens of the same model with the entries of each weight matrix of its blocks in another order, the null of
+    `jacobian`. The tag `lens` says which.
 
     Per layer 0 to L - 1, over tokens of held-out prompts from place `skip_first` on: `lens_kl` = KL(model, lens) in
     nats, 0 for the model's own output; `lens_rank`, the geometric mean of the rank of the true next token, 1 the first.
@@ -65,57 +63,38 @@ class JacobianLens(StagedAnalysis):
     fitted on halves of the prompts. `jacobian_lens_halves`: how far the halves' matrices are apart, over the norm of
     the whole; 0 is no difference.
 
-    The first `num_prompts` prompts fit the Jacobians, these and the next up to `num_tuned` train the affine maps, and
-    the rest is held out. float32 or wider; the maps' training draws from `seed`.
+    The first `num_prompts` prompts fit the Jacobians, the rest is held out. The model runs in float32 or wider.
 
     Cost: about three quarters of `dim` backward passes through all blocks at the places of the `num_prompts`; 8 prompts
     x 111 places of a model of width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 3/4 x 2 x 302e6 x 111
     x 8 x 1,024 = 4.1e14 FLOP, and 4% more for the weights of the attention.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
-    Thread 2026 (estimator); Belrose et al., Eliciting latent predictions with the tuned lens, arXiv 2303.08112 (the
-    affine maps, trained on the KL divergence).
+    Thread 2026.
 
     Args:
         batches: prompts of equal length, or padded.
         num_prompts: that the Jacobians are fitted on.
-        num_tuned: that the affine maps are trained on, at least `num_prompts`.
         skip_first: places of each prompt that are left out, as the first tokens' states are unlike all others.
         lenses: which to measure.
-        tuned_steps: of training the affine maps.
-        file: a fitted lens, in the format of the reference implementation, that is read in place of fitting one.
-        seed: of the order of training tokens and of shuffled weights.
+        seed: of the order of the shuffled weights.
     """
 
     SEES = "text"
     NEXT_TOKEN = True
-    LEAST: ClassVar = {"num_prompts": 1, "num_tuned": 1, "skip_first": 0, "tuned_steps": 1}
+    LEAST: ClassVar = {"num_prompts": 1, "skip_first": 0}
     LISTS = ("lenses",)
 
     batches: Batches
     name: str = "jacobian_lens"
     num_prompts: int = 8
-    num_tuned: int = 32
     skip_first: int = 16
-    lenses: tuple[LensName, ...] = ("jacobian", "logit", "tuned", "shuffled")
-    tuned_steps: int = 100
-    file: str | None = None
+    lenses: tuple[LensName, ...] = ("jacobian", "logit", "shuffled")
     seed: int = 0
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         check_head(self.name, model)
-        if self.num_tuned < self.num_prompts:
-            raise InputError(
-                f"{self.name}: expected num_tuned of at least num_prompts, {self.num_prompts}, got {self.num_tuned}"
-            )
-        if self.file is not None:
-            matrices = self._read(model, self.file)
-            dim = next(iter(matrices.values())).shape[0]
-            if dim != model.dim:
-                raise InputError(
-                    f"{self.name}: file: {self.file} is of a model of width {dim}, this one is {model.dim} wide"
-                )
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -124,15 +103,15 @@ class JacobianLens(StagedAnalysis):
     def _check_prompts(self) -> None:
         """Refuses prompts that are too few or too short to fit on and to compare on."""
         are_long = [is_long(prompt, self.skip_first) for prompt in one_by_one(self.batches)]
-        fitting = are_long[: self.num_prompts if self._fits else self.num_tuned]
-        if (self._fits or "tuned" in self.lenses) and not any(fitting):
+        fitting = are_long[: self.num_prompts]
+        if self._fits and not any(fitting):
             raise InputError(
                 f"{self.name}: skip_first: none of the first {len(fitting)} prompts has a place from {self.skip_first} "
                 "on that another token follows: give longer texts"
             )
-        if not any(are_long[self._num_seen :]):
+        if not any(are_long[self.num_prompts :]):
             raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {self._num_seen} that have a "
+                f"{self.name}: no prompt is left to compare on: give more than {self.num_prompts} that have a "
                 f"place from {self.skip_first} on (skip_first), got {len(are_long)}"
             )
 
@@ -148,51 +127,41 @@ class JacobianLens(StagedAnalysis):
         share = 0.75 if waiting == model.dim else 1.0
         passed = share * len(self._fits) * self.num_prompts * model.num_layers * model.dim / rows
         backward = Part("blocks", passed, (rows, max(1, places)))
-        steps = self.tuned_steps if "tuned" in self.lenses else 0
-        trained = 2 * steps * min(ROWS, self.num_tuned * places) * model.num_layers  # there, and back to its input
-        held_out = max(0, whole.texts - self._num_seen)
+        held_out = max(0, whole.texts - self.num_prompts)
         readouts = len(self.lenses) + 2 * ("jacobian" in self._fits)  # both halves, too
-        head = Part("head", trained + held_out * places * (readouts * model.num_layers + 1))
-        small = Part("steps", (30 * steps + 5 * held_out * readouts) * model.num_layers)
+        head = Part("head", held_out * places * (readouts * model.num_layers + 1))
+        small = Part("steps", 5 * held_out * readouts * model.num_layers)
         # The directions that wait, a product of dim x dim for each place, and what one block makes of some rows.
         held = 4.0 * max(1, places) * model.dim * (waiting + model.dim + 2 * OF_A_BLOCK * rows)
-        held += 12.0 * ROWS * (model.vocab_size or 1)
         return whole + Work(parts=(backward, head, small), device=whole.device + held)
 
     def announced(self) -> Iterator[Batch]:
-        """The prompts of the affine maps, and those that are held out."""
-        if "tuned" in self.lenses:
-            yield from self._long_prompts(self.num_tuned)
+        """The prompts that are held out."""
         yield from (prompt for prompt in self._held_out() if is_long(prompt, self.skip_first))
-
-    @property
-    def _num_seen(self) -> int:
-        """The prompts that are not held out."""
-        return max(self.num_prompts, self.num_tuned)
 
     @property
     def _fits(self) -> dict[str, int | None]:
         """The lenses that are fitted, and the seeds of those of shuffled weights."""
         fits: dict[str, int | None] = {}
-        if "jacobian" in self.lenses and self.file is None:
+        if "jacobian" in self.lenses:
             fits["jacobian"] = None
         if "shuffled" in self.lenses:
             fits["shuffled"] = self.seed
         return fits
 
-    def _long_prompts(self, count: int) -> list[Batch]:
-        """Those of the first prompts that are not too short."""
-        return [p for p in one_by_one(first_rows(self.batches, count)) if is_long(p, self.skip_first)]
+    def _long_prompts(self) -> list[Batch]:
+        """The prompts of the fits that are not too short."""
+        return [p for p in one_by_one(first_rows(self.batches, self.num_prompts)) if is_long(p, self.skip_first)]
 
     def _held_out(self) -> Iterator[Batch]:
-        return one_by_one(self.batches, after=self._num_seen)
+        return one_by_one(self.batches, after=self.num_prompts)
 
     def parts(self, model: LayeredModel) -> Iterator[FitPart | list[FitPart] | None]:
         """Prompts of the fits; all of them in one part, of a process that then does the rest as well, where matrices
         are too large to be sent; None where nothing is fitted.
         """
         self._check_prompts()
-        prompts = self._long_prompts(self.num_prompts) if self._fits else []
+        prompts = self._long_prompts() if self._fits else []
         fits = [LensFit(name, model, self.skip_first, seed) for name, seed in self._fits.items()]
         size = self._prompts_of_a_part(model, len(prompts))
         parts = [part for fit in fits for part in fit.parts(prompts, size or 1)]
@@ -208,8 +177,6 @@ class JacobianLens(StagedAnalysis):
         """
         of_a_lens = model.num_layers * model.dim**2
         most, num_fits, itemsize = MOST_SENT / of_a_lens, len(self._fits), model.dtype.itemsize
-        if "tuned" in self.lenses and itemsize > most:
-            return None
         if itemsize * num_fits * num_prompts <= most:
             return 1
         parts_of_a_half = int(most / (2 * 8 * num_fits))
@@ -227,33 +194,22 @@ class JacobianLens(StagedAnalysis):
             return [*self._after(model, sums).run(model)]
         return part and _summed(part)
 
-    def then(self, model: LayeredModel, results: list[Any]) -> DividedAnalysis:
-        """The affine maps, a layer each, and then the comparison, a prompt each."""
+    def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
+        """The comparison, a prompt each."""
         if isinstance(results[0], list):
             (records,) = results
             return FollowingAnalysis(self, [None], lambda part: None, lambda none: records)
         return self._after(model, results)
 
-    def _after(self, model: LayeredModel, results: list[_Summed | None]) -> DividedAnalysis:
+    def _after(self, model: LayeredModel, results: list[_Summed | None]) -> FollowingAnalysis:
         """What follows on the fits, whose list is emptied."""
-        lenses, fit = self._lenses(model, results)
-        if "tuned" not in self.lenses:
-            return self._comparison(model, lenses, fit, 0)
-        tuning = Tuning(model, self._long_prompts(self.num_tuned), self.skip_first, self.tuned_steps, self.seed)
-
-        def compare(maps: list[AffineMap]) -> FollowingAnalysis:
-            tuning.let_go()
-            lenses["tuned"] = {layer: each.on(model) for layer, each in enumerate(maps)}
-            return self._comparison(model, lenses, fit, maps[0].num_undefined)
-
-        return _Stage(self, range(model.num_layers), tuning.of_layer, compare)
+        return self._comparison(model, *self._lenses(model, results))
 
     def _lenses(self, model: LayeredModel, results: list[_Summed | None]) -> tuple[_Lenses, _Fit | None]:
-        """All lenses but the tuned one."""
         lenses: _Lenses = {}
         sums = {name: added_up(each[1:] for each in results if each and each[0] == name) for name in self._fits}
         results.clear()
-        num_long = len(self._long_prompts(self.num_prompts))
+        num_long = len(self._long_prompts())
         num_short = sum(1 for _ in one_by_one(first_rows(self.batches, self.num_prompts))) - num_long
         fit: _Fit | None = None
         for name in self._fits:
@@ -265,15 +221,11 @@ class JacobianLens(StagedAnalysis):
             for each in matrices:
                 lenses[each] = {layer: _matrix(matrix, model) for layer, matrix in enumerate(matrices[each])}
             del lens, matrices  # in float64, before the next ones are made
-        if "jacobian" in self.lenses and self.file is not None:
-            lenses["jacobian"] = {n: _matrix(matrix, model) for n, matrix in self._read(model, self.file).items()}
         if "logit" in self.lenses:
             lenses["logit"] = dict.fromkeys(range(model.num_layers), _as_it_is)
         return lenses, fit
 
-    def _comparison(
-        self, model: LayeredModel, lenses: _Lenses, fit: _Fit | None, num_undefined_tokens: int
-    ) -> FollowingAnalysis:
+    def _comparison(self, model: LayeredModel, lenses: _Lenses, fit: _Fit | None) -> FollowingAnalysis:
         """The held-out prompts, a part each: KL, log rank and tokens of each lens and layer."""
         keys = [(name, layer) for name, maps in lenses.items() for layer in maps]
 
@@ -295,13 +247,11 @@ class JacobianLens(StagedAnalysis):
 
         def records(of_prompts: list[Tensor]) -> Iterator[Record]:
             sums = dict(zip(keys, torch.stack(of_prompts, -1), strict=True))  # (3, prompts) each
-            return self._records(sums, fit, num_undefined_tokens)
+            return self._records(sums, fit)
 
         return FollowingAnalysis(self, [*enumerate(self._held_out())], of_prompt, records)
 
-    def _records(
-        self, sums: Mapping[tuple[str, int], Tensor], fit: _Fit | None, num_undefined_tokens: int
-    ) -> Iterator[Record]:
+    def _records(self, sums: Mapping[tuple[str, int], Tensor], fit: _Fit | None) -> Iterator[Record]:
         for layer, apart in enumerate([] if fit is None else fit.apart[:, None]):
             assert fit is not None
             yield from summarize("jacobian_lens_halves", apart, layer=layer, tags=_fit_tags(fit, layer))
@@ -310,40 +260,16 @@ class JacobianLens(StagedAnalysis):
                 tags: dict[str, Any] = {"lens": name}
                 if name == "jacobian" and fit is not None:
                     tags |= _fit_tags(fit, layer) | _fit_error(sums, layer)
-                if name == "tuned" and num_undefined_tokens:
-                    tags["num_undefined_fit_tokens"] = num_undefined_tokens
                 divergence, log_rank, tokens = sums[name, layer]
                 about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
                 yield from summarize_ratio("lens_kl", divergence, tokens, **about)
                 yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
-
-    @staticmethod
-    def _read(model: LayeredModel, file: str) -> dict[int, Tensor]:
-        config: Any = getattr(model.model, "config", None)
-        return read_lens(file, model.num_layers, config=config.to_dict() if hasattr(config, "to_dict") else None)[0]
 
     def _rows(self, view: LayeredModel, batch: Batch, trajectory: Trajectory) -> Rows:
         """The tokens of a prompt that are compared, in one piece, as one prompt has few."""
         every = rows_of(self.name, view, trajectory, batch)
         chosen = torch.isin(every.place, places_of(trajectory, self.skip_first))
         return Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
-
-
-class _Stage(StagedAnalysis, FollowingAnalysis):
-    """Parts that follow on those of an analysis, and are followed by others."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        parts: Sequence[Any],
-        of_part: Callable[[Any], Any],
-        following: Callable[[list[Any]], DividedAnalysis],
-    ) -> None:
-        FollowingAnalysis.__init__(self, analysis, parts, of_part, lambda results: ())
-        self._following = following
-
-    def then(self, model: LayeredModel, results: list[Any]) -> DividedAnalysis:
-        return self._following(results)
 
 
 def _summed(part: FitPart) -> _Summed:

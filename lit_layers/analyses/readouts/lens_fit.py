@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
 from lit_layers.errors import InputError
-from lit_layers.files.lens_files import write_lens
 from lit_layers.functional.jacobian.through_blocks import jacobians_to_last_layer
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 
@@ -24,14 +22,6 @@ class FittedLens(NamedTuple):
     halves: Tensor  # (2, layers, dim, dim)
     num_prompts: int
     num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
-
-    def save(self, path: str | Path, *, dtype: torch.dtype = torch.float16, **about: str | int | float) -> None:
-        """Writes the file that the reference implementation reads: layers 1 to L - 1 that are finite.
-
-        Raises:
-            InputError: it cannot be written, or no layer can be in `dtype`.
-        """
-        write_lens(path, self.jacobians, self.num_prompts, dtype=dtype, about=about)
 
     @classmethod
     def of(cls, halves: "Sequence[JacobianSum | None]", num_prompts: int, num_short: int) -> "FittedLens":
