@@ -352,6 +352,17 @@ def correlate(s: Scenarios) -> None:
     s.keep("correlate", *(home / name for name in ("published", "over_models", "over_layers")))
 
 
+def emerge(s: Scenarios) -> None:
+    """Times and order of three seeds of one training, each alone and together."""
+    home = s.work / "emerge"
+    for seed in range(3):
+        runs.make_run(home / f"seed{seed}", run=f"seed{seed}", seed=seed)
+    folders = [home / f"seed{seed}" for seed in range(3)]
+    s.run("emerge", folders[0], "--out", home / "one")
+    s.run("emerge", *folders, "--seeds", "--out", home / "together")
+    s.keep("emerge", home / "one", home / "together")
+
+
 def pages(s: Scenarios) -> None:
     """Pages of all that there is to draw, from made-up numbers."""
     home = s.work / "pages"
@@ -454,7 +465,8 @@ def refusals(s: Scenarios) -> None:
 SCENARIOS: dict[str, Callable[[Scenarios], None]] = {
     each.__name__: each
     for each in (
-        *(fit, images, series, streamed, intervene, mteb, select, correlate, pages, analyses),
+        *(fit, images, series, streamed, intervene, mteb, select, correlate, emerge, pages),
+        analyses,
         *(options, refusals),
     )
 }
