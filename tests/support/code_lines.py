@@ -1,4 +1,4 @@
-"""Lines of code of the package by room: without blank lines, comments and docstrings.
+"""Size of the package by room: code without blank lines, comments and docstrings.
 
 python -m tests.support.code_lines [--largest 30]
 """
@@ -9,44 +9,75 @@ import io
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "lit_layers"
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(source: str) -> set[int]:
-    """The numbers of the lines that hold code."""
-    lines: set[int] = set()
+class Size(NamedTuple):
+    lines: int
+    characters: int
+    files: int
+
+
+def code(source: str) -> dict[int, str]:
+    """Return the lines that hold code by their numbers, without blanks at their ends."""
+    numbers = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+            numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _WITH_DOCSTRINGS) and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return lines
+            numbers.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = source.splitlines()
+    return {number: lines[number - 1].strip() for number in sorted(numbers)}
 
 
-def report(largest: int) -> str:
-    """A line a room, lines and files; the longest functions and classes; the files of more than 450 lines in all."""
-    rooms, files, definitions, long = Counter[str](), Counter[str](), [], []
+def rooms() -> dict[str, Size]:
+    """Return the size of each room: a folder of the package, or a file at its root."""
+    sizes: dict[str, Size] = {}
+    for path in PACKAGE.rglob("*.py"):
+        lines, room = code(path.read_text(encoding="utf-8")), path.relative_to(PACKAGE).parts[0]
+        before = sizes.get(room, Size(0, 0, 0))
+        own = (len(lines), sum(map(len, lines.values())), 1)
+        sizes[room] = Size(*(a + b for a, b in zip(before, own, strict=True)))
+    return sizes
+
+
+def whole(sizes: dict[str, Size]) -> Size:
+    return Size(*map(sum, zip(*sizes.values(), strict=True)))
+
+
+def table(sizes: dict[str, Size]) -> str:
+    """Return a line for each room, the largest first, and one for the package."""
+    ordered = sorted(sizes.items(), key=lambda room: -room[1].lines)
+    rows = [("lines", "characters", "files", "room")]
+    rows += [(*map(str, size), name) for name, size in [*ordered, ("in all", whole(sizes))]]
+    return "\n".join(f"{lines:>6} {characters:>10} {files:>5} {name}" for lines, characters, files, name in rows)
+
+
+def largest(most: int) -> str:
+    """Return the functions and classes with the most lines of code."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        source, place = path.read_text(encoding="utf-8"), path.relative_to(PACKAGE)
-        lines, room = code_lines(source), place.parts[0]
-        rooms[room] += len(lines)
-        files[room] += 1
-        if (whole := source.count("\n")) > 450:
-            long.append(f"{place} has {whole} lines")
+        source = path.read_text(encoding="utf-8")
+        numbers = code(source).keys()
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                own = lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
-                definitions.append((len(own), f"{place}: {node.name}"))
-    table = [f"{number:6} {files[room]:4} {room}" for room, number in rooms.most_common()]
-    table.append(f"{rooms.total():6} {files.total():4} in all")
-    return "\n".join([*table, *(f"{number:6} {name}" for number, name in sorted(definitions)[::-1][:largest]), *long])
+                own = sum(node.lineno <= number <= (node.end_lineno or 0) for number in numbers)
+                found.append((own, f"{path.relative_to(PACKAGE)}: {node.name}"))
+    return "\n".join(f"{number:6} {name}" for number, name in sorted(found)[::-1][:most])
+
+
+def most_crowded() -> tuple[str, int]:
+    """Return the folder with the most Python files of its own, not counting __init__.py, and how many it has."""
+    files = Counter(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    return files.most_common(1)[0]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=0, help="how many functions and classes are listed")
-    print(report(parser.parse_args().largest))  # noqa: T201
+    print(table(rooms()), largest(parser.parse_args().largest), sep="\n")  # noqa: T201
