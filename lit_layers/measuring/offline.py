@@ -16,8 +16,9 @@ from lit_layers.errors import InputError, is_full
 from lit_layers.files import remote_runs, run_lock
 from lit_layers.identity import code_versions, refuse_other_code, settings_name, warn_of_other_versions
 from lit_layers.measuring import one_model
+from lit_layers.measuring.engine import measured_on_ray
 from lit_layers.measuring.measuring_options import MeasuringOptions
-from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, over_workers, silent
+from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement
 from lit_layers.schema import COUNT_OR_NONE, Device, refuse_no_shard, refuse_outside
@@ -111,8 +112,7 @@ def analyze_series(
       lies in files in `root` meanwhile.
     - `values_mb`: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
     - `engine`: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
-      is running: a task a checkpoint and group of analyses that look at the same texts. This process audits, hands out
-      and writes; the numbers are those of "process".
+      is running: a task per checkpoint. This process audits, hands out and writes; the numbers are those of "process".
 
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
@@ -265,14 +265,13 @@ class _Measuring:
         left = {checkpoint.name: (checkpoint, self._not_known(checkpoint)) for checkpoint in due}
         self.result.num_known += sum(len(self.analyses[name]) - len(mine) for name, (_, mine) in left.items())
         unread = {checkpoint.name for checkpoint in due if self._is_unread(checkpoint)}
-        for task, outcome in over_workers(self.measurer, [*left.values()], self.tell, unread):
-            checkpoint, _ = left[task.checkpoint]
+        for checkpoint, outcome in measured_on_ray(self.measurer, [*left.values()], self.tell, unread):
             if outcome.failure is not None:
                 self._failed(checkpoint, outcome.failure)
                 continue
             self.measurer.fitting |= {id(self.analyses[checkpoint.name])}
-            store = self.earlier.store
-            self._measured(checkpoint, [store.add(each) for each in outcome.measurements], task.analyses)
+            store, (_, mine) = self.earlier.store, left[checkpoint.name]
+            self._measured(checkpoint, [store.add(each) for each in outcome.measurements], mine)
             self._remember(checkpoint, outcome.weights)
 
     def _measured(self, checkpoint: Checkpoint, measured: list[Measurement], of: Sequence[Any]) -> None:

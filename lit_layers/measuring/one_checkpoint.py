@@ -6,15 +6,13 @@ which go through the blocks once for all of them.
 """
 
 import contextlib
-import copy
 import functools
 import hashlib
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,22 +21,17 @@ import torch
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.blockwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
-from lit_layers.measuring import one_model, ray_workers, undisturbed
+from lit_layers.measuring import one_model, undisturbed
 from lit_layers.measuring.measuring_options import MeasuringOptions
-from lit_layers.measuring.plan import counted, texts_of
 from lit_layers.models.build import weights_hash
-from lit_layers.models.saved import outline
 from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import bytes_of_model
-from lit_layers.records import Measurement, UnwrittenStore
+from lit_layers.records import Measurement
 from lit_layers.schema import Device
 from lit_layers.series import Checkpoint, OneModel, Series
-from lit_layers.series.auditing import SeriesMeasurements, read_weights
-from lit_layers.series.checkpoint import fetched_ahead
+from lit_layers.series.auditing import SeriesMeasurements
 from lit_layers.series.opening import UNAUDITED
-from lit_layers.series.weight_files import Fingerprint
 
 Dtype = Literal["float32", "float64", "bfloat16"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
@@ -230,143 +223,3 @@ def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
     measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
     parts = [STATE_FORMAT, view.fingerprint(), view.device.type, *measured]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
-
-
-MARGIN = 1.25  # of the memory that is asked for, over what the plan counts
-OF_A_PROCESS = 2**30  # bytes that torch and the other libraries take
-STEP = 2**28  # bytes
-
-
-@dataclass(frozen=True)
-class Task:
-    """`earlier` is what the record says of the checkpoint; `is_unread` asks for its weights, for the audit."""
-
-    checkpoint: str
-    analyses: tuple[str, ...]
-    earlier: tuple[Measurement, ...]
-    is_unread: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a task: measurements, or why there are none."""
-
-    measurements: tuple[Measurement, ...] = ()
-    failure: InputError | None = None
-    weights: Fingerprint | None = None
-
-
-class CheckpointWorker:
-    """What a worker does: it keeps the checkpoint of its last task loaded, and fetches that of the following one."""
-
-    def __init__(self, measurer: Measurer, threads: int) -> None:
-        self.measurer, self.options, self.threads = measurer, measurer.options, threads
-        self._ahead: Iterator[Any] = iter(())  # the download under way, which would stop if nobody held it
-
-    def __call__(self, task: Task, following: Task | None) -> Outcome:
-        """Measures, and writes nothing."""
-        by_name = {one.name: one for one in self.measurer.series.checkpoints}
-        checkpoint = by_name[task.checkpoint]
-        keeps = self.options.keep_downloads  # else another worker may come to measure what follows, and download it
-        ahead = [following] if following is not None and keeps else []
-        self._ahead = fetched_ahead([by_name[each.checkpoint] for each in (task, *ahead)])
-        _, fetched = next(self._ahead)
-        analyses = [one for one in self.measurer.analyses[checkpoint.name] if one.name in task.analyses]
-        try:
-            torch.set_num_threads(self.threads)  # as where they are handed out: sums are rounded alike
-            self.measurer.device = device_of(self.options.device)
-            earlier = self.measurer.earlier
-            earlier.store = UnwrittenStore(earlier.store.path, task.earlier)
-            measured = self.measurer.measure(checkpoint, fetched, analyses)
-            return Outcome(tuple(measured), weights=read_weights(checkpoint) if task.is_unread else None)
-        except InputError as error:
-            return Outcome(failure=error)
-        finally:
-            if checkpoint.source.is_copied or not self.options.keep_downloads:
-                checkpoint.source.drop()
-
-
-def over_workers(
-    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], tell: Tell, unread: set[str]
-) -> Iterator[tuple[Task, Outcome]]:
-    """Yields each task with its outcome, in the order in which they are done; `unread`: whose weights the audit needs.
-
-    Raises:
-        InputError: an engine that is not there, workers that cannot be started, or that have other libraries.
-    """
-    jobs = _jobs(measurer, due, unread)
-    if not jobs:
-        return
-    total, threads, most = len(jobs), torch.get_num_threads(), max(job.memory for job in jobs)
-    carried = CheckpointWorker(_carried(measurer), threads)
-    with ray_workers.RayWorkers(carried, threads=threads, gpu=measurer.options.device, most=most) as workers:
-
-        def show(done: int, under_way: Sequence[Task]) -> None:
-            what = ", ".join(dict.fromkeys(task.checkpoint for task in under_way[:2]))
-            tell(done, total, f"{workers.description}: {what}" if what else workers.description)
-
-        for task, outcome in ray_workers.hand_out(jobs, workers, show):
-            yield task, outcome or Outcome(failure=_lost(task))
-    tell(total, total, "")
-
-
-def _lost(task: Task) -> InputError:
-    return InputError(
-        f"{task.checkpoint}: {ray_workers.ATTEMPTS} workers were lost that measured {', '.join(task.analyses)}: it may "
-        "need more memory than they have; the same command tries it again"
-    )
-
-
-def _carried(measurer: Measurer) -> Measurer:
-    """As workers get it: it tells nobody, and what was measured comes with each task."""
-    earlier = copy.copy(measurer.earlier)
-    earlier.store = UnwrittenStore(earlier.store.path, [])
-    return replace(measurer, earlier=earlier, tell=silent, fitting=set())
-
-
-def _jobs(
-    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], unread: set[str]
-) -> list[ray_workers.Job[Task]]:
-    """A job for each task, with the memory that it needs."""
-    whole = measurer.options.stream_blocks or not measurer.options.keep_downloads  # all analyses of one in one task
-    jobs, counts = [], {}
-    for checkpoint, analyses in due:
-        earlier = _earlier(measurer, checkpoint)
-        groups: dict[Any, list[Analysis]] = {}
-        for number, each in enumerate(analyses):
-            groups.setdefault("all" if whole else texts_of(each) or number, []).append(each)
-        for number, group in enumerate(groups.values()):
-            names = tuple(each.name for each in group)
-            key = repr(checkpoint.config()), names  # the steps of a training have the same shapes
-            if key not in counts:
-                counts[key] = _counted(checkpoint, group)
-            cost, held = counts[key]
-            task = Task(checkpoint.name, names, earlier, is_unread=number == 0 and checkpoint.name in unread)
-            jobs.append(ray_workers.Job(checkpoint.name, task, cost, _memory(held, measurer.options.kept_mb)))
-    most = max((job.memory for job in jobs), default=0)  # for what nobody knows
-    return [replace(job, memory=most) if math.isinf(job.cost) else job for job in jobs]
-
-
-def _memory(held: float, kept_mb: int) -> int:
-    """Bytes to ask for: in coarse steps, so that one worker does for tasks that are nearly alike; 0: not known."""
-    asked = MARGIN * (held + kept_mb * 2**20) + OF_A_PROCESS
-    return math.ceil(asked / STEP) * STEP if held else 0
-
-
-def _counted(checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[float, float]:
-    """Operations and bytes; where the shapes cannot be had, nobody knows: loading it says why."""
-    with contextlib.suppress(InputError):
-        if config := checkpoint.config():
-            view = LayeredModel(outline(config, checkpoint.name))
-            operations, held = counted(view, analyses)
-            return operations, held + bytes_of_model(view)
-    return math.inf, 0.0
-
-
-def _earlier(measurer: Measurer, checkpoint: Checkpoint) -> tuple[Measurement, ...]:
-    """What is measured of a checkpoint; of other steps of its run, where it stands alone, whose they are."""
-    run = measurer.earlier.run_of(checkpoint)
-    of_run = [each for each in measurer.earlier.store if each.run == run]
-    others = [each for each in of_run if each.step != checkpoint.step] if measurer.series.is_alone else []
-    mine = [each for each in of_run if each.step == checkpoint.step]
-    return (*mine, *(replace(each, records=[]) for each in others))

@@ -62,7 +62,6 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
         Base("audit", ("audit", str(root / "series"))),
         Base("fit beside", ("fit", "--config=recipe.yaml", "--measure=async"), kept=("root",)),
         Base("analyze on ray", ("analyze", str(root / "series"), *on_ray)),
-        Base("sweep on ray", ("sweep", str(root / "grid.yaml"), "--root=out", "--any_command", "--engine=ray")),
     ]
 
 

@@ -1,12 +1,10 @@
 """`lit-layers sweep`: every cell of a grid to its end once, whatever is killed or fails, and one table of them."""
 
 import json
-import pickle
 import shutil
 import signal
 import sys
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -15,8 +13,6 @@ import yaml
 
 from lit_layers.cli.main import main
 from lit_layers.correlate import read_runs
-from lit_layers.measuring import ray_workers
-from lit_layers.measuring.ray_workers import Event
 from lit_layers.sweep import CellFolder, cells, read_grid
 from lit_layers.sweep.cells import take
 from tests.cli.test_fit import RECIPE
@@ -105,9 +101,7 @@ def test_a_failing_cell_is_a_row_with_its_error_and_is_tried_again(tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["process", "ray"])
-def test_where_all_that_failed_diverged_the_code_is_that_of_a_run_that_does(engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ray_workers, "RayWorkers", InThisProcess)
+def test_where_all_that_failed_diverged_the_code_is_that_of_a_run_that_does(tmp_path, capsys):
     sentence = "diverged: the loss of step 7 is nan; begin anew with a lower model.lr"
     diverges = f"print('lit-layers fit: error: {sentence}', file=sys.stderr); sys.exit(3)"
     for is_both, code, said in (
@@ -119,7 +113,7 @@ def test_where_all_that_failed_diverged_the_code_is_that_of_a_run_that_does(engi
         sweep = Sweep(
             tmp_path / str(code), {"x": {"values": [1, 2]}}, command=["${interpreter}", "-c", script, "${args}"]
         )
-        assert sweep.run("--engine", engine) == code
+        assert sweep.run() == code
         assert said in capsys.readouterr().err
         assert sweep.table["error"].tolist() == [sentence, sentence if is_both else "exit code 1: lost"]
 
@@ -423,39 +417,3 @@ def test_real_cells_are_run_folders_that_correlate_reads(tmp_path, corpus):
     found = read_runs([root], metric="trajectory/line_shape_score", score=f"{root / 'sweep.csv'}:validation/loss")
     assert sorted(found.frame["model"]) == ["lr=0.02", "lr=0.03", cell]
     assert found.frame["validation/loss"].tolist() == pytest.approx([losses[-1]] * 3)
-
-
-class InThisProcess:
-    """The workers of an engine, pretended: a job at a time."""
-
-    def __init__(self, carried, **_: object) -> None:
-        self.carried, self.events = pickle.loads(pickle.dumps(carried)), deque()
-
-    def __enter__(self) -> "InThisProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def start(self, memory: Sequence[int]) -> None:
-        self.memory = {1: memory[0]}
-        self.events.append(Event(1))
-
-    def send(self, worker, task, following) -> None:
-        self.events.append(Event(worker, self.carried(task, following)))
-
-    def next_event(self) -> Event:
-        return self.events.popleft()
-
-
-@pytest.mark.slow
-def test_an_engine_runs_each_cell_once_and_tries_those_that_failed_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ray_workers, "RayWorkers", InThisProcess)
-    sweep = Sweep(tmp_path, {"model.lr": {"values": [0.1, -1.0, 0.3]}})
-    assert sweep.run("--engine", "ray") == 1
-    assert "failed lr=-1.0: model.lr: expected a positive learning rate" in capsys.readouterr().out
-    assert sweep.finished() == ["lr=0.1", "lr=0.3"]
-    (tmp_path / "repaired").touch()
-    assert sweep.run("--engine", "ray") == 0
-    assert Counter(sweep.noted("trained")) == Counter(sweep.names)
-    assert sweep.run("--engine", "ray", "--workers", "2") == 2
-    assert "workers: with engine ray the cluster says how many" in capsys.readouterr().err

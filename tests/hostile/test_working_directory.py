@@ -13,7 +13,7 @@ import torch
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files.isolated_python import isolated_command
-from lit_layers.measuring.ray_workers import Job, RayWorkers, hand_out
+from lit_layers.measuring.engine import cluster
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory
 from tests.support.runs import make_run
@@ -102,22 +102,11 @@ def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted,
 
 @pytest.mark.nightly  # a cluster of Ray starts
 @pytest.mark.filterwarnings("ignore")
-def test_workers_import_nothing_of_the_folder_and_the_code_of_the_user_after_all_else(
-    planted, payload, tmp_path, canary, monkeypatch
-):
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "yaml.py").write_text(payload)
-    (own / "code_of_the_user.py").write_text(
-        "def work(task, following):\n    import yaml\n\n    return yaml.__file__\n"
-    )
+def test_workers_import_nothing_of_the_folder(planted, canary, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
-    from code_of_the_user import work  # pyright: ignore[reportMissingImports]
-
-    with RayWorkers(work, threads=1, gpu="cpu") as workers:
-        ((_, found),) = hand_out([Job("one", "task")], workers)
+    with cluster() as ray:
+        found = ray.get(ray.remote(lambda: __import__("yaml").__file__).remote())
     assert Path(found).name == "__init__.py"
     assert not canary.exists()
 
@@ -136,10 +125,9 @@ def test_no_cluster_of_ray_that_another_user_has_put_into_the_folder_of_all_is_j
     mine = os.lstat(file)
     monkeypatch.setattr(os, "getuid", lambda: mine.st_uid + 1)
     monkeypatch.setattr(os, "lstat", lambda path: os.stat_result([*mine[:4], mine.st_uid + 2, *mine[5:]]))
-    with pytest.raises(
-        InputError, match=f"{file}, which names .* is of another user .*: name the cluster in RAY_ADDRESS"
-    ):
-        RayWorkers(print, threads=1, gpu="cpu")
+    sentence = f"{file}, which names .* is of another user .*: name the cluster in RAY_ADDRESS"
+    with pytest.raises(InputError, match=sentence), cluster():
+        pass
     monkeypatch.setenv("RAY_ADDRESS", "203.0.113.7:6379")
-    with pytest.raises(pytest.fail.Exception, match="it joins"):
-        RayWorkers(print, threads=1, gpu="cpu")
+    with pytest.raises(pytest.fail.Exception, match="it joins"), cluster():
+        pass

@@ -14,7 +14,7 @@ from lit_layers.cli.own_code import trust_code
 from lit_layers.cli.shipped_recipes import recipe_file
 from lit_layers.errors import InputError, refused
 from lit_layers.measuring.measuring_options import shard_of
-from lit_layers.schema import Engine, Range, refuse_no_shard
+from lit_layers.schema import Range, refuse_no_shard
 
 if TYPE_CHECKING:
     from lit_layers.sweep import CellFolder, Grid
@@ -31,7 +31,6 @@ def sweep(
     code: list[str] | None = None,
     any_command: bool = False,
     shard: str = "0/1",
-    engine: Engine = "process",
     plan: bool = False,
 ) -> int:
     """Train every run of a grid of options, its cells, once each. Run it again to continue. Exit code: 0, 1 where a
@@ -44,14 +43,10 @@ def sweep(
         code: command line only, repeatable: a package that every cell may use (see lit-layers fit --help)
         any_command: command line only: the file may start another program than lit-layers fit
         shard: i/n: run only every n-th cell, from the i-th on, counted from 0; for SLURM arrays
-        engine: process: run cells on this machine. ray: on a Ray cluster (docs/clusters.md)
         plan: say what the first cell that is left would cost, and how many are left; run nothing
     """
     index, count = shard_of(shard, os.environ)
     refuse_no_shard((index, count))
-    if engine == "ray" and (workers > 1 or count > 1):
-        name = "workers" if workers > 1 else "shard"
-        raise InputError(f"{name}: with engine ray the cluster says how many cells run at a time: leave it out")
     from lit_layers.sweep import TABLE, CellFolder, read_grid, write_table
 
     trusted = [f"--code={package}" for package in code or ()]
@@ -71,7 +66,7 @@ def sweep(
     if plan:
         return _plan(cells, grid, trusted)
     _check_options(cells, grid, trusted)
-    stopped_by = _run(cells, grid, workers, trusted, engine)
+    stopped_by = _run(cells, grid, workers, trusted)
     frame = write_table(root, grid, every)
     shown = frame.drop(columns="run") if grid.values else frame
     show_table(shown.map(_shown).to_dict("records"), text=("run", "error"))
@@ -134,7 +129,7 @@ def _plan(cells: "list[CellFolder]", grid: "Grid", code: list[str]) -> int:
     return run_verb("fit", [*words, "--plan"])
 
 
-def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str], engine: Engine) -> int | None:
+def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str]) -> int | None:
     """Runs what is not finished, and returns the signal that cut it short, if one did."""
     from lit_layers.sweep import run_cells, share_of_gpus, visible_gpus
 
@@ -150,13 +145,8 @@ def _run(cells: "list[CellFolder]", grid: "Grid", workers: int, code: list[str],
             show(sum(cell.is_finished for cell in cells), len(cells), _names(running))
 
         def line_of(cell: "CellFolder") -> list[str]:
-            folder = cell.folder.resolve() if engine == "ray" else cell.folder
-            return [*grid.command_line(cell.cell), *code, "--root", str(folder), "--resume", "last"]
+            return [*grid.command_line(cell.cell), *code, "--root", str(cell.folder), "--resume", "last"]
 
-        if engine == "ray":
-            from lit_layers.cli.sweep_engine import run_cells_over_workers
-
-            return run_cells_over_workers(cells, line_of, tell)
         return run_cells(
             cells,
             line_of,
