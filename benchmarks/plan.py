@@ -99,7 +99,7 @@ RECIPES: dict[str, tuple[Callable[[], Any], Callable[[], list[Analysis]]]] = {
     "analyses/representation.yaml": (lambda: causal_lm("gpt2", **SMALL), of_representation),
     "analyses/stream.yaml": (lambda: causal_lm("gpt2", **WIDE), of_streams),
 }
-NARROW_ALONE = ("jacobian_lens", "token_coupling", "next_token_probe, record", "prediction_residual")
+NARROW_ALONE = ("token_coupling", "next_token_probe, record", "prediction_residual")
 WIDTHS = {64: 4, 768: 2}  # and blocks
 
 
@@ -140,7 +140,6 @@ def single() -> dict[str, Analysis]:
         A.PathsInPlane(batches=texts, num_prompts=8),
         A.NextTokenResidual(batches=texts),
         A.NgramAgreement(batches=texts, corpus=text(100, 64)),
-        A.JacobianLens(batches=texts, num_prompts=1),
     ]
     return {analysis.name: analysis for analysis in plain} | probes
 

@@ -26,7 +26,6 @@ from lit_layers.analyses import (
     CrossTokenInfluence,
     InContext,
     Interventions,
-    JacobianLens,
     LabelProbe,
     LayerSimilarity,
     Lens,
@@ -206,7 +205,6 @@ def test_texts_that_a_study_leaves_as_they_are_may_be_passed_once_for_all_levels
         Trajectory(batches=TEXTS),
         Lens(batches=TEXTS),
         Interventions(batches=TEXTS, variants=("skip", "reverse"), seeds=(0,)),
-        JacobianLens(batches=TEXTS, num_prompts=1, skip_first=4, lenses=("logit",)),
         pytest.param(
             NextTokenProbe(train=Windows(96, 24, 24), test=Windows(48, 24, 24, seed=1), num_classes=8, **FIXED),
             marks=pytest.mark.soak,
@@ -515,8 +513,6 @@ def test_texts_of_several_analyses_count_once_as_they_are_passed_once():
     facts = {"run": "it", "step": 0, "weights_hash": "0"}
     analyses = [Trajectory(batches=TEXTS), Lens(batches=TEXTS), Representation(batches=TEXTS)]
     analyses.append(LayerSimilarity(batches=others))
-    lens = JacobianLens(batches=TEXTS, num_prompts=1, skip_first=2)
-    assert planned(model, [analyses[0], lens], device=CPU).notes()[3].startswith("jacobian_lens: passes of trajectory,")
     runs, _ = counted(model, analyses[0], lambda: in_one_pass(model, analyses, lambda analysis: None, **facts))
     plan = planned(model, analyses, device=CPU)
     assert plan.whole.block_runs() == runs == (8 + 4) * 3

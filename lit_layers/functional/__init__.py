@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lit_layers.functional.jacobian.block_jacobians import *
     from lit_layers.functional.jacobian.singular import *
     from lit_layers.functional.jacobian.summaries import *
-    from lit_layers.functional.jacobian.through_blocks import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
     from lit_layers.functional.probes.attentive import *

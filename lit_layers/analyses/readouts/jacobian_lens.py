@@ -1,81 +1,65 @@
-"""The Jacobian lens: earlier layers carried to the last one by the mean Jacobian between them."""
+"""The Jacobian lens: carries the states of earlier layers to the last one by the mean Jacobian between them."""
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_layers.analyses.base import StagedAnalysis
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
 from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
-from lit_layers.analyses.readouts.lens_fit import (
-    FitPart,
-    FittedLens,
-    JacobianSum,
-    LensFit,
-    added_up,
-    is_long,
-    one_by_one,
-    places_of,
-)
 from lit_layers.analyses.readouts.readout_scores import FullModel
-from lit_layers.analyses.states import first_rows
+from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.jacobian.through_blocks import rows_at_a_time
+from lit_layers.functional.jacobian.block_attention import Expansion, record_attention, sum_heads
+from lit_layers.functional.jacobian.block_call import Call, Unsupported, as_call, evaluating, pull_back
+from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic, warn_once
+from lit_layers.functional.jacobian.linear_cut import CutBlock, Linear, Link, links_of
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_BLOCK, Part, Work, passes_of
 from lit_layers.records import Record
 
-LensName = Literal["jacobian", "logit", "shuffled"]
 HALVES = "one half", "other half"
 
-_Carry = Callable[[Tensor], Tensor]  # from states (*n, dim) of a layer to those that the last norm reads
-_Lenses = dict[str, dict[int, _Carry]]  # by name and layer
-_Summed = tuple[str, int, JacobianSum | None]  # of a part of a fit: of which, and of which half
-
-
-class _Fit(NamedTuple):
-    """What records say of a fit."""
-
-    num_prompts: int
-    num_undefined: Tensor  # (layers,)
-    apart: Tensor  # (layers,) as `_apart`
+_Block = Callable[[Tensor], Tensor]  # (1, tokens, dim) to the same
+_Key = tuple[str, int]  # a lens and a layer
 
 
 @dataclass(kw_only=True)
 class JacobianLens(StagedAnalysis):
-    """The Jacobian lens beside its controls: how near each layer's readout is to the model's own output.
+    """The Jacobian lens and its controls: how near each layer's readout is to the model's own output.
 
-    A lens carries the states of layer l to the last layer, whose norm and head then read them. `jacobian`: by the mean
-    Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint; `logit`: as they are; `shuffled`: by the Jacobian
-    lens of the same model with the entries of each weight matrix of its blocks in another order, the null of
-    `jacobian`. The tag `lens` says which.
+    A lens carries the states of layer l to the last layer, whose norm and head then read them. The tag `lens` names it:
+    `jacobian` uses the mean Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint. `logit` uses the states as
+    they are. `shuffled` is the null of `jacobian`: the Jacobian lens of the same model with the entries of each weight
+    matrix of its blocks in another order.
 
-    Per layer 0 to L - 1, over tokens of held-out prompts from place `skip_first` on: `lens_kl` = KL(model, lens) in
-    nats, 0 for the model's own output; `lens_rank`, the geometric mean of the rank of the true next token, 1 the first.
-    `stderr` and the interval are over prompts; `num_undefined` and `num_undefined_fit_prompts` count those that are too
-    short or not finite. Of `jacobian` the tag `num_fit_stderr` is half the difference in `lens_kl` between lenses
-    fitted on halves of the prompts. `jacobian_lens_halves`: how far the halves' matrices are apart, over the norm of
-    the whole; 0 is no difference.
+    Per layer 0 to L - 1, over tokens of held-out prompts from position `skip_first` on: `lens_kl` is KL(model, lens) in
+    nats, 0 for the model's own output. `lens_rank` is the geometric mean of the rank of the true next token, 1 the
+    first. `stderr` and the interval are over prompts. `num_undefined` and `num_undefined_fit_prompts` count prompts
+    that are too short or not finite. For `jacobian` the tag `num_fit_stderr` is half the difference in `lens_kl`
+    between lenses fitted on halves of the prompts. `jacobian_lens_halves` is the distance between the halves' matrices
+    over the norm of the whole; 0 is no difference.
 
     The first `num_prompts` prompts fit the Jacobians, the rest is held out. The model runs in float32 or wider.
 
-    Cost: about three quarters of `dim` backward passes through all blocks at the places of the `num_prompts`; 8 prompts
-    x 111 places of a model of width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 3/4 x 2 x 302e6 x 111
-    x 8 x 1,024 = 4.1e14 FLOP, and 4% more for the weights of the attention.
+    Cost: about three quarters of `dim` backward passes through all blocks at the positions of the `num_prompts`. 8
+    prompts x 111 positions of a model of width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 3/4 x 2 x
+    302e6 x 111 x 8 x 1,024 = 4.1e14 FLOP, and 4% more for the weights of the attention.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026.
 
     Args:
         batches: prompts of equal length, or padded.
-        num_prompts: that the Jacobians are fitted on.
-        skip_first: places of each prompt that are left out, as the first tokens' states are unlike all others.
+        num_prompts: prompts that the Jacobians are fitted on.
+        skip_first: positions of each prompt that are left out, as the first tokens' states are unlike all others.
         lenses: which to measure.
         seed: of the order of the shuffled weights.
     """
@@ -89,7 +73,7 @@ class JacobianLens(StagedAnalysis):
     name: str = "jacobian_lens"
     num_prompts: int = 8
     skip_first: int = 16
-    lenses: tuple[LensName, ...] = ("jacobian", "logit", "shuffled")
+    lenses: tuple[Literal["jacobian", "logit", "shuffled"], ...] = ("jacobian", "logit", "shuffled")
     seed: int = 0
 
     def check_options(self, model: LayeredModel) -> None:
@@ -101,10 +85,10 @@ class JacobianLens(StagedAnalysis):
         self._check_prompts()
 
     def _check_prompts(self) -> None:
-        """Refuses prompts that are too few or too short to fit on and to compare on."""
+        """Refuse prompts that are too few or too short to fit on and to compare on."""
         are_long = [is_long(prompt, self.skip_first) for prompt in one_by_one(self.batches)]
         fitting = are_long[: self.num_prompts]
-        if self._fits and not any(fitting):
+        if self._fitted and not any(fitting):
             raise InputError(
                 f"{self.name}: skip_first: none of the first {len(fitting)} prompts has a place from {self.skip_first} "
                 "on that another token follows: give longer texts"
@@ -115,199 +99,423 @@ class JacobianLens(StagedAnalysis):
                 f"place from {self.skip_first} on (skip_first), got {len(are_long)}"
             )
 
-    def work(self, model: LayeredModel) -> Work | None:
-        whole = passes_of(model, self.batches)
-        if whole is None:
-            return None
-        tokens = whole.tokens // max(1, whole.texts)
-        places = max(0, tokens - self.skip_first - 1)
-        rows, waiting = rows_at_a_time(max(1, places), model.dim, model.device)
-        # Where all directions wait together, the maps of an MLP are multiplied with one another: 10 dim^3 a place
-        # instead of 16 of 24 in all.
-        share = 0.75 if waiting == model.dim else 1.0
-        passed = share * len(self._fits) * self.num_prompts * model.num_layers * model.dim / rows
-        backward = Part("blocks", passed, (rows, max(1, places)))
-        held_out = max(0, whole.texts - self.num_prompts)
-        readouts = len(self.lenses) + 2 * ("jacobian" in self._fits)  # both halves, too
-        head = Part("head", held_out * places * (readouts * model.num_layers + 1))
-        small = Part("steps", 5 * held_out * readouts * model.num_layers)
-        # The directions that wait, a product of dim x dim for each place, and what one block makes of some rows.
-        held = 4.0 * max(1, places) * model.dim * (waiting + model.dim + 2 * OF_A_BLOCK * rows)
-        return whole + Work(parts=(backward, head, small), device=whole.device + held)
+    @property
+    def _fitted(self) -> list[str]:
+        return [name for name in ("jacobian", "shuffled") if name in self.lenses]
+
+    def _held_out(self) -> list[Batch]:
+        return [*one_by_one(self.batches)][self.num_prompts :]
 
     def announced(self) -> Iterator[Batch]:
-        """The prompts that are held out."""
-        yield from (prompt for prompt in self._held_out() if is_long(prompt, self.skip_first))
+        return (prompt for prompt in self._held_out() if is_long(prompt, self.skip_first))
 
-    @property
-    def _fits(self) -> dict[str, int | None]:
-        """The lenses that are fitted, and the seeds of those of shuffled weights."""
-        fits: dict[str, int | None] = {}
-        if "jacobian" in self.lenses:
-            fits["jacobian"] = None
-        if "shuffled" in self.lenses:
-            fits["shuffled"] = self.seed
-        return fits
+    # First stage: one half of the prompts of one fit is a part. Where the sums are too large to be sent between
+    # processes, one part is the whole analysis.
 
-    def _long_prompts(self) -> list[Batch]:
-        """The prompts of the fits that are not too short."""
-        return [p for p in one_by_one(first_rows(self.batches, self.num_prompts)) if is_long(p, self.skip_first)]
+    def _is_too_large(self, model: LayeredModel) -> bool:
+        return 2 * len(self._fitted) * model.num_layers * model.dim**2 * 8 > MOST_SENT
 
-    def _held_out(self) -> Iterator[Batch]:
-        return one_by_one(self.batches, after=self.num_prompts)
-
-    def parts(self, model: LayeredModel) -> Iterator[FitPart | list[FitPart] | None]:
-        """Prompts of the fits; all of them in one part, of a process that then does the rest as well, where matrices
-        are too large to be sent; None where nothing is fitted.
-        """
+    def parts(self, model: LayeredModel) -> Iterator["list[_Half]"]:
         self._check_prompts()
-        prompts = self._long_prompts() if self._fits else []
-        fits = [LensFit(name, model, self.skip_first, seed) for name, seed in self._fits.items()]
-        size = self._prompts_of_a_part(model, len(prompts))
-        parts = [part for fit in fits for part in fit.parts(prompts, size or 1)]
-        if size is None:
-            yield parts
-        else:
-            yield from parts or [None]
+        fitting = one_by_one(first_rows(self.batches, self.num_prompts))
+        prompts = [prompt for prompt in fitting if is_long(prompt, self.skip_first)]
+        halves = [_Half(name, prompts[half::2]) for name in self._fitted for half in range(2)]
+        yield from [halves] if not halves or self._is_too_large(model) else [[half] for half in halves]
 
-    def _prompts_of_a_part(self, model: LayeredModel, num_prompts: int) -> int | None:
-        """As few as `MOST_SENT` allows, from shapes alone, as sums are rounded part by part; None: it allows nothing.
+    def reads(self, model: LayeredModel, part: "list[_Half]") -> Sequence[Batch]:
+        return [prompt for half in part if half.lens == "jacobian" for prompt in half.prompts]
 
-        One prompt's Jacobians are sent in the model's dtype, sums of several in float64.
-        """
-        of_a_lens = model.num_layers * model.dim**2
-        most, num_fits, itemsize = MOST_SENT / of_a_lens, len(self._fits), model.dtype.itemsize
-        if itemsize * num_fits * num_prompts <= most:
-            return 1
-        parts_of_a_half = int(most / (2 * 8 * num_fits))
-        return math.ceil(math.ceil(num_prompts / 2) / parts_of_a_half) if parts_of_a_half else None
-
-    def reads(self, model: LayeredModel, part: FitPart | list[FitPart] | None) -> Sequence[Batch]:
-        parts = part if isinstance(part, list) else [part]
-        return [prompt for each in parts if each and each.fit.reads_model for prompt in each.prompts]
-
-    def of_part(self, model: LayeredModel, part: FitPart | list[FitPart] | None) -> _Summed | list[Record] | None:
-        if isinstance(part, list):
-            sums: list[_Summed | None] = [_summed(each) for each in part]
-            for each in part:
-                each.fit.let_go()
-            return [*self._after(model, sums).run(model)]
-        return part and _summed(part)
+    def of_part(self, model: LayeredModel, part: "list[_Half]") -> "list[JacobianSum] | list[Record]":
+        sums = []
+        for half in part:
+            shuffled = half.lens == "shuffled"
+            view = LayeredModel(with_shuffled_weights(model, self.seed)) if shuffled else model
+            sums.append(JacobianSum.over(view, half.prompts, self.skip_first))
+        return [*self._comparison(model, sums).run(model)] if self._is_too_large(model) else sums
 
     def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
-        """The comparison, a prompt each."""
-        if isinstance(results[0], list):
-            (records,) = results
-            return FollowingAnalysis(self, [None], lambda part: None, lambda none: records)
-        return self._after(model, results)
-
-    def _after(self, model: LayeredModel, results: list[_Summed | None]) -> FollowingAnalysis:
-        """What follows on the fits, whose list is emptied."""
-        return self._comparison(model, *self._lenses(model, results))
-
-    def _lenses(self, model: LayeredModel, results: list[_Summed | None]) -> tuple[_Lenses, _Fit | None]:
-        lenses: _Lenses = {}
-        sums = {name: added_up(each[1:] for each in results if each and each[0] == name) for name in self._fits}
+        whole = [each for result in results for each in result]
         results.clear()
-        num_long = len(self._long_prompts())
-        num_short = sum(1 for _ in one_by_one(first_rows(self.batches, self.num_prompts))) - num_long
-        fit: _Fit | None = None
-        for name in self._fits:
-            lens = FittedLens.of(sums.pop(name), num_long, num_short)
-            matrices = {name: lens.jacobians}
+        if self._is_too_large(model):
+            return FollowingAnalysis(self, [None], lambda part: None, lambda none: whole)
+        return self._comparison(model, whole)
+
+    # Second stage: a held-out prompt is a part.
+
+    def _comparison(self, model: LayeredModel, sums: "list[JacobianSum]") -> FollowingAnalysis:
+        """Return the comparison of all lenses on the held-out prompts. The list of sums is emptied."""
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        lenses: dict[str, Tensor] = {}  # (layers, dim, dim) each
+        fit: FittedLens | None = None
+        for name in self._fitted:
+            lens = FittedLens.mean([sums.pop(0), sums.pop(0)], self.num_prompts)
+            lenses[name] = lens.jacobians.to(model.device, dtype)
             if name == "jacobian":
-                fit = _Fit(num_long, lens.num_undefined, _apart(lens))
-                matrices |= dict(zip(HALVES, lens.halves, strict=True))
-            for each in matrices:
-                lenses[each] = {layer: _matrix(matrix, model) for layer, matrix in enumerate(matrices[each])}
-            del lens, matrices  # in float64, before the next ones are made
-        if "logit" in self.lenses:
-            lenses["logit"] = dict.fromkeys(range(model.num_layers), _as_it_is)
-        return lenses, fit
+                fit = lens
+                lenses |= {half: each.to(model.device, dtype) for half, each in zip(HALVES, lens.halves, strict=True)}
+        names = [*lenses, *(["logit"] if "logit" in self.lenses else [])]
+        keys = [(name, layer) for name in names for layer in range(model.num_layers)]
 
-    def _comparison(self, model: LayeredModel, lenses: _Lenses, fit: _Fit | None) -> FollowingAnalysis:
-        """The held-out prompts, a part each: KL, log rank and tokens of each lens and layer."""
-        keys = [(name, layer) for name, maps in lenses.items() for layer in maps]
-
-        def of_prompt(part: tuple[int, Batch]) -> Tensor:
-            """(keys, 3); zeros of a prompt that is too short, which is left out of the ratio, and counted."""
-            _, prompt = part
+        def compared(prompt: Batch) -> Tensor:
+            """Return divergence, log rank and tokens (keys, 3) of a prompt; zeros if it is too short."""
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(len(keys), 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
-            rows = self._rows(model, prompt, trajectory)
-            full = FullModel(trajectory.logits_of(rows.index), rows)
-            sums = []
+            every = rows_of(self.name, model, trajectory, prompt)
+            chosen = torch.isin(every.place, positions_of(trajectory, self.skip_first))
+            rows = Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
+            full, results = FullModel(trajectory.logits_of(rows.index), rows), []
             for name, layer in keys:
+                hidden = trajectory.hidden[layer][rows.index]
                 with torch.no_grad():
-                    carried = lenses[name][layer](trajectory.hidden[layer][rows.index])
-                    logits = model.readout(carried[None])[0]
-                sums.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows), *_count(rows)]))
-            return torch.stack(sums).cpu().double()
+                    logits = model.readout((hidden if name == "logit" else hidden @ lenses[name][layer].T)[None])[0]
+                results.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows)]))
+            return torch.nn.functional.pad(torch.stack(results).cpu().double(), (0, 1), value=len(rows.place))
 
         def records(of_prompts: list[Tensor]) -> Iterator[Record]:
-            sums = dict(zip(keys, torch.stack(of_prompts, -1), strict=True))  # (3, prompts) each
-            return self._records(sums, fit)
+            return self._records(dict(zip(keys, torch.stack(of_prompts, -1), strict=True)), fit)
 
-        return FollowingAnalysis(self, [*enumerate(self._held_out())], of_prompt, records)
+        return FollowingAnalysis(self, self._held_out(), compared, records)
 
-    def _records(self, sums: Mapping[tuple[str, int], Tensor], fit: _Fit | None) -> Iterator[Record]:
-        for layer, apart in enumerate([] if fit is None else fit.apart[:, None]):
-            assert fit is not None
-            yield from summarize("jacobian_lens_halves", apart, layer=layer, tags=_fit_tags(fit, layer))
+    def _records(self, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
+        """Yield the records from divergence, log rank and tokens (3, prompts) of each lens and layer."""
+        tags_of_fit: list[dict[str, Any]] = []
+        if fit is not None:
+            apart = (fit.halves[0] - fit.halves[1]).norm(dim=(-2, -1)) / fit.jacobians.norm(dim=(-2, -1))
+            for layer, left_out in enumerate(fit.num_undefined.tolist()):
+                tags: dict[str, Any] = {"num_fit_prompts": fit.num_prompts}
+                tags |= {"num_undefined_fit_prompts": left_out} if left_out else {}
+                yield from summarize("jacobian_lens_halves", apart[layer, None], layer=layer, tags=tags)
+                one, other = ((sums[half, layer][0].sum() / sums[half, layer][2].sum()).item() for half in HALVES)
+                error = {"num_fit_stderr": abs(one - other) / 2} if math.isfinite(one - other) else {}
+                tags_of_fit.append(tags | error)
         for name in self.lenses:
-            for layer in [layer for other, layer in sums if other == name]:
-                tags: dict[str, Any] = {"lens": name}
-                if name == "jacobian" and fit is not None:
-                    tags |= _fit_tags(fit, layer) | _fit_error(sums, layer)
+            for layer in (layer for lens, layer in sums if lens == name):
+                tags = {"lens": name, **(tags_of_fit[layer] if name == "jacobian" else {})}
                 divergence, log_rank, tokens = sums[name, layer]
                 about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
                 yield from summarize_ratio("lens_kl", divergence, tokens, **about)
                 yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
 
-    def _rows(self, view: LayeredModel, batch: Batch, trajectory: Trajectory) -> Rows:
-        """The tokens of a prompt that are compared, in one piece, as one prompt has few."""
-        every = rows_of(self.name, view, trajectory, batch)
-        chosen = torch.isin(every.place, places_of(trajectory, self.skip_first))
-        return Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
 
+class _Half(NamedTuple):
+    """Half of the prompts that a lens is fitted on: every second one."""
 
-def _summed(part: FitPart) -> _Summed:
-    return part.fit.name, part.half, part.fit.of_part(part)
-
-
-def _apart(lens: FittedLens) -> Tensor:
-    """(layers,) the distance of the halves' matrices, over the norm of the whole."""
-    return (lens.halves[0] - lens.halves[1]).norm(dim=(-2, -1)) / lens.jacobians.norm(dim=(-2, -1))
-
-
-def _fit_tags(fit: _Fit, layer: int) -> dict[str, int]:
-    left_out = int(fit.num_undefined[layer])
-    return {"num_fit_prompts": fit.num_prompts} | ({"num_undefined_fit_prompts": left_out} if left_out else {})
-
-
-def _fit_error(sums: Mapping[tuple[str, int], Tensor], layer: int) -> dict[str, float]:
-    """Half the difference of the divergences of both halves' lenses, where both are defined."""
-    one, other = ((sums[name, layer][0].sum() / sums[name, layer][2].sum()).item() for name in HALVES)
-    return {"num_fit_stderr": abs(one - other) / 2} if math.isfinite(one - other) else {}
-
-
-def _matrix(matrix: Tensor, view: LayeredModel) -> Callable[[Tensor], Tensor]:
-    there = matrix.to(view.device, torch.promote_types(view.dtype, torch.float32))
-    return lambda hidden: hidden @ there.T
-
-
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
+    lens: str
+    prompts: list[Batch]
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
-    """Sum over tokens of the logarithm of the true token's rank, 1 the first; equal logits count half; NaN is NaN."""
+    """Return the sum over tokens of log rank of the true token, 1 the first. Equal logits count half, NaN is NaN."""
     signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # how many more are above than below
     rank = (logits.shape[1] + 1 + signs) / 2
     defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return rank.where(defined, torch.nan).log().sum()
 
 
-def _count(rows: Rows) -> list[Tensor]:
-    return [torch.tensor(float(len(rows.place)), device=rows.place.device)]
+def one_by_one(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield prompts, each in a batch of its own."""
+    for batch in batches:
+        for row in range(len(next(iter(batch.values())))):
+            yield {name: column[row : row + 1] for name, column in batch.items()}
+
+
+def is_long(prompt: Batch, skip_first: int) -> bool:
+    """Whether a batch of one prompt has a position from the given one on that another token follows."""
+    return len(real_tokens(prompt)[0]) > skip_first + 1
+
+
+def positions_of(trajectory: Trajectory, skip_first: int) -> Tensor:
+    """Positions of a prompt's real tokens from the given one on, without the last: no token follows it."""
+    return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
+
+
+def with_shuffled_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
+    """Return a copy of a model with the entries of each weight matrix of its blocks in another order."""
+    model = copy.deepcopy(view.model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for block in dict.fromkeys(LayeredModel(model).blocks):
+            for weight in block.parameters():
+                if weight.ndim > 1:
+                    order = torch.randperm(weight.numel(), generator=generator).to(weight.device)
+                    weight.copy_(weight.flatten()[order].view_as(weight))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------- the fit
+
+
+class JacobianSum(NamedTuple):
+    """The sum of some prompts' Jacobians where they are finite."""
+
+    matrices: Tensor  # (layers, dim, dim), float64, on the CPU
+    counts: Tensor  # (layers,) prompts whose Jacobian is finite
+    num_prompts: int
+
+    @classmethod
+    def over(cls, view: LayeredModel, prompts: Sequence[Batch], skip_first: int) -> "JacobianSum":
+        """Sum over prompts that are long enough, one by one."""
+        matrices = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
+        counts = torch.zeros(view.num_layers, dtype=torch.long)
+        for prompt in prompts:
+            trajectory = view.trajectory(prompt)
+            blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
+            found = jacobians_to_last_layer(blocks, trajectory.hidden[0], positions_of(trajectory, skip_first))
+            for layer, jacobian in enumerate(found.cpu()):  # a copy of all in float64 would be 0.2 GB
+                if jacobian.isfinite().all():
+                    matrices[layer] += jacobian
+                    counts[layer] += 1
+        return cls(matrices, counts, len(prompts))
+
+
+class FittedLens(NamedTuple):
+    """A lens and the lenses of both halves of its prompts, in float64; NaN if no prompt has a finite Jacobian."""
+
+    jacobians: Tensor  # (layers, dim, dim), for layers 0 to L - 1
+    halves: Tensor  # (2, layers, dim, dim)
+    num_prompts: int
+    num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
+
+    @classmethod
+    def mean(cls, sums: Sequence[JacobianSum], num_given: int) -> "FittedLens":
+        """Make the lens from the sums over both halves of so many prompts, the short ones included."""
+        counts = torch.stack([each.counts for each in sums])
+        halves = torch.stack([each.matrices for each in sums])
+        whole = halves.sum(0).div_(counts.sum(0)[:, None, None])
+        halves /= counts[..., None, None]  # in place: 2 x 24 x 1,024² x 8 B = 0.4 GB
+        return cls(whole, halves, sum(each.num_prompts for each in sums), num_given - counts.sum(0))
+
+
+def fit_jacobian_lens(
+    model: LayeredModel, batches: Iterable[Batch], *, num_prompts: int = 8, skip_first: int = 16
+) -> FittedLens:
+    """Fit the Jacobian lens of a model that predicts the next token, exactly, on the first prompts.
+
+    Each prompt gives its Jacobian over its positions from `skip_first` on, without the last. The lens is the mean over
+    prompts. All directions of few prompts are worth more than random directions of many at the same cost.
+
+    Raises:
+        InputError: no prompt is longer than `skip_first` + 1.
+    """
+    given = [*one_by_one(first_rows(batches, num_prompts))]
+    prompts = [prompt for prompt in given if is_long(prompt, skip_first)]
+    if not prompts:
+        raise InputError(
+            f"skip_first: no prompt has a place from {skip_first} on that another token follows: give longer texts"
+        )
+    view = at_least_float32(model)
+    return FittedLens.mean([JacobianSum.over(view, prompts[half::2], skip_first) for half in range(2)], len(given))
+
+
+# -------------------------------------------------------------------------------------------------- the Jacobians
+#
+# Cotangents of all `dim` directions at every position of a prompt go down block by block. Three things make that
+# cheaper than backward passes through the model, and leave it exact:
+#
+# - In a causal model no effect goes to an earlier position. So positions before the first that is asked for are
+#   constants, as keys and values in a cache are, and positions after the last have no cotangent.
+# - A block is cut at its linear maps (`CutBlock`), so that its positions are rows of products with their weights. Only
+#   the attention stands between two positions, and its derivative is written out (`block_attention` has the formulas).
+# - Two linear maps with an elementwise function between them, as in an MLP, are multiplied with one another once for
+#   each position. All directions then go through one product of dim x dim.
+#
+# For GPT-2, in operations a block and position: 10 dim^3 through the MLP (8 for its product, 2 for the directions)
+# where reverse mode by autograd has 16 dim^3, 8 dim^3 through the maps of the attention, 6 dim^2 tokens through its
+# weights. Through an MLP with a gate, as in Llama, 12.7 dim^3 instead of 16.
+
+
+def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions: Tensor) -> Tensor:
+    """Return how the last layer's states move with those of layers 0..L-1 of one prompt, (layers, dim, dim).
+
+    `J[l] @ h` carries h to the last layer: J[l] = 1/|V| sum over t in V and t' in V of d h_L[t'] / d h_l[t], where V
+    are the `positions`. Effects on all of them are summed for each position that is moved, and averaged over these. In
+    a causal model the terms with t' < t are 0. Exact, all `dim` directions, in the states' own dtype. A linear model
+    h_L = A h_l at each token gives A; blocks that add nothing give the identity.
+
+    The result is compared with one backward pass through the blocks themselves in a random direction. If it differs, a
+    warning says so, and the result is computed by reverse mode over all tokens.
+
+    Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
+    Thread 2026, and its reference implementation, which leaves out layer 0, the embedding.
+
+    Args:
+        blocks: 1..L, each from states (1, tokens, dim) to states, differentiable.
+        hidden: (1, tokens, dim), the input of the first block.
+        positions: different ones, at least one.
+    """
+    alignment = getattr(next(iter(blocks), None), "alignment", None)
+    if alignment is not None:  # a text with padding before it
+        blocks = [block.aligned() for block in blocks]  # pyright: ignore[reportFunctionMemberAccess]
+        hidden, positions = alignment.moved(hidden), alignment.ranks[0, positions]
+    with torch.inference_mode(False), torch.no_grad(), exact_arithmetic(hidden.device):
+        states = [hidden.detach().clone()]
+        for block in blocks[:-1]:
+            states.append(block(states[-1]))
+        live = torch.arange(int(positions.min()), int(positions.max()) + 1, device=hidden.device)
+        jacobians = _carried_down(blocks, states, positions, live, _cut_or_whole)
+        error = _disagreement(blocks, hidden, positions, jacobians)
+        if error <= (1e-4 if hidden.dtype == torch.float32 else 1e-6):  # parts of some models are always in float32
+            return jacobians
+        if not math.isnan(error):  # the NaN of a model that has diverged shows nothing
+            warn_once(getattr(blocks[-1], "module", blocks[-1]), f"they differ from its own derivative by {error:.1e}")
+        every = torch.arange(hidden.shape[1], device=hidden.device)
+        return _carried_down(blocks, states, positions, every, _Whole)
+
+
+def _carried_down(
+    blocks: Sequence[_Block], states: Sequence[Tensor], positions: Tensor, live: Tensor, prepare: Callable[..., Any]
+) -> Tensor:
+    """Carry cotangents from the last layer down to each layer, some rows of the Jacobians at a time."""
+    dim, chosen = states[0].shape[-1], (live[:, None] == positions).any(1)  # (live,)
+    # On a CPU 8,192 rows keep what a block makes of them near the cache, a GPU wants long products. With 128 positions
+    # all directions wait together between two blocks up to a width of 1,448, 1 GB in float32, on a GPU to 2,896, 4 GB.
+    on_cpu = live.device.type == "cpu"
+    chunk = max(1, min(dim, (2**13 if on_cpu else 2**14) // len(live)))
+    group = max(chunk, min(dim, (2**28 if on_cpu else 2**30) // (len(live) * dim)))
+    result = states[0].new_empty(len(blocks), dim, dim)
+    for start in range(0, dim, group):
+        rows = range(dim)[start : start + group]
+        cotangents = states[0].new_zeros(len(rows), len(live), dim)
+        cotangents.diagonal(start, 0, 2)[:] = chosen[:, None].to(cotangents)
+        for layer in reversed(range(len(blocks))):
+            block = prepare(blocks[layer], states[layer], live, len(rows))
+            for first in range(0, len(rows), chunk):
+                part = cotangents[first : first + chunk]
+                part.copy_(block.pulled(part))
+                result[layer, start + first : start + first + len(part)] = part[:, chosen].mean(1)
+    return result
+
+
+def _disagreement(blocks: Sequence[_Block], hidden: Tensor, positions: Tensor, jacobians: Tensor) -> float:
+    """Largest relative error over layers of a random combination of rows against the blocks' own derivative."""
+    probe = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
+    probe = probe.to(hidden.device)
+    with torch.enable_grad():
+        states = [hidden.detach().clone().requires_grad_()]
+        for block in blocks:
+            states.append(block(states[-1]))
+        moved = states[-1][0, positions].sum(0)
+        if not moved.requires_grad:
+            return 0.0 if not jacobians.any() else torch.inf
+        own = torch.autograd.grad(moved, states[:-1], probe, allow_unused=True, materialize_grads=True)
+    exact = torch.stack([grad[0, positions].mean(0) for grad in own])
+    apart = (probe @ jacobians - exact).norm(dim=-1)
+    return float(torch.where(apart > 0, apart / exact.norm(dim=-1), apart).max())
+
+
+def _cut_or_whole(block: _Block, hidden: Tensor, live: Tensor, num_rows: int) -> "_Cut | _Whole":
+    call = as_call(block)
+    if call is not None and hidden.shape[1] > 1:
+        try:
+            return _Cut(call, hidden, live, num_rows)
+        except torch.OutOfMemoryError:
+            raise
+        except (Unsupported, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+            pass  # a block of another kind, without attention for instance
+    return _Whole(block, hidden, live, num_rows)
+
+
+class _Whole:
+    """A block by reverse mode over the whole prompt, with cotangents only at the positions `live`."""
+
+    def __init__(self, block: _Block, hidden: Tensor, live: Tensor, num_rows: int) -> None:
+        self.live = live
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
+            self.leaf = hidden.detach().clone().requires_grad_()
+            self.output = block(self.leaf)[:, live]
+
+    def pulled(self, cotangents: Tensor) -> Tensor:
+        """Pull cotangents (rows, live, dim) of the output back to the input."""
+        if not self.output.requires_grad:  # a block that detaches its input
+            return torch.zeros_like(cotangents)
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            (grads,) = pull_back([self.output], [self.leaf], [cotangents[:, None]])
+        return grads[:, 0, self.live]
+
+
+class _Cut(CutBlock):
+    """A block that is cut at its linear maps, at consecutive positions `live` of one prompt."""
+
+    def __init__(self, call: Call, hidden: Tensor, live: Tensor, num_rows: int) -> None:
+        with evaluating(call.module):
+            attention = record_attention(call, hidden)
+            heads, head_dim = attention.query.shape[1], attention.query.shape[3]
+            size = max(1, 2**24 // (hidden.shape[1] * heads * head_dim))
+            pieces = [(torch.zeros_like(each), each) for each in live.split(size)]
+            expansions = [attention.expansion(*piece) for piece in pieces]
+            expansion = Expansion(*(torch.cat(fields) for fields in zip(*expansions, strict=True)))
+            weights = [[part[:, :, live] for part in attention.weights(*piece)] for piece in pieces]
+            # (heads, out, in): from every live position to every other
+            self.p, self.w = (torch.cat(parts).transpose(0, 1) for parts in zip(*weights, strict=True))
+            alone = call.at(torch.zeros_like(live), live, hidden.shape[:2])
+            super().__init__(alone, attention, expansion, hidden[0, live])
+        self.before = sorted({link.leaf for end in self.ends for link in links_of(end, self.leaves)})
+        self.joint = {leaf: made for leaf in range(1, len(self.leaves)) if (made := self._joint(leaf, num_rows))}
+
+    def _joint(self, leaf: int, num_rows: int) -> tuple[int, Tensor] | None:
+        """Return the joint product d output / d input of a linear map and the maps that feed it entry by entry.
+
+        With it comes the leaf of one of the feeding maps, which all share an input. None if one map after the other
+        takes fewer operations for so many rows.
+        """
+        node, terms, links = self.nodes[leaf - 1], list[tuple[Tensor, Tensor]](), self.links[leaf]
+        shared = self._feeding(links[0]) if links else None
+        if node is None or shared is None:
+            return None
+        for link in links:
+            feeding = self._feeding(link)
+            if feeding is None or link.slopes is None or feeding.input is not shared.input:
+                return None
+            terms.append((link.slopes, feeding.weight))
+        out, inner, width = *node.weight.shape, shared.weight.shape[1]
+        if len(terms) * out * inner * width + num_rows * out * width >= num_rows * inner * (out + len(terms) * width):
+            return None
+        product = node.weight.new_zeros(self.picked, out, width)
+        size = 1 if product.device.type == "cpu" else max(1, 2**27 // (out * inner))
+        for part in torch.arange(self.picked, device=product.device).split(size):
+            for slopes, weight in terms:
+                product[part] += (node.weight * slopes[part, None]) @ weight
+        return links[0].leaf, product
+
+    def _feeding(self, link: Link) -> Linear | None:
+        """Return the linear map whose output the leaf of a link is."""
+        return self.nodes[link.leaf - 1] if link.leaf else None
+
+    def pulled(self, cotangents: Tensor) -> Tensor:
+        """Pull cotangents (rows, live, dim) of the output back to the input."""
+        of_leaves: dict[int, Tensor] = {}
+        with torch.enable_grad():
+            self._push(of_leaves, self.output, self.links[0], cotangents)
+            for leaf in range(len(self.nodes), 0, -1):
+                node, rest = self.nodes[leaf - 1], of_leaves.pop(leaf, None)
+                if rest is None:
+                    continue
+                if node is None:
+                    self._push_attention(of_leaves, rest)
+                elif leaf in self.joint:
+                    first, product = self.joint[leaf]
+                    feeding = self.nodes[first - 1]
+                    assert feeding is not None
+                    carried = (rest.transpose(0, 1) @ product).transpose(0, 1)
+                    self._push(of_leaves, feeding.input, self.links[first], carried)
+                else:
+                    carried = (rest.flatten(0, 1) @ node.weight).unflatten(0, rest.shape[:2])
+                    self._push(of_leaves, node.input, self.links[leaf], carried)
+        return of_leaves.get(0, torch.zeros_like(cotangents))
+
+    def _push_attention(self, of_leaves: dict[int, Tensor], cotangents: Tensor) -> None:
+        """Add what comes through queries, keys and values, by the derivative in `block_attention`."""
+        of, heads = self.expansion, self.expansion.out.shape[1]
+        query, value, out = (each[:, :, 0].transpose(0, 1) for each in (of.query, of.value, of.out))
+        into = cotangents.unflatten(-1, (heads, -1)).transpose(1, 2)  # (rows, heads, live, head_dim)
+        slopes = self.w * (into @ value.mT - (into * out).sum(-1, keepdim=True))  # (rows, heads, out, in)
+        to_query = torch.einsum("rhtj,thij->rthi", into, of.query_map)
+        full = [to_query.reshape(len(into), *self.ends[0].shape)]
+        for part, end in zip((slopes.mT @ query, self.p.mT @ into), self.ends[1:], strict=True):
+            by_head = part.transpose(1, 2)[:, :, :, None]  # (rows, live, heads, 1, head_dim)
+            full.append(sum_heads(by_head, end.shape[1]).reshape(len(into), *end.shape))
+        grads = pull_back(self.ends, [self.leaves[leaf] for leaf in self.before], full)
+        for leaf, grad in zip(self.before, grads, strict=True):
+            grad = grad.reshape(len(grad), self.picked, -1)
+            of_leaves[leaf] = of_leaves[leaf] + grad if leaf in of_leaves else grad

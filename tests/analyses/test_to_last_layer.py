@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from lit_layers.functional import jacobians_to_last_layer
-from lit_layers.functional.jacobian import through_blocks
+from lit_layers.analyses.readouts import jacobian_lens
+from lit_layers.analyses.readouts.jacobian_lens import jacobians_to_last_layer
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny
 
 
-def by_definition(blocks, hidden, places) -> torch.Tensor:
-    """Whole Jacobians by autograd, then the sums of the definition, written out: t' >= t, averaged over t."""
+def by_definition(blocks, hidden, places, every=False) -> torch.Tensor:
+    """Whole Jacobians by autograd, then the sums of the definition, averaged over t: t' >= t, or `every`."""
     results = []
     for start in range(len(blocks)):
         state = hidden
@@ -28,7 +28,7 @@ def by_definition(blocks, hidden, places) -> torch.Tensor:
         mean = torch.zeros(hidden.shape[-1], hidden.shape[-1], dtype=hidden.dtype)
         for t in places:
             for later in places:
-                if later >= t:
+                if later >= t or every:
                     mean += whole[0, later, :, 0, t] / len(places)
         results.append(mean)
     return torch.stack(results)
@@ -64,16 +64,11 @@ PLACES = torch.tensor([2, 3, 5, 7])
     ],
 )
 def test_a_causal_model_gives_what_the_definition_does_in_float64(family, tolerance, monkeypatch):
-    monkeypatch.setattr(through_blocks, "_Whole", not_whole)
+    monkeypatch.setattr(jacobian_lens, "_Whole", not_whole)
     blocks, hidden = of_a_prompt(family)
     found = jacobians_to_last_layer(blocks, hidden, PLACES)
     expected = by_definition(blocks, hidden, PLACES)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    chunked = jacobians_to_last_layer(blocks, hidden, PLACES, chunk_size=3)
-    torch.testing.assert_close(found, chunked, rtol=tolerance, atol=tolerance)
-    monkeypatch.setattr(through_blocks, "rows_at_a_time", lambda *_: (3, 8))  # in groups, without products of maps
-    grouped = jacobians_to_last_layer(blocks, hidden, PLACES)
-    torch.testing.assert_close(found, grouped, rtol=tolerance, atol=tolerance)
 
 
 def test_float32_is_that_of_float64_to_its_rounding_and_padding_in_front_changes_nothing():
@@ -93,7 +88,7 @@ def test_blocks_that_do_not_attend_and_those_that_look_ahead_are_by_reverse_mode
     blocks, hidden = of_a_prompt("bert")
     with pytest.warns(RuntimeWarning, match="the Jacobians of BertLayer are computed by plain reverse mode"):
         found = jacobians_to_last_layer(blocks, hidden, PLACES)
-    torch.testing.assert_close(found, jacobians_to_last_layer(blocks, hidden, PLACES, route="plain"), rtol=0, atol=0)
+    torch.testing.assert_close(found, by_definition(blocks, hidden, PLACES, every=True), rtol=1e-9, atol=1e-9)
     forwards = by_definition(blocks, hidden, PLACES)  # effects on later places alone, which here are not all
     assert (found - forwards).norm() > 0.01 * forwards.norm()
 
@@ -120,13 +115,3 @@ def test_linear_blocks_give_the_product_of_their_matrices_and_a_mean_over_earlie
 def test_blocks_that_detach_their_input_carry_nothing():
     hidden = torch.randn(1, 4, 3)
     assert not jacobians_to_last_layer([lambda x: x.detach()], hidden, torch.arange(4)).any()
-
-
-@pytest.mark.parametrize("places", [[], [4], [-1], [1, 1]])
-def test_places_that_are_none_are_refused(places):
-    with pytest.raises(ValueError, match=r"expected different places of 0\.\.3, at least one, got"):
-        jacobians_to_last_layer([lambda x: x], torch.randn(1, 4, 3), torch.tensor(places, dtype=torch.long))
-    with pytest.raises(
-        ValueError, match=r"expected the states of one prompt, \(1, tokens, dim\), got shape \(2, 4, 3\)"
-    ):
-        jacobians_to_last_layer([lambda x: x], torch.randn(2, 4, 3), torch.tensor([1]))
