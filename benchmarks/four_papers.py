@@ -2,8 +2,8 @@
 
     python benchmarks/four_papers.py                     writes them from four_papers.parquet: four CPU minutes
     python benchmarks/four_papers.py --check             exits with 1 where they differ
-    python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of the sweeps of text and of images
-    python benchmarks/four_papers.py --pack-mechanism ROOT   and those of the sweep of mechanism
+    python benchmarks/four_papers.py --pack ROOT ROOT    first packs the runs of text and of images
+    python benchmarks/four_papers.py --pack-mechanism ROOT   and those of mechanism
     python benchmarks/four_papers.py --run ROOT          only writes the numbers of one run as its folder
 
 What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
@@ -111,11 +111,11 @@ RISING = (
 
 
 def pack(roots: Iterable[Path], out: Path) -> None:
-    """Writes the measurements of the cells of the sweeps as one table; what has not come to its end is left out."""
+    """Writes the measurements of the study's runs as one table; what has not come to its end is left out."""
     frames: dict[str, pd.DataFrame] = {}
     for folder in sorted(path.parent for root in roots for path in root.glob("*/measurements.jsonl")):
         if (match := FOLDER.fullmatch(folder.name)) is None:
-            raise SystemExit(f"{folder}: expected a cell of the study's sweeps")
+            raise SystemExit(f"{folder}: expected a run of the study")
         shuffled = f", shuffled {match['what']}" if match["shuffled"] == "True" else ""
         rows = [
             {"step": m.step, "tokens": m.tokens, "analysis": m.analysis}
@@ -392,8 +392,8 @@ def write_blocks(study: Study, path: Path = BLOCKS) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the sweeps")
-    parser.add_argument("--pack-mechanism", type=Path, metavar="ROOT", help="folder of the sweep of mechanism")
+    parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the runs")
+    parser.add_argument("--pack-mechanism", type=Path, metavar="ROOT", help="folder of the runs of mechanism")
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where a table differs")
     parser.add_argument("--run", type=Path, metavar="ROOT", help=f"only write {SAMPLE!r} as a run to this new folder")
     options = parser.parse_args()

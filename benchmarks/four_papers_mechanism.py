@@ -1,6 +1,6 @@
 """Mechanism beside geometry in docs/studies/four_papers.md: tables and timelines, from four_papers_mechanism.parquet.
 
-`python benchmarks/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the sweep's runs first.
+`python benchmarks/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the runs first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

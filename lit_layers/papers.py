@@ -33,8 +33,8 @@ PAPERS = {
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
 OUT: dict[str, str] = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # what names the results
-OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb", "sweep"), "root")
-COMMAND_LINE = ("any_command", "code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
+OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb"), "root")
+COMMAND_LINE = ("code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
 OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
 _Printed = Annotated[float, Field(allow_inf_nan=False), Expected("a finite number")]
 _NAME = re.compile(r"<([a-z]\w*)>")

@@ -191,9 +191,9 @@ def test_models_that_lack_a_value_are_left_out_and_told(tmp_path):
 def test_a_run_that_has_measured_nothing_is_named(tmp_path):
     root = grid(tmp_path / "grid", 4)
     (root / "cell2" / "measurements.jsonl").unlink()
-    (root / "sweep.csv").write_text("run,accuracy\n" + "".join(f"cell{n},{n * n}\n" for n in range(4)))
+    (root / "scores.csv").write_text("run,accuracy\n" + "".join(f"cell{n},{n * n}\n" for n in range(4)))
     (root / "cell1.json").write_text("{}")
-    table = read_runs([root], metric="coupling/coupling", score=f"{root / 'sweep.csv'}:accuracy")
+    table = read_runs([root], metric="coupling/coupling", score=f"{root / 'scores.csv'}:accuracy")
     assert table.left_out == {"cell2": "no coupling/coupling"}
     assert of(table, "accuracy") == {"cell0": 0, "cell1": 1, "cell3": 9}
 
@@ -491,16 +491,6 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
         assert [one.r2_metric, one.r2_score, one.n] == pytest.approx([*np.square(expected), n])
     assert "p = 1" in found.warnings[0]
     assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[1]
-
-
-def test_a_run_of_a_sweep_that_broke_off_is_left_out_and_told(tmp_path):
-    root = grid(tmp_path / "sweep")
-    names = sorted(folder.name for folder in root.iterdir())
-    rows = ["run,score,error", *(f"{name},{n},{'exit code 1' if n == 2 else ''}" for n, name in enumerate(names))]
-    (tmp_path / "sweep.csv").write_text("\n".join(rows) + "\n")
-    table = read_runs([root], metric="coupling/coupling", score=f"{tmp_path / 'sweep.csv'}:score")
-    assert table.left_out == {names[2]: "its run failed: exit code 1"}
-    assert sorted(of(table, "score")) == [name for name in names if name != names[2]]
 
 
 def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):

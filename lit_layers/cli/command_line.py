@@ -26,7 +26,6 @@ COMMANDS = {  # each a file of `verbs`
     "report": "draw a run, or several side by side, on one HTML page",
     "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
-    "sweep": "train every run of a grid of options",
     "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
 GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
@@ -51,8 +50,7 @@ def run(argv: list[str], *, is_own_process: bool) -> int:
         return _refuse(f"unknown command {command!r}; {hint}")
     if command != "fit":  # their progress bars would write over ours
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # A sweep passes SIGTERM on to its cells, which heed it, and waits for them.
-    with stopping(ends_process=is_own_process, limited=command != "sweep") as stop:
+    with stopping(ends_process=is_own_process) as stop:
         try:
             code = run_verb(command, rest)
         except SystemExit:
@@ -140,6 +138,6 @@ def _help() -> str:
             "",
             "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
             "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
-            "fit, analyze and sweep: --code PACKAGE lets recipes name the classes of your own package or folder.",
+            "fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder.",
         ]
     )

@@ -30,7 +30,6 @@ from lit_layers.schema import Range, refuse_outside
 T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-ON_THE_COMMAND_LINE_ALONE = ("any_command", "code")  # a recipe does not say which programs and code are trusted
 WRITTEN = ("out", "export", "pictures", "json", "cache")  # besides its root, which is `out` where it has no other
 
 
@@ -145,12 +144,6 @@ class Recipe:
         _refuse_blank(self.parser, options)
         _refuse_out_of_range(self.parser, options)
         refuse_wild_values(options.as_dict())
-        for name in ON_THE_COMMAND_LINE_ALONE:
-            value, words = options.get(name), self.typed(name)
-            if words and value is None:  # read as nothing, as above
-                options[name] = value = words
-            if value and (not words if value is True else list(value) != words):
-                raise InputError(f"{name}: a recipe does not say it, the command line does: --{name}")
         return self.checked(options)
 
     def typed(self, name: str) -> list[str]:

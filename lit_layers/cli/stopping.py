@@ -34,10 +34,6 @@ class Stopping:
         if first and not self.finish_first:
             raise SystemExit(TERMINATED)
 
-    def hear_once(self, number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        self.hear(number, _)
-
 
 def finish_first() -> None:
     """From here to the end of the command SIGTERM interrupts nothing: what is under way heeds it, or is short."""
@@ -46,24 +42,16 @@ def finish_first() -> None:
 
 
 @contextlib.contextmanager
-def stopping(*, ends_process: bool = True, limited: bool = True) -> Iterator[Stopping]:
+def stopping(*, ends_process: bool = True) -> Iterator[Stopping]:
     """Heeds SIGTERM within; only the main thread can, so that elsewhere nothing changes.
 
     Args:
         ends_process: whether the process ends with what is within, and then has the same limit for its own end.
-        limited: whether there is a limit; without one a second signal ends the process by itself.
     """
     global _current
     state = Stopping()
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         yield state
-        return
-    if not limited:
-        before = signal.signal(signal.SIGTERM, state.hear_once)
-        try:
-            yield state
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if state.asked and ends_process else before)
         return
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)

@@ -178,10 +178,6 @@ def of_models(
     refuse_unlike(variants, query.text, option="tags", example="--tags {}")
     titles = _add_scores(rows, models, score, take, query, layer)
     column = next(iter(titles))
-    for row in rows:
-        if isinstance(row.get("error"), str):  # a run of a sweep that broke off: its last numbers are not its end's
-            left_out[row["model"]] = f"its run failed: {row['error']}"
-            row.pop(column, None)
     settings = [model.settings() for model in models]
     for name in dict.fromkeys(name for each in settings for name in each):
         if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ

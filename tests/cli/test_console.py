@@ -82,7 +82,7 @@ def test_a_bar_may_be_drawn_by_another_thread():
 
 
 def test_a_ctrl_c_that_is_noted_by_someone_else_is_theirs():
-    """A handler installed inside, as that of a sweep, which ends what runs first, takes the place of ours."""
+    """A handler installed inside, which ends what runs first, takes the place of ours."""
     noted = []
     with bar("at work", hidden=True) as show:
         before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))

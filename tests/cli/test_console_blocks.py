@@ -1,8 +1,7 @@
 """The `console` blocks of pages and the headers of recipes: their commands run, on runs of the names that they have.
 
-What they are of takes hours or a cluster, so that trainings and grids go as far as their options: each `fit`, and the
-first and last cell of each `sweep`, is read whole. Published series and figures have tests of their own, with a
-stand-in Hub.
+What they are of takes hours or a cluster, so that trainings go as far as their options: each `fit` is read whole,
+as is the first and last run of each grid. Published series and figures have tests of their own, with a stand-in Hub.
 """
 
 import glob
@@ -15,10 +14,10 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.sweep import read_grid
 from tests.cli import test_published_series as published_series
 from tests.cli import test_task_commands as task_commands
 from tests.support.documented_commands import PAGES, ROOT, documented_commands
+from tests.support.grid_loops import LOOPS, Loop
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
@@ -65,7 +64,7 @@ def place(folder, monkeypatch) -> Path:
 
 def test_every_console_command_is_run_somewhere():
     assert len(COMMANDS) > 50
-    assert {command.split()[0] for command in HERE} == {"fit", "sweep", "report", "emerge"}
+    assert {command.split()[0] for command in HERE} == {"fit", "report", "emerge"}
     others = {command for command in COMMANDS if command not in HERE and "s3://" not in command}
     run = {*published_series.COMMANDS, *task_commands.COMMANDS}
     left = {command.removesuffix(" --engine ray") for command in others} - run
@@ -108,16 +107,20 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
 
 
 @pytest.mark.nightly  # two seconds for each
-@pytest.mark.parametrize("command", [each for each in HERE if each.startswith(("fit", "sweep"))])
-def test_trainings_and_cells_of_grids_are_read_whole(command, place, capsys):
-    words = shlex.split(command)
-    lines = [words]
-    if words[0] == "sweep":
-        grid = read_grid(place / words[1])
-        cells = grid.cells()
-        lines = [grid.command_line(cell)[2:] for cell in (cells[0], cells[-1])]
-        assert all(line[0] == "fit" for line in lines), lines
-    for line in lines:
+@pytest.mark.parametrize("command", [each for each in HERE if each.startswith("fit")])
+def test_trainings_are_read_whole(command, place, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(command), "--print_config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", LOOPS, ids=lambda path: path.stem)
+def test_the_first_and_last_run_of_a_grid_are_read_whole(script, place, tmp_path, capsys):
+    loop = Loop(script, tmp_path)
+    assert loop.run() == 0
+    first, *_, last = loop.commands()
+    for command in (first, last):
         with pytest.raises(SystemExit) as ended:
-            main([*line, "--print_config"])
+            main([*command, "--print_config"])
         assert ended.value.code == 0, capsys.readouterr().err

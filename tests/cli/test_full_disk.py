@@ -36,13 +36,6 @@ from tests.support.runs import make_run
 from tests.support.series_hub import make_step, template
 from tests.tasks.tiny_tasks import write_tiny_data
 
-CELL = """
-import json, pathlib, sys
-root = pathlib.Path(sys.argv[sys.argv.index("--root") + 1])
-root.mkdir(exist_ok=True)
-rows = [{"step": n, "train/loss": 1 / (1 + n)} for n in range(200)]
-(root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-"""
 PAGE = 4096
 POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_points.yaml"
 
@@ -80,7 +73,6 @@ CASES = {
     "watch": Case(
         "watch {home}/series --patience=0 --settled=0 --every=.2 --config {home}/analyses.yaml --root {disk}/out",
     ),
-    "sweep": Case("sweep {home}/grid.yaml --root {disk}/swept --any_command"),
     "reproduce": Case("reproduce {home}/points.yaml --root {disk}/figures"),
     "correlate": Case(
         "correlate {home}/models.csv --metric coupling --score score --resamples 100 --out {disk}/correlation"
@@ -116,10 +108,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Pat
     scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
     pandas.DataFrame(scores).to_csv(home / "scores.csv", index=False)
     shutil.copyfile(POINTS, home / "points.yaml")
-    (home / "cell.py").write_text(CELL)
-    command = ["${env}", "${interpreter}", str(home / "cell.py"), "${args}"]
-    grid = {"method": "grid", "command": command, "metric": {"name": "train/loss", "goal": "minimize"}}
-    (home / "grid.yaml").write_text(yaml.safe_dump({**grid, "parameters": {"lr": {"values": [0.1, 0.2, 0.3]}}}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **__: 10**6)
         yield home

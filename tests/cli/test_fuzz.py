@@ -56,12 +56,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Home:
     for step in (0, 1):
         shutil.copytree(root / "model", root / "series" / f"step-{step:09d}")
     (root / "series" / "run.json").write_text((root / "run" / "run.json").read_text())
-    grid = {"method": "grid", "metric": {"name": "validation/loss", "goal": "minimize"}}
-    grid |= {"command": ["false", "${args}"], "parameters": {"lr": {"values": [0.1, 0.2]}}}
-    (root / "grid.yaml").write_text(yaml.safe_dump(grid))
-    (root / "swept").mkdir()
-    state = {"state": "failed", "attempts": 1, "seconds": 2.5, "code": 1, "error": "exit code 1"}
-    (root / "swept" / "lr=0.1.json").write_text(json.dumps(state))
     rows = [f"model{n},{n % 3},{0.1 * n},{0.2 * n + n % 2}" for n in range(8)]
     (root / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
     manifest = {"repositories": [{"names": "org/a-{b,c}", "grammar": "step", "steps": "pythia", "last_step": 4}]}
@@ -129,7 +123,7 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
 
 
 def files(home: Home, folder: Path, chance: random.Random) -> Result:
-    """A reader of a damaged file that is no run's: text, tables, manifests, sweeps, models, prepared data."""
+    """A reader of a damaged file that is no run's: text, tables, manifests, models, prepared data."""
     settings = watched(home)
     name, argv = chance.choice(
         [
@@ -137,9 +131,7 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("text.jsonl", ["prepare", "--source", "text.jsonl", "--tokenizer", "bpe:300", "--out", "out"]),
             ("songs.csv", ["select", str(home.root / "model"), "--task", "songs.csv", "--out", "out"]),
             ("models.csv", ["correlate", "models.csv", "--metric", "coupling", "--score", "score", "--out", "out"]),
-            ("grid.yaml", ["sweep", "grid.yaml", "--root", "out"]),
             ("manifest.yaml", ["audit", "manifest.yaml"]),
-            ("swept/lr=0.1.json", ["sweep", str(home.root / "grid.yaml"), "--root", "swept", "--any_command"]),
             ("model/config.json", ["analyze", "model", "--root", "out"]),
             ("model/tokenizer.json", ["analyze", "model", "--root", "out"]),
             ("model/model.safetensors", ["analyze", "model", "--root", "out", "--corpus", str(home.corpus)]),
@@ -188,7 +180,6 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "report": [str(home.root / "run"), "--out", "page.html"],
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
-        "sweep": [str(home.root / "grid.yaml"), "--root", "out"],
         "watch": [str(home.root / "series"), *watched(home)],
     }
     command = chance.choice(sorted(COMMANDS))
@@ -236,7 +227,6 @@ def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
         "model",
         "series",
         "shards",
-        "swept",
         "tasks",
     }
     if strange := {path.name for path in folder.iterdir()} - before - expected:
@@ -265,7 +255,7 @@ def troubles(home: Home, scratch: Path, numbers: range) -> list[str]:
         folder = scratch / str(number)
         folder.mkdir()
         argv, outcome = kind(home, folder, chance)
-        given = {"recipe.yaml", "text.txt", "text.jsonl", "songs.csv", "models.csv", "grid.yaml", "manifest.yaml"}
+        given = {"recipe.yaml", "text.txt", "text.jsonl", "songs.csv", "models.csv", "manifest.yaml"}
         given |= {"scores.csv", "scores.jsonl", "scores.parquet"}
         trouble = outcome.trouble or (harm(folder, given, argv) if outcome.code == 0 else None)
         if trouble is None:

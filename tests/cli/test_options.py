@@ -76,10 +76,6 @@ WRONG = {
         "loops: [0]": "loops: expected at least 1, got 0",
         "loops: []": "loops: expected numbers such as 1,5,9 or null, got []",
     },
-    "sweep": {
-        "any_command: true": "any_command: a recipe does not say it, the command line does: --any_command",
-        "code: [subprocess]": "code: a recipe does not say it, the command line does: --code",
-    },
 }
 GIVEN = {"audit": ["x"], "report": ["x"], "prepare": ["--source=x", "--tokenizer=x", "--out=x"]}
 GIVEN |= {
@@ -88,7 +84,6 @@ GIVEN |= {
     "intervene": ["x"],
     "select": ["x"],
     "correlate": [],
-    "sweep": ["x", "--root=x"],
 }
 
 
@@ -146,7 +141,6 @@ def test_every_option_has_a_line_of_help(verb, capsys):
             {"model": "m", "variants": ["skip"], "schedule": ["1 2", "2 1"], "middles": [1], "speed": True},
             "m --variants skip --schedule 1_2 --schedule 2_1 --middles 1 --speed",
         ),
-        ("sweep", {"file": "x.yaml", "root": "r", "workers": 2}, "x.yaml --root r --workers 2"),
     ],
 )
 def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: Path):
@@ -212,11 +206,9 @@ def test_a_recipe_writes_where_its_root_is_or_the_command_line_says(tmp_path: Pa
 def test_code_is_what_the_command_line_says_and_no_recipe_adds_to_it(tmp_path: Path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("code: [evil]")
-    for words in (["--config", str(recipe), "--code", "good"], ["--code=good", "--config", str(recipe)]):
-        assert main(["sweep", "grid.yaml", "--root", "runs", *words]) == 2
-        assert "code: a recipe does not say it" in capsys.readouterr().err
-    read = Recipe(function_of("sweep"), ["grid.yaml", "--root", "runs", "--any-command", "--code", "good"]).read()
-    assert (read.any_command, list(read.code)) == (True, ["good"])
+    for words in (["--config", str(recipe), "--code", "json"], ["--code=json", "--config", str(recipe)]):
+        assert main(["analyze", "model", *words]) == 2
+        assert "unknown option code" in capsys.readouterr().err
     itself = tmp_path / "evil.yaml"
     itself.write_text(f"tasks: [{itself}]")
     assert main(["intervene", "m", "--config", str(itself)]) == 2

@@ -155,19 +155,6 @@ def test_a_budget_that_cannot_be_kept_is_one_sentence_and_ends_in_two(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sweep_plans_the_first_cell_that_is_left(recipe, tmp_path, capsys):
-    grid = tmp_path / "grid.yaml"
-    command = f"command: [lit-layers, fit, --config, {recipe}, '${{args}}']"
-    grid.write_text(f"method: grid\n{command}\nparameters: {{model.lr: {{values: [0.1, 0.2, 0.3]}}}}\n")
-    assert main(["sweep", str(grid), "--root", str(tmp_path / "runs"), "--plan"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "3 of 3 cells are left"
-    assert any(line.startswith("training, 8 steps") for line in lines)
-    assert not (tmp_path / "runs").exists()
-    assert main(["sweep", str(grid), "--root", str(tmp_path / "runs"), "--plan=maybe"]) == 2
-    assert "plan" in capsys.readouterr().err
-
-
 def test_a_plan_of_mteb_or_of_other_orders_measures_nothing(model, corpus, tmp_path, capsys):
     words = [str(model), "--root", str(tmp_path / "run"), "--plan"]
     assert main(["intervene", *words, "--corpus", str(corpus), "--variants", "skip", "--num_tokens", "32"]) == 0

@@ -106,28 +106,6 @@ def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
     assert ended(work, monkeypatch, limit=0.1, signals=()) == 0
 
 
-@pytest.mark.parametrize(("signals", "code"), [((0.1,), 143), ((0.1, 0.5), -signal.SIGTERM)], ids=["one", "two"])
-def test_a_sweep_ends_where_no_cell_runs_too(signals, code, tmp_path, monkeypatch):
-    """As it reads its files and as it writes its table: it is its cells that heed SIGTERM."""
-
-    def run(_: options.Recipe) -> int:
-        try:
-            terminate(*signals)
-            time.sleep(FOR_EVER)
-        finally:
-            (tmp_path / "tidied").touch()
-            time.sleep(FOR_EVER * (len(signals) - 1))
-        return 0
-
-    monkeypatch.setattr(options, "run", run)
-    words = ["sweep", "grid.yaml", "--root", str(tmp_path)]
-    output = tmp_path / "said"
-    monkeypatch.setenv("FORKED_OUTPUT", str(output))
-    assert run_forked(lambda: main(words)) == code
-    assert (tmp_path / "tidied").exists()
-    assert ("lit-layers sweep: ended by SIGTERM" in output.read_text()) == (code > 0)
-
-
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(options, "run", lambda _: 0)

@@ -16,7 +16,6 @@ from lit_layers.figures import vega
 from lit_layers.files.durable import no_link, replace_file, write_json
 from lit_layers.records import Measurement, ScalarLog, Store
 from lit_layers.report.wandb_mirror import WandbMirror
-from lit_layers.sweep.cells import take
 from tests.cli.test_fit import RECIPE
 
 
@@ -31,7 +30,7 @@ def test_nothing_is_written_or_emptied_through_a_link(victim: Path, tmp_path: Pa
     root = tmp_path / "downloaded"
     (root / "wandb").mkdir(parents=True)
     monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
-    places = (".run.json.draft", ".report.html.guessed.draft", "cell.lock", "cell.log", "wandb/.mirror.lock")
+    places = (".run.json.draft", ".report.html.guessed.draft", "cell.log", "wandb/.mirror.lock")
     for place in places:
         (root / place).symlink_to(victim)
     write_json(root / "run.json", {"run": "new"})
@@ -42,7 +41,6 @@ def test_nothing_is_written_or_emptied_through_a_link(victim: Path, tmp_path: Pa
     mirror.root = root
     for name, write in (
         ("wandb/.mirror.lock", mirror._take_lock),
-        ("cell.lock", lambda: take(root / "cell.lock")),
         ("cell.log", lambda: os.close(no_link(str(root / "cell.log"), os.O_WRONLY | os.O_APPEND))),
     ):
         with pytest.raises(InputError, match=f"{name} is a link, and nothing is written through links: remove it"):

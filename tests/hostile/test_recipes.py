@@ -280,24 +280,6 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
     assert not canary.exists()
 
 
-def test_a_grid_starts_no_program_but_lit_layers_unless_it_is_trusted(tmp_path, canary, payload, capsys):
-    file, root = tmp_path / "grid.yaml", tmp_path / "runs"
-    fit = ["${env}", "lit-layers", "fit"]
-    for command, more, sentence in (
-        (["sh", "-c", f"echo ran > {canary}", "${args}"], {}, "expected lit-layers fit: say --any_command"),
-        (["${env}", "PYTHONPATH=.", "lit-layers", "fit", "${args}"], {}, "expected lit-layers fit"),
-        (["lit-layers", "report", "${args}"], {}, "expected lit-layers fit"),
-        ([*fit, "--code", ".", "${args}"], {}, "leave --code out of the file"),
-        ([*fit, "--code=.", "${args}"], {}, "leave --code out of the file"),
-        ([*fit, "${args}"], {"code": {"value": "."}}, "leave --code out of the file"),
-    ):
-        parameters = {"model.lr": {"values": [0.1]}, **more}
-        file.write_text(yaml.safe_dump({"method": "grid", "command": command, "parameters": parameters}))
-        assert sentence in refused(["sweep", str(file), "--root", str(root)], capsys)
-    assert not root.exists()
-    assert not canary.exists()
-
-
 def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys):
     file = tmp_path / "tagged.yaml"
     tag = f"!!python/object/apply:os.system ['echo ran > {canary}']"
@@ -306,7 +288,6 @@ def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys
         refused(["fit", "--config", str(file)], capsys)
         refused(["analyze", "model", "--config", str(file)], capsys)
         refused(["analyze", str(file)], capsys)
-        refused(["sweep", str(file), "--root", str(tmp_path / "runs")], capsys)
     assert not canary.exists()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted([*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "recipes").glob("s[tw]*/*.sh")])
 
 
 def _lines() -> Iterator[str]:

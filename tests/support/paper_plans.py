@@ -39,7 +39,8 @@ from tests.support.series_hub import served
 
 AT_A_TIME = 3  # checkpoints of a series on the disk
 RATES = {"float32": 15e12, "bfloat16": 150e12}  # FLOP a second: of an A100 about three quarters and half of its most
-PLANNED = ("analyze", "fit", "intervene", "mteb", "sweep")  # commands with --plan
+GRIDS = {"vit_grid": (64, "recipes/deit/tiny_cifar10.yaml")}  # trained before the recipe's steps: runs, their recipe
+PLANNED = ("analyze", "fit", "intervene", "mteb")  # commands with --plan
 
 
 def _plain(kind: str, name: str, layers: int, dim: int, inner: int, heads: int, vocab: int, **more: Any) -> dict:
@@ -236,8 +237,12 @@ def plan_of(path: Path, data: Path, plans: list[Plan]) -> dict[str, float]:
     recipe = read(path)
     plans.clear()
     steps = recipe.commands(Path(path.stem), path.parent, reduced=False)
+    if path.stem in GRIDS:
+        number, trained = GRIDS[path.stem]
+        total = number * whole_flop(trained)
+        return {"flop": total, "hours": total / RATES["float32"] / 3600}
     if total := sum(trained_flop(step) for step in steps):
-        return {"flop": total, "hours": total / RATES["float32" if "sweep" in recipe.steps[0] else "bfloat16"] / 3600}
+        return {"flop": total, "hours": total / RATES["bfloat16"] / 3600}
     if any(step.verb == "select" for step in steps):
         plans += [plan for step in steps if step.verb == "select" for plan in selected(step, data)]
     else:
@@ -256,13 +261,14 @@ def plan_of(path: Path, data: Path, plans: list[Plan]) -> dict[str, float]:
     return {"memory": memory, "disk": disk + downloads(recipe, plans), "flop": flop, "hours": flop / rate / 3600}
 
 
+def whole_flop(recipe: str) -> float:
+    return float(re.search(r"training ([\de.]+) FLOP", cost_of(recipe))[1])  # pyright: ignore[reportOptionalSubscript]
+
+
 def trained_flop(step: Step) -> float:
-    """Of a training, or of all of a grid; of another step none."""
-    if step.verb == "sweep":
-        text = cost_of(step.options["file"])
-        return int(text.split()[0]) * float(re.search(r"training ([\de.]+) FLOP", text)[1])  # pyright: ignore
+    """Of a training; of another step none."""
     if step.verb == "fit":
-        whole = float(re.search(r"training ([\de.]+) FLOP", cost_of(step.configs[0]))[1])  # pyright: ignore
+        whole = whole_flop(step.configs[0])
         steps = yaml.safe_load((ROOT / step.configs[0]).read_text())["trainer"]["max_steps"]
         return whole * step.options["trainer"]["max_steps"] / steps
     return 0.0

@@ -2,7 +2,7 @@
 
 The world is a stand-in (`tests.support.papers_world`): repositories by their own names with as many blocks, with tiny
 weights; data sets with few rows, as these are read at reduced sizes. What the full sizes ask for is counted by
-`tests.support.paper_plans`. Trainings and grids, which take minutes, are planned alone.
+`tests.support.paper_plans`. Trainings, which take minutes, are planned alone.
 """
 
 import functools
@@ -22,6 +22,7 @@ from lit_layers.cli.main import main
 from lit_layers.papers import read_recipe
 from lit_layers.series import Retry
 from lit_layers.tasks import mteb_scores
+from tests.cli.test_task_commands import write_grid
 from tests.support.paper_tables import ROOT, recipe_paths
 from tests.support.papers_world import MODELS, once, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
@@ -38,7 +39,6 @@ RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
 LIMITS |= {"num_tokens": 24, "batch_size": 4, "limit": 24}
 FEW_ROWS = 1_000  # of a split to learn from: MTEB draws 8 of each of the 77 classes of Banking77
-TRAIN = ("fit", "sweep")
 OF_EACH_PAPER = ("coupling/fig4", "monotonicity/fig3", "layers/fig4", "painters/fig2")  # run by CI, the others nightly
 FEW_TEXTS = 40  # of each task, for metrics: DiME of 1,000 takes six seconds a layer
 TROUBLE = ("error", "failed", "exit code", "select:")
@@ -79,6 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
         patch.setattr(mteb_scores, "metric_analyses", few)
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "few", few_rows)))
         patch.chdir(folder)
+        write_grid(folder / "checkpoints" / "digits_grid", k=12)
         yield folder
 
 
@@ -104,7 +105,7 @@ def cases_of(file: str) -> list[Any]:
 
 
 def trains(name: str) -> bool:
-    return any(next(iter(step)) in TRAIN for step in read_recipe(RECIPES[name]).steps)
+    return any("fit" in step for step in read_recipe(RECIPES[name]).steps)
 
 
 def as_published(path: Path) -> dict[str, Any]:

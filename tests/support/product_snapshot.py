@@ -427,8 +427,8 @@ def refusals(s: Scenarios) -> None:
         ["fit", "--config", missing],
         ["fit", "--model", "Nothing"],
         ["fit", "--analyses", "[{class_path: lit_layers.analyses.Nothing}]"],
-        *[[verb, missing] for verb in ("analyze", "audit", "report", "select", "mteb", "intervene", "sweep")],
-        *[[verb] for verb in ("analyze", "audit", "report", "select", "mteb", "intervene", "sweep", "prepare")],
+        *[[verb, missing] for verb in ("analyze", "audit", "report", "select", "mteb", "intervene")],
+        *[[verb] for verb in ("analyze", "audit", "report", "select", "mteb", "intervene", "prepare")],
         *[[verb, "--nothing", 3] for verb in sorted(COMMANDS)],
         ["correlate"],
         ["correlate", missing, "--metric", "coupling/coupling", "--score", "arc"],
@@ -455,7 +455,6 @@ def refusals(s: Scenarios) -> None:
         ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:3", "--out", s.work / "never"],
         ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:300", "--out", s.work / "never", "--workers", 0],
         ["report", s.work / "text"],
-        ["sweep", s.work / "fit.yaml", "--root", s.work / "never"],
     ]
     for words in wrong:
         s.run(*words)

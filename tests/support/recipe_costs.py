@@ -32,7 +32,6 @@ from lit_layers.models.saved import outline
 from lit_layers.models.view import LayeredModel
 from lit_layers.models.workload import Work, bytes_of_model, flop, trained
 from lit_layers.schedule import PYTHIA, Schedule
-from lit_layers.sweep import read_grid
 from lit_layers.tasks.catalogue import find
 from lit_layers.training import LitImageData
 from lit_layers.training.callbacks import plan_run
@@ -169,15 +168,9 @@ def model_of(name: str) -> LayeredModel:
 # What is said, by the folder of a recipe.
 
 
-def of_training(path: str, changes: dict[str, Any] | None = None) -> str:
-    """Of a recipe for `fit`; `changes` are a sweep's."""
+def of_training(path: str) -> str:
+    """Of a recipe for `fit`."""
     recipe = read(path) | {"analyses": []} | {key: value for key, value in read(path).items() if key == "analyses"}
-    for name, value in (changes or {}).items():
-        *place, last = name.split(".")
-        inside = recipe
-        for key in place:
-            inside = inside[key] if "class_path" not in inside[key] else inside[key]["init_args"]
-        inside[last] = value
     names = {name: recipe[name] for name in ("corpus", "tokenizer", "seed_everything") if name in recipe}
     data, module = made(recipe["data"], names), made(recipe["model"], names)
     trainer, steps = recipe["trainer"], recipe["trainer"]["max_steps"]
@@ -272,15 +265,6 @@ def a_variant(model: LayeredModel, work: Work) -> str:
     return f"{work.texts:,} texts, {words(total)} FLOP for each order of the blocks"
 
 
-def of_sweep(path: str) -> str:
-    grid = read_grid(ROOT / path)
-    recipe = next(word for word in grid.command if word.startswith("recipes/"))
-    changes = {name: made(value, {}) for name, value in grid.fixed.items()}
-    steps = [yaml.safe_load(word[8:]) for word in grid.command if word.startswith("--steps=")]
-    changes |= {"steps": steps[0]} if steps else {}
-    return f"{len(grid.cells())} cells, each {of_training(recipe, changes)}"
-
-
 WRITERS: dict[str, Callable[[str], str]] = {
     "analyses": of_list,
     "series": of_series,
@@ -315,7 +299,7 @@ def recipes() -> list[str]:
 def cost_of(path: str) -> str:
     """What the recipe's line says."""
     with as_asked_for():
-        writer = of_sweep if "method" in read(path) else WRITERS.get(Path(path).parts[1], of_training)
+        writer = WRITERS.get(Path(path).parts[1], of_training)
         return writer(path)
 
 

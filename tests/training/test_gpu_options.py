@@ -156,9 +156,10 @@ def test_job_scripts_hand_their_cpus_to_srun_which_ends_all_ranks_together(tmp_p
     ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=300, check=False)
     assert ended.returncode == code
     words = (tmp_path / "srun").read_text().splitlines()
-    options, rest = words[: words.index("lit-layers")], words[words.index("lit-layers") :]
+    start = words.index("lit-layers" if script == "fit.sh" else "bash")
+    options, rest = words[:start], words[start:]
     assert sorted(options) == ["--cpus-per-task=4", "--kill-on-bad-exit=1"]
-    assert rest[1] == script.removesuffix(".sh")
+    assert rest[1] == {"fit.sh": "fit", "sweep.sh": "recipes/sweeps/vit_grid.sh"}[script]
     assert rest[-2:] == ["--root", "elsewhere"]
     requeued = tmp_path / "scontrol"
     assert (requeued.read_text().split() if requeued.exists() else None) == (["requeue", "7"] if code == 143 else None)

@@ -1,33 +1,30 @@
+#!/usr/bin/env bash
 # The 64 vision transformers of the coupling study: weight decay x stochastic depth, CIFAR-10, one GPU a model.
 #
 # Reproduces: Aubry et al., Transformer Block Coupling and its Correlation with Generalization in LLMs, arXiv
 #             2407.07810, section 3.4 and appendix A.7: coupling rises with stochastic depth, and at fixed stochastic
 #             depth it correlates with test accuracy. The paper says 64 models and not their values: the eight and
 #             eight below are ours, around DeiT's 0.05 and 0.1.
-# Cost:       64 cells, each training 5.5e16 FLOP (5.36 M parameters, 48,828 steps, 24,999,936 images); 36 saved
+# Cost:       64 runs, each training 5.5e16 FLOP (5.36 M parameters, 48,828 steps, 24,999,936 images); 36 saved
 #             checkpoints 772 MB on the disk, two to resume from 129 MB. Measuring with recipes/analyses/images.yaml
 #             2.4e12 FLOP a checkpoint: in all 0.16% of the training's, most of it label_probe.
-# Run:        lit-layers sweep recipes/sweeps/vit_grid.yaml --root checkpoints/vit_grid --workers 8
+# Run:        bash recipes/sweeps/vit_grid.sh
 #             sbatch recipes/slurm/sweep.sh
 #             wandb_configs/sweeps/vit_grid.yaml is the same grid for W&B's agents
-# Data:       CIFAR-10 is downloaded once, also for --plan; a folder of yours is a line of the command: --corpus=FOLDER
+# Data:       CIFAR-10 is downloaded once; a folder of yours: bash recipes/sweeps/vit_grid.sh --corpus=FOLDER
 # Then:       lit-layers correlate checkpoints/vit_grid --metric coupling/coupling --tags k=30
-#             --score checkpoints/vit_grid/sweep.csv:validation/accuracy --group drop_path_rate
-method: grid
-command:
-  - ${env}
-  - lit-layers
-  - fit
-  - --config
-  - recipes/deit/tiny_cifar10.yaml
-  - --config
-  - recipes/analyses/images.yaml
-  - --trainer.devices=1
-  - --trainer.strategy=auto
-  - ${args}
-metric: {name: validation/accuracy, goal: maximize}
-parameters:
-  model.drop_path_rate:
-    values: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5]
-  model.weight_decay:
-    values: [0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
+#             --score validation/accuracy --group drop_path_rate
+#
+# Options behind the name of the script are those of every run.
+root=checkpoints/vit_grid
+source "$(dirname "$0")/loop.sh"
+
+for drop_path_rate in 0.0 0.05 0.1 0.15 0.2 0.3 0.4 0.5; do
+  for weight_decay in 0.0 0.01 0.02 0.05 0.1 0.2 0.3 0.5; do
+    train "drop_path_rate=$drop_path_rate,weight_decay=$weight_decay" \
+      --config recipes/deit/tiny_cifar10.yaml --config recipes/analyses/images.yaml \
+      --trainer.devices=1 --trainer.strategy=auto \
+      --model.drop_path_rate="$drop_path_rate" --model.weight_decay="$weight_decay" "$@"
+  done
+done
+finish

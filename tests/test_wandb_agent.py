@@ -1,5 +1,6 @@
-"""The files of grids, run by W&B's own agent code: the same command lines, and one W&B run a cell, the agent's."""
+"""W&B sweeps, run by W&B's own agent code: the runs of the shell loop, and one W&B run each, the agent's."""
 
+import itertools
 import json
 import os
 import sys
@@ -9,17 +10,16 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import main
-from lit_layers.sweep import read_grid
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
+from tests.support.grid_loops import ROOT, Loop
 from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
 wandb_agent = pytest.importorskip("wandb.wandb_agent")
-ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "recipes" / "sweeps" / "vit_grid.yaml", ROOT / "wandb_configs" / "sweeps" / "vit_grid.yaml"]
+GRIDS = ROOT / "wandb_configs" / "sweeps"
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ def agent(tmp_path, monkeypatch):
         content = yaml.safe_load(file.read_text())
         agent = wandb_agent.Agent(api=None, queue=None, sweep_id="sweep123")
         agent._sweep_command = content.get("command") or []
-        for run_id, cell in zip(run_ids, read_grid(file).cells(), strict=False):
-            args = {name: {"value": value} for name, value in cell.parameters.items()}
+        values = {name: spec["values"] for name, spec in content["parameters"].items()}
+        for run_id, chosen in zip(run_ids, itertools.product(*values.values()), strict=False):
+            args = {name: {"value": value} for name, value in zip(values, chosen, strict=True)}
             command = {"type": "run", "run_id": run_id, "program": content.get("program"), "args": args}
             response = agent._process_command(command)
             assert "exception" not in response, response
@@ -52,77 +53,45 @@ def agent(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize(
-    "file", [pytest.param(FILES[0], marks=pytest.mark.soak), FILES[1]], ids=lambda file: file.parts[-3]
-)
-def test_wandbs_agent_starts_the_same_command_lines(file, agent):
-    grid = read_grid(file)
-    cells = grid.cells()
-    started = agent(file, [f"run{number}" for number in range(len(cells))])
-    assert len(started) == 64
-    assert [command for command, _ in started] == [grid.command_line(cell) for cell in cells]
-
-
-@pytest.mark.parametrize(
-    ("command", "program"),
-    [
-        (None, "x.py"),
-        (["${interpreter}", "${program}", "${args_no_hyphens}"], "x.py"),
-        (["x", "--data=${envvar:HOME}/data", "${envvar:HOME}", "${args}", "a ${args} b"], None),
-    ],
-)
-def test_macros_are_those_of_wandbs_agent(command, program, agent, tmp_path):
-    content = {"method": "grid", "program": program, "command": command}
-    content = {name: value for name, value in content.items() if value is not None}
-    parameters = {"a.b": {"values": [1, 0.5, 1e-5]}, "c": {"values": ["text with spaces"]}, "d": {"value": True}}
-    file = tmp_path / "grid.yaml"
-    file.write_text(yaml.safe_dump({**content, "parameters": parameters}, sort_keys=False))
-    grid = read_grid(file)
-    started = agent(file, ["one", "two", "three"])
-    assert [found for found, _ in started] == [grid.command_line(cell) for cell in grid.cells()]
-
-
-def test_both_files_have_the_same_eight_by_eight_cells():
-    here, there = map(read_grid, FILES)
-    assert here.cells() == there.cells()
-    assert sorted(map(len, here.values.values())) == [8, 8]
-    assert (here.metric, here.goal) == (there.metric, there.goal) == ("validation/accuracy", "maximize")
-    rest = ["--config", "wandb_configs/default.yaml", "--resume=last"]
-    rest.append("--root=checkpoints/vit_grid/${oc.env:WANDB_RUN_ID}")
-    assert sorted(there.command) == sorted([*here.command, *rest])
+def test_the_agent_starts_the_runs_of_the_shell_loop(agent, tmp_path):
+    started = agent(GRIDS / "vit_grid.yaml", [f"run{number}" for number in range(64)])
+    loop = Loop(ROOT / "recipes" / "sweeps" / "vit_grid.sh", tmp_path)
+    assert loop.run() == 0
+    of_loop = [sorted(command[:-4]) for command in loop.commands()]
+    beside = [
+        "--config",
+        "wandb_configs/default.yaml",
+        "--root=checkpoints/vit_grid/${oc.env:WANDB_RUN_ID}",
+        "--resume=last",
+    ]
+    of_agent = []
+    for command, _ in started:
+        words = command[command.index("fit") :]
+        for word in beside:
+            words.remove(word)
+        of_agent.append(sorted(words))
+    assert len(of_agent) == 64
+    assert of_agent == of_loop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parts[-3])
-def test_the_grids_name_options_that_fit_has(file, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["vit_grid", "gpt2_seeds"])
+def test_the_sweeps_name_options_that_fit_has(name, agent, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("WANDB_RUN_ID", "a1b2c3d4")
-    grid = read_grid(file)
-    line = grid.command_line(grid.cells()[-1])
-    with pytest.raises(SystemExit) as ended:
-        main([*line[line.index("fit") :], *(["--root", "runs"] if "recipes" in file.parts else []), "--print_config"])
-    assert ended.value.code == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
-    options = printed["model"]["init_args"]
-    assert (options["drop_path_rate"], options["weight_decay"]) == (0.5, 0.5)
-    assert str(printed["trainer"]["devices"]) == "1"
-    assert printed["root"] == ("runs" if "recipes" in file.parts else "checkpoints/vit_grid/a1b2c3d4")
-
-
-@pytest.mark.slow
-def test_the_seeds_name_options_that_fit_has_and_are_one_group(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("WANDB_RUN_ID", "a1b2c3d4")
-    grid = read_grid(ROOT / "wandb_configs" / "sweeps" / "gpt2_seeds.yaml")
-    assert len(grid.cells()) == 5
-    line = grid.command_line(grid.cells()[-1])
+    line, environment = agent(GRIDS / f"{name}.yaml", [f"run{number}" for number in range(64)])[-1]
+    monkeypatch.setenv("WANDB_RUN_ID", environment["WANDB_RUN_ID"])
     with pytest.raises(SystemExit) as ended:
         main([*line[line.index("fit") :], "--print_config"])
     assert ended.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed["model"]["init_args"]["init_seed"] == printed["seed_everything"] == 5
-    assert printed["wandb"]["init_args"]["group"] == "gpt2_seeds"
-    assert printed["root"] == "checkpoints/gpt2_seeds/a1b2c3d4"
+    assert printed["root"] == f"checkpoints/{name}/{environment['WANDB_RUN_ID']}"
+    options = printed["model"]["init_args"]
+    if name == "vit_grid":
+        assert (options["drop_path_rate"], options["weight_decay"]) == (0.5, 0.5)
+        assert str(printed["trainer"]["devices"]) == "1"
+    else:
+        assert options["init_seed"] == printed["seed_everything"] == 5
+        assert printed["wandb"]["init_args"]["group"] == "gpt2_seeds"
 
 
 @pytest.mark.soak

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Nine small vision transformers on handwritten digits, stochastic depth x weight decay: the grid of the coupling study
+# in miniature, to try `correlate` on. Nine models are too few to conclude anything from.
+#
+# Cost:       9 runs, each training 8e11 FLOP (0.303 M parameters, 400 steps, 25,600 images); 2 saved checkpoints 2.42
+#             MB on the disk, two to resume from 7.26 MB. Measuring 2.3e10 FLOP a checkpoint: in all 5.7% of the
+#             training's, most of it label_probe.
+# Time:       half a minute to a minute a run on one CPU thread.
+# Run:        bash recipes/sweeps/digits_grid.sh
+# Then:       lit-layers correlate checkpoints/digits_grid --metric coupling/coupling --tags k=12
+#             --score validation/accuracy --group drop_path_rate
+#
+# Options behind the name of the script are those of every run: --trainer.max_steps=100.
+root=checkpoints/digits_grid
+source "$(dirname "$0")/loop.sh"
+
+for drop_path_rate in 0.0 0.1 0.3; do
+  for weight_decay in 0.0 0.05 0.5; do
+    train "drop_path_rate=$drop_path_rate,weight_decay=$weight_decay" \
+      --config recipes/quickstart/vit.yaml --steps=[0] --wandb=null --trainer.max_steps=400 \
+      --model.drop_path_rate="$drop_path_rate" --model.weight_decay="$weight_decay" "$@"
+  done
+done
+finish
