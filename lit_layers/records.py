@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError, refused
-from lit_layers.files import remote_runs, run_lock
+from lit_layers.files import run_lock
 from lit_layers.files.table_files import export as export
 from lit_layers.files.table_files import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
@@ -216,7 +216,7 @@ class _Choice(NamedTuple):
 
 def _files(*places: str | Path) -> list[Path]:
     """The file of measurements of each place, which is that file or its folder."""
-    folders = [remote_runs.read(place) for place in places]
+    folders = [Path(place) for place in places]
     files = [folder / "measurements.jsonl" if folder.is_dir() else folder for folder in folders]
     for file, place in zip(files, places, strict=True):
         if not file.is_file():

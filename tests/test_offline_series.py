@@ -10,7 +10,6 @@ import torch
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.measuring import offline, one_model
@@ -90,24 +89,6 @@ def test_one_warning_names_both_versions_of_a_series_that_goes_on_with_another(
     expected = f"out was measured with transformers {now['transformers']} and goes on with transformers {transformers}"
     assert [each.getMessage().startswith(expected) for each in caplog.records] == [True] * sentences
     assert len(lines(tmp_path / "out")) == 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant(Analysis):
-    """An analysis of somebody's own, of a folder that decides nothing."""
-
-    name: str = "constant"
-    folder: str
-
-    def run(self, model):
-        yield records.Record(metric="x", value=1.0)
-
-
-def test_an_analysis_that_cannot_be_changed_knows_its_measurements_by_another_path(run, tmp_path, monkeypatch):
-    assert len(analyze_series(StepFolders(run), [Constant(folder=str(run))], root=tmp_path / "out").measurements) == 3
-    monkeypatch.chdir(run.parent)
-    again = analyze_series(StepFolders(run), [Constant(folder=run.name)], root=tmp_path / "out")
-    assert (again.measurements, again.num_known) == ([], 3)
 
 
 def test_a_suspect_is_left_out_and_its_verdict_stands_in_the_measurement_if_insisted_on(run, tmp_path):

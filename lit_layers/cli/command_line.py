@@ -88,10 +88,9 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         with refusing_pipes(rest), plainly(rest, results=command != "fit"):
             verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
             # its parser takes a quarter of a second to load, which `lit-layers --help` does without
-            from lit_layers.cli import options, remote_roots
+            from lit_layers.cli import options
 
-            with remote_roots.in_local_copies(recipe := options.Recipe(verb, rest), os.environ):
-                code = options.run(recipe)
+            code = options.run(options.Recipe(verb, rest))
     except InputError as error:
         if passes_full and is_full(error):
             raise

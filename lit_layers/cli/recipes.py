@@ -20,7 +20,6 @@ from omegaconf.resolvers import oc
 
 from lit_layers.cli.own_code import is_under, own_code
 from lit_layers.errors import InputError, refuse_pipe
-from lit_layers.files.remote_store import is_remote
 from lit_layers.schema import refuse_many_aliases
 
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
@@ -95,12 +94,11 @@ class RecipeParser(ArgumentParser):
     field that takes any value, and no function but of the user's own code.
 
     The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone. `classes` are
-    their names, `shown` the one whose help is asked for. `local` gives the local copy of a word that names a store.
+    their names, `shown` the one whose help is asked for.
     """
 
     classes: tuple[str, ...] = ()
     shown: str = ""
-    local: Callable[[str, str], str] | None = None
 
     def format_help(self) -> str:
         aside = [action for action in self._actions if (self._class_of(action) or "") != self.shown]
@@ -132,8 +130,6 @@ class RecipeParser(ArgumentParser):
     def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
         if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
             return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
-        if self.local is not None and (action.dest == "root" or not action.option_strings):
-            arg_strings = [self.local(action.dest, word) if is_remote(word) else word for word in arg_strings]
         return super()._get_values(action, arg_strings)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
@@ -229,7 +225,7 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
 
 def refuse_wild_values(options: Mapping[str, Any]) -> None:
     """Refuses numbers that are infinite, not a number, or so large that something would count to them, texts that no
-    file could be named by, files that are none, and places on a store that the command line does not name as such.
+    file could be named by, and files that are none.
 
     Raises:
         InputError: naming the option and its value.
@@ -237,12 +233,6 @@ def refuse_wild_values(options: Mapping[str, Any]) -> None:
     for where, value, *_ in _values(options):
         if isinstance(value, str | Path) and "\0" in str(value):
             raise InputError(f"{where}: expected text without the character NUL, got {str(value)[:200]!r}")
-        if (isinstance(value, Path) or where == "root") and is_remote(value):
-            url = str(value).replace(":/", "://").replace(":///", "://")
-            raise InputError(
-                f"{where}: expected a local path, got {url}: what is on a store stands on the command line, as --root "
-                "or before all options"
-            )
         if isinstance(value, str | Path):
             refuse_pipe(value, f"{where}: ")
         if not isinstance(value, int | float) or isinstance(value, bool):

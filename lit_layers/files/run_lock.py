@@ -22,9 +22,7 @@ from typing import Any, Literal
 from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from lit_layers.errors import InputError, RunLostError
-from lit_layers.files import remote_runs
 from lit_layers.files.durable import write_json
-from lit_layers.files.remote_store import is_remote
 
 logger = logging.getLogger(__name__)
 LEASE, HEARTBEAT, LOOK = 60.0, 2.0, 0.2  # seconds
@@ -49,8 +47,8 @@ def writing(
         InputError: where another process writes there, or nobody can.
         RunLostError: at the end, where files that were written meanwhile are gone.
     """
-    if is_remote(root):
-        raise InputError(f"root: expected a local folder, got {root}: `remote_runs.written` gives the run's local copy")
+    if re.search(r"\w{2,}:/", str(root)):
+        raise InputError(f"root: expected a folder, got {root}: mount the store, or copy the run (docs/clusters.md)")
     root = Path(root).resolve()
     try:
         made = [folder for folder in (root, *root.parents) if not folder.exists()]
@@ -98,21 +96,18 @@ def check(path: Path) -> None:
     Raises:
         RunLostError: where `path` lies in a folder that this process held for writing and holds no more.
     """
-    remote_runs.check(path)
     for lock in _of(path):
         lock.check()
 
 
 def wrote(path: Path, *, start: int = 0, end: int = 0) -> None:
     """Notes a file or folder that must be there at the end; of a file that grows, from where to where it grew."""
-    remote_runs.wrote(path)
     for lock in _of(path):
         lock.wrote(path.resolve(), start, end)
 
 
 def forget(path: Path, *, keep: int | None = None) -> None:
     """Notes, before it is done, that a file or folder is removed on purpose, or a log cut to `keep` bytes."""
-    remote_runs.forget(path, keep)
     for lock in _of(path):
         lock.sizes.pop(path.resolve(), None)
 

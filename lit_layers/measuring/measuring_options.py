@@ -23,8 +23,7 @@ class MeasuringOptions:
         keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
         shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
             of torchrun
-        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder). It may be on a store,
-            except for watch: s3://bucket/run, gs://bucket/run
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
         device: where the model runs. auto: on a GPU if there is one
         dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
         kept_mb: most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk

@@ -13,7 +13,7 @@ from typing import Any
 from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
-from lit_layers.files import remote_runs, run_lock
+from lit_layers.files import run_lock
 from lit_layers.identity import code_versions, refuse_other_code, settings_name, warn_of_other_versions
 from lit_layers.measuring import one_model
 from lit_layers.measuring.engine import measured_on_ray
@@ -67,9 +67,8 @@ def analyze(
     """
     options = replace(ALONE, stream_blocks=stream_blocks, device=device, dtype=dtype)
     series, analyses = OneModel(model, revision=revision), in_dtype(analyses, options)  # as they are in the record
-    with remote_runs.written(root) as root:
-        analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
-        earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
+    analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
+    earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
     return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now
 
@@ -95,7 +94,7 @@ def analyze_series(
     Args:
         analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
         options: how; `changed` are some of them by name: `stream_blocks=True`.
-        root: the folder of the results, or s3://bucket/run; its name is the run's (of several models without steps each
+        root: the folder of the results; its name is the run's (of several models without steps each
             is a run), so that the numbers of a run's own folder join those that training wrote.
         beside_training: whether a training may go on in root meanwhile, which measures nothing itself.
         progress: told what is done and what comes next.
@@ -125,22 +124,22 @@ def analyze_series(
     options = replace(options, **changed)
     refuse_outside("", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), vars(options))
     tell = progress or silent
-    with remote_runs.written(root) as root:
-        measurer = Measurer(
-            series=series,
-            root=root,
-            options=options,
-            device=device_of("cpu" if options.engine == "ray" else options.device),  # each worker has its own
-            earlier=SeriesMeasurements(root),
-            tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
-        )
-        measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
-        measuring.choose(analyses)
-        part = "measuring" if beside_training else "all"
-        with run_lock.writing(root, shard=options.share, part=part, computes=code_versions()):
-            for theirs, who in run_lock.beside(root):
-                refuse_other_code(theirs, f"root: {who}, which measures there as well,")
-            return measuring.run()
+    root = Path(root)
+    measurer = Measurer(
+        series=series,
+        root=root,
+        options=options,
+        device=device_of("cpu" if options.engine == "ray" else options.device),  # each worker has its own
+        earlier=SeriesMeasurements(root),
+        tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
+    )
+    measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
+    measuring.choose(analyses)
+    part = "measuring" if beside_training else "all"
+    with run_lock.writing(root, shard=options.share, part=part, computes=code_versions()):
+        for theirs, who in run_lock.beside(root):
+            refuse_other_code(theirs, f"root: {who}, which measures there as well,")
+        return measuring.run()
 
 
 def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:

@@ -8,8 +8,6 @@ from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, panics_as_errors
-from lit_layers.files.remote_runs import addressed
-from lit_layers.files.remote_store import is_remote
 from lit_layers.records import Measurement, Store
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
@@ -349,8 +347,8 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
 
 
 def _place(folder: str | Path) -> str:
-    """Where a folder really is, however it is named; of a local copy what it is a copy of."""
-    return str(folder) if is_remote(folder) else addressed(os.path.realpath(folder))
+    """Where a folder really is, however it is named."""
+    return os.path.realpath(folder)
 
 
 def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:

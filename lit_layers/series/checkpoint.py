@@ -20,7 +20,6 @@ from pydantic import Field
 from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.hub import would_run_code
-from lit_layers.files.remote_runs import addressed
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.series.checkpoint_sources import Source
 from lit_layers.series.weight_files import Memory
@@ -223,11 +222,9 @@ class Checkpoint:
         return config if isinstance(config, dict) else {}
 
     def place(self) -> dict[str, Any]:
-        """Where the weights come from, as provenance says it: series, repository, revision and commit; of a local copy
-        what it is a copy of.
-        """
+        """Where the weights come from, as provenance says it: series, repository, revision and commit."""
         about = self.source.describe()
-        about["checkpoint"] = addressed(os.fspath(about["checkpoint"]))
+        about["checkpoint"] = os.fspath(about["checkpoint"])
         return ({"series": self.series} if self.is_of_a_series else {}) | about
 
     def provenance(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import Hub, ListedFile, content_hash
-from lit_layers.files.remote_runs import addressed
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
@@ -99,7 +98,7 @@ class OneModel(Series):
         source = _Alone(self.files, self.revision, self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
-            return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=addressed(name)),))
+            return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
         step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
         number = int(step[1]) if step else None
         return Listing((Checkpoint(self.name, self.name, source, step=number, is_of_a_series=False),))

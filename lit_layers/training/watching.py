@@ -16,7 +16,6 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.files import run_lock
-from lit_layers.files.remote_store import is_remote
 from lit_layers.identity import logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
 from lit_layers.models.build import plain_model, weights_hash
@@ -247,8 +246,6 @@ def _local(root: Any) -> Path:
     """A run's folder; others are refused before Python makes something of them: of '' where it happens to be."""
     if not isinstance(root, str | Path) or root == "" or "\0" in str(root):
         raise InputError(f"root: expected a folder, got {root!r}")
-    if is_remote(root):
-        raise InputError(f"root: expected a local folder, got {root}: a run on a store is written by lit-layers fit")
     return Path(root)
 
 

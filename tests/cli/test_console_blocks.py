@@ -21,7 +21,7 @@ from tests.support.grid_loops import LOOPS, Loop
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
-# By test_published_*, test_following, test_task_commands; on a store by test_remote_roots.
+# By test_published_*, test_following, test_task_commands.
 OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
 ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "watch", "reproduce")
 GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")
@@ -35,7 +35,7 @@ RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "s
 
 
 COMMANDS = documented_commands()
-HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE) and "s3://" not in command]
+HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def place(folder, monkeypatch) -> Path:
 def test_every_console_command_is_run_somewhere():
     assert len(COMMANDS) > 50
     assert {command.split()[0] for command in HERE} == {"fit", "report", "emerge"}
-    others = {command for command in COMMANDS if command not in HERE and "s3://" not in command}
+    others = {command for command in COMMANDS if command not in HERE}
     run = {*published_series.COMMANDS, *task_commands.COMMANDS}
     left = {command.removesuffix(" --engine ray") for command in others} - run
     assert {command.split()[0] for command in left} == {"watch", "reproduce", "analyze"}

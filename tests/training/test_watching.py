@@ -223,7 +223,7 @@ def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(give
         ("root", "", "root: expected a folder, got ''"),
         ("root", 5, "root: expected a folder, got 5"),
         ("root", "a\0b", "root: expected a folder, got 'a\\x00b'"),
-        ("root", "s3://bucket/run", "root: expected a local folder, got s3://bucket/run"),
+        ("root", "s3://bucket/run", "s3:/bucket/run: mount the store"),
         ("root", "x" * 300, "(File name too long); choose another folder"),
         ("watchers", None, "watchers: expected a list of them, got a NoneType"),
         ("tokenizer", "", "tokenizer: expected a folder with a tokenizer's files, got ''"),

@@ -71,7 +71,7 @@ class RunOptions:
     """A watched run.
 
     Args:
-        root: The run's folder, e.g. checkpoints/my_run, or a place on a store: s3://bucket/run, gs://bucket/run.
+        root: The run's folder, e.g. checkpoints/my_run.
         if_exists: What to do where root already holds a run; overwrite is heeded on the command line alone, not in a
             recipe.
         resume: Go on exactly where a run was stopped: last, a step, or a folder ROOT/resume/step-.... With last, a new
