@@ -29,13 +29,6 @@ def is_full(error: BaseException | None) -> bool:
     return error is not None
 
 
-class RunLostError(InputError):
-    """Raised where a run's folder was taken over or removed while it was written: nothing more is written there.
-
-    The command line prints the sentence and exits with code 1.
-    """
-
-
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, else its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

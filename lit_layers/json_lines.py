@@ -21,7 +21,6 @@ from pydantic_core import from_json
 
 from lit_layers import schema
 from lit_layers.errors import refuse_pipe, refused
-from lit_layers.files import run_lock
 from lit_layers.files.durable import no_link, sync
 
 T = TypeVar("T")
@@ -36,7 +35,6 @@ except ImportError:  # no advisory locks on Windows: one writer a file is then t
 @contextmanager
 def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
     """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
-    run_lock.check(path)
     refuse_pipe(path)
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +44,8 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
-            start = file.seek(0, os.SEEK_END)
+            file.seek(0, os.SEEK_END)
             yield cast("BinaryIO", file)
-            run_lock.wrote(path, start=start, end=file.seek(0, os.SEEK_END))
         if is_new:
             sync(path.parent)
 

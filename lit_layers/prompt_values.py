@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.errors import InputError, first_line, is_full
-from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import PLACES, Measurement, Record, settings_of
 from lit_layers.schema import VALUES_MB
@@ -83,7 +82,6 @@ class ValueFiles:
             InputError: the disk is full, and it was to be insisted.
         """
         for path, content in _contents(self.root, measurement) if self.limit else ():
-            run_lock.check(path)
             try:
                 self._put(path, content, measurement.analysis)
             except OSError as error:

@@ -22,7 +22,6 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError, refused
-from lit_layers.files import run_lock
 from lit_layers.files.table_files import export as export
 from lit_layers.files.table_files import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
@@ -53,7 +52,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
     """Adds one line to a file of measurements and returns when it is on the disk.
 
     Raises:
-        InputError: where the file cannot be written, or the run is another process's now (`run_lock`).
+        InputError: where the file cannot be written.
     """
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
     line["records"] = [  # without what a record leaves open
@@ -324,7 +323,6 @@ class ScalarLog:
                     f"{self.path} has no row that ends at byte {offset} (it has {size} bytes): it is not the file of "
                     f"this checkpoint; restore it, or move it away to go on without its rows"
                 )
-            run_lock.forget(self.path, keep=offset)
             file.truncate(offset)
             os.fsync(file.fileno())
 

@@ -40,13 +40,6 @@ from tests.support.tiny_training import fit
 EVERY_SECOND = {"every": 2}
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is refused a folder has seen a sign of life of its holder."""
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
-    monkeypatch.setattr(run_lock, "LOOK", 0.02)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "run")
@@ -167,7 +160,6 @@ def test_another_file_in_place_of_the_record_does_not_end_training(run, tmp_path
     assert caplog.text.count("no numbers from here on") == 1
 
 
-@pytest.mark.usefixtures("quick")
 def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(run, root)
@@ -188,7 +180,6 @@ def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path):
     assert looks == [3, 4]
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_training_and_whoever_measures_it_share_a_folder_and_nobody_else(tmp_path):
     with run_lock.writing(tmp_path, part="training"):
         assert run_lock.is_training(tmp_path)
@@ -482,7 +473,6 @@ def test_two_watchers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, cap
     assert len(records.read(place / "measurements.jsonl")) == 4
 
 
-@pytest.mark.usefixtures("quick")
 def test_shares_of_one_number_measure_beside_a_training_and_each_once(tmp_path):
     def refused(part: run_lock.Part, shard: tuple[int, int]) -> bool:
         with contextlib.suppress(InputError), run_lock.writing(tmp_path, shard=shard, part=part):

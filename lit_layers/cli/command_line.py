@@ -9,10 +9,10 @@ import sys
 from importlib.metadata import version
 from types import ModuleType
 
-from lit_layers.cli import FAILED, INTERRUPTED, REFUSED, TERMINATED, threads
+from lit_layers.cli import INTERRUPTED, REFUSED, TERMINATED, threads
 from lit_layers.cli.console import plainly, printable, without_verbosity
 from lit_layers.cli.stopping import stopping
-from lit_layers.errors import InputError, RunLostError, did_you_mean, is_full, is_panic, refuse_pipe, refusing_pipes
+from lit_layers.errors import InputError, did_you_mean, is_full, is_panic, refuse_pipe, refusing_pipes
 
 COMMANDS = {  # each a file of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
@@ -95,8 +95,7 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         if passes_full and is_full(error):
             raise
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
-        refused = _refuse(str(error), command)
-        return (code or FAILED) if isinstance(error, RunLostError) else refused  # what it ended with, such as SIGTERM
+        return _refuse(str(error), command)
     except OSError as error:
         full = is_full(error)  # what a write says of it names no file
         if passes_full and full:

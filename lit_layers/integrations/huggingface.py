@@ -99,12 +99,8 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     def _give_up(self) -> None:
         if self._watch is not None:
-            self._watch.give_up(TrainingEnded())
+            self._watch.give_up()
             self._watch = None
-
-
-class TrainingEnded(Exception):
-    """A training ended before its end, by an exception that only its Trainer saw."""
 
 
 def _frame_of_trainer() -> FrameType | None:
@@ -124,7 +120,7 @@ def _give_up_after(watched: Watch, training: FrameType, thread: int) -> None:
         while frame is not None and frame is not training:
             frame = frame.f_back
         if frame is None:
-            watched.give_up(TrainingEnded())
+            watched.give_up()
         else:
             del frame
             time.sleep(LOOK)

@@ -96,7 +96,7 @@ class _AtSteps(L.Callback):
         self._held.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._held.__exit__(type(exception), exception, exception.__traceback__)
+        self._held.close()
 
     @abstractmethod
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
@@ -239,7 +239,6 @@ class EmergenceCallback(_AtSteps):
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
             missing, options that do not fit the model, or a root that another process writes or nobody can.
-        RunLostError: where files that were written to root are gone, or another process has taken it over.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from torch import nn
 
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.files import run_lock
 from lit_layers.files.durable import own_draft_of, sync
 from lit_layers.models.build import save
 from lit_layers.series.checkpoint import Checkpoint
@@ -43,7 +42,6 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         InputError: where it cannot be written, as on a full disk.
     """
-    run_lock.check(folder)
     temporary = draft_of(folder)
     with explained(folder):
         try:
@@ -60,7 +58,6 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its place is wanted
             raise
         sync(folder.parent)
-    run_lock.wrote(folder)
 
 
 def save_step(
@@ -77,12 +74,6 @@ def save_step(
 
 def draft_of(folder: Path) -> Path:
     return folder.with_name(f".tmp-{folder.name}")
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes what `write_folder` wrote."""
-    run_lock.forget(folder)
-    shutil.rmtree(folder)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from lit_layers.training.checkpoints import (
     axis_step,
     draft_of,
     explained,
-    remove_folder,
     saved_steps,
     step_folder,
     write_folder,
@@ -157,7 +156,7 @@ class ResumeCheckpoint(L.Callback):
         if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
             for step in saved_steps(self.folder):
                 if step > self._last_step:
-                    remove_folder(step_folder(self.folder, step))
+                    shutil.rmtree(step_folder(self.folder, step))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -231,7 +230,7 @@ class ResumeCheckpoint(L.Callback):
             if STATE in files:
                 write_folder(folder, lambda draft: self._fill(draft, files, step))
                 for old in saved_steps(self.folder)[: -self.keep]:
-                    remove_folder(step_folder(self.folder, old))
+                    shutil.rmtree(step_folder(self.folder, old))
             else:
                 with explained(folder):
                     self._fill(draft_of(folder), files, step)

@@ -13,7 +13,6 @@ import lightning as L
 
 from lit_layers.data.shards import TokenShards
 from lit_layers.errors import InputError
-from lit_layers.files import run_lock
 from lit_layers.files.durable import replace_file, write_json
 from lit_layers.models.build import true_vocab_size
 from lit_layers.schema import RUN_FILE, run_facts
@@ -191,15 +190,12 @@ class RunFolder(L.Callback):
             shutil.rmtree(leftover)
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        path = self.root / RUN_FILE
-        run_lock.check(path)
-        write_json(path, facts)
-        run_lock.wrote(path)
+        write_json(self.root / RUN_FILE, facts)
 
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         before = run_facts(self.root)
-        if not before:  # others removed it, which the command says at its end: a part of it would hide that
+        if not before:  # others removed it: a part of it would hide that
             return
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):

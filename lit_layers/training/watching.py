@@ -264,12 +264,12 @@ class _Hold:
         if not run_lock.is_held(root):
             self.lock.enter_context(run_lock.writing(root))
 
-    def leave(self, watch: "Watch", error: BaseException | None) -> None:
+    def leave(self, watch: "Watch") -> None:
         self.watches.discard(watch)
         if not self.watches:
             for key in [key for key, held in _open.items() if held is self]:
                 del _open[key]
-            self.lock.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+            self.lock.close()
 
 
 _open: "weakref.WeakValueDictionary[tuple[int, Path], _Hold]" = weakref.WeakValueDictionary()
@@ -362,8 +362,8 @@ class Watch:
             self.measurer.ranks.from_first(self._hold)
             self.measurer.begin(UNKNOWN if max_steps is None else len([*self.schedule.until(max_steps)]))
             self._visit(due=first_step in self.schedule)
-        except BaseException as error:
-            self.give_up(error)
+        except BaseException:
+            self.give_up()
             raise
 
     def _hold(self) -> None:
@@ -394,24 +394,24 @@ class Watch:
         try:
             self._visit(due=is_last)
             self.measurer.finish()
-        except BaseException as error:
-            self.give_up(error)
+        except BaseException:
+            self.give_up()
             raise
-        self._leave(None)
+        self._leave()
 
     @property
     def is_open(self) -> bool:
         return self._held is not None
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self) -> None:
         """Gives the run's folder free after an exception, and measures nothing more."""
         self.measurer.finish(whole=False)
-        self._leave(error)
+        self._leave()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self) -> None:
         held, self._held, self._is_over = self._held, None, True
         if held is not None:
-            held.leave(self, error)
+            held.leave(self)
 
     def __enter__(self) -> Self:
         return self
@@ -420,7 +420,7 @@ class Watch:
         if kind is None:
             self.close()
         else:
-            self.give_up(error)
+            self.give_up()
 
     def _visit(self, due: bool) -> None:
         if not due or self.now == self._last:

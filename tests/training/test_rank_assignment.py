@@ -8,7 +8,7 @@ import pytest
 from torch import distributed
 
 from lit_layers.analyses import Trajectory
-from lit_layers.errors import RunLostError
+from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from lit_layers.training.rank_assignment import Part, Ranks, assign_parts
 from tests.support.forked import run_ranks
@@ -99,7 +99,7 @@ def fail_on_first_rank() -> int:
     ranks = Ranks(distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=300)))
     first = ranks.rank == 0
     for error, elsewhere in (
-        (RunLostError("root: taken over"), (RunLostError, "root: taken over")),
+        (InputError("root: taken"), (InputError, "root: taken")),
         (KeyError("weight"), (RuntimeError, "rank 0: KeyError: 'weight'")),
     ):
         compute = Mock(side_effect=error)
