@@ -63,7 +63,6 @@ PARTS = (
             ("attention to the first token", "sink_mass", {}, False),
             ("attention to the previous token, best head", "best_previous_token_score", {}, False),
             ("prefix matching, best head", "best_prefix_matching_score", {}, False),
-            ("copying, best head", "best_copying_score", {}, False),
             ("in-context score", "in_context_score", {}, False),
         ),
     ),

@@ -127,9 +127,6 @@ def single() -> dict[str, Analysis]:
         A.CouplingMatrices(batches=few, num_prompts=2, pairs=[(1, 2)]),
         A.TokenCoupling(batches=few, k=(4,), num_tokens=4, num_prompts=1),
         A.CrossTokenInfluence(batches=few, num_inputs=8, num_prompts=1),
-        A.AttentionPatterns(batches=texts),
-        A.Induction(),
-        A.InContext(batches=texts),
         A.Interventions(batches=texts, seeds=(0, 1), loops=(3,)),
         A.OrderStates(batches=texts, seeds=(0, 1), loops=(3,)),
         A.LayerSimilarity(batches=texts),
@@ -139,7 +136,6 @@ def single() -> dict[str, Analysis]:
         A.PooledStates(batches=texts),
         A.PathsInPlane(batches=texts, num_prompts=8),
         A.NextTokenResidual(batches=texts),
-        A.NgramAgreement(batches=texts, corpus=text(100, 64)),
     ]
     return {analysis.name: analysis for analysis in plain} | probes
 

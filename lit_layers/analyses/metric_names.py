@@ -37,13 +37,12 @@ COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # take derivatives: few
 # Of those groups what other analyses or other options give.
 _ELSEWHERE = {"rankme", "token_angle", "compression", "same_token_coupling", "excess_same_token_coupling"}
 _ELSEWHERE |= {
-    "copying_score",
     "prefix_matching_score",
     "in_context_score",
     "ngram_divergence",
     "random_ngram_divergence",
 }
-_ELSEWHERE |= {f"{kind}_{name}" for kind in ("best", "random") for name in ("copying_score", "prefix_matching_score")}
+_ELSEWHERE |= {"best_prefix_matching_score", "random_prefix_matching_score"}
 
 
 def metric_names() -> dict[str, str]:

@@ -16,54 +16,45 @@ Distribution = tuple[Tensor, Tensor]  # tokens (n,) and their shares (n,), which
 
 @dataclass(frozen=True, eq=False)
 class NgramTable:
-    """Counts of a token after the `order - 1` tokens before it, by those tokens."""
+    """Counts of each token after each context: the tokens before it."""
 
-    order: int
-    vocab_size: int
+    num_ids: int  # larger than every token
     contexts: NDArray[np.int64]  # sorted: one number each
     starts: NDArray[np.int64]  # (contexts + 1,): where the tokens of each begin
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def after(self, context: Sequence[int]) -> Distribution | None:
-        """The shares of the tokens that follow; None where the corpus does not have it.
-
-        Raises:
-            ValueError: not `order - 1` tokens.
-        """
-        if len(context) != self.order - 1:
-            raise ValueError(f"expected {self.order - 1} tokens before the next, got {len(context)}")
-        code = _code(np.asarray([context], dtype=np.int64), self.vocab_size)[0]
-        place = int(np.searchsorted(self.contexts, code))
-        if place == len(self.contexts) or self.contexts[place] != code:
+        """Return the shares of the tokens that follow, or None if the corpus does not have the context."""
+        code = _codes(np.asarray([context], dtype=np.int64), self.num_ids)[0]
+        at = int(np.searchsorted(self.contexts, code))
+        if max(context, default=0) >= self.num_ids or at == len(self.contexts) or self.contexts[at] != code:
             return None
-        some = slice(self.starts[place], self.starts[place + 1])
-        shares = torch.from_numpy(self.counts[some] / self.counts[some].sum())
-        return torch.from_numpy(self.tokens[some]), shares
+        some = slice(self.starts[at], self.starts[at + 1])
+        return torch.from_numpy(self.tokens[some]), torch.from_numpy(self.counts[some] / self.counts[some].sum())
 
 
-def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int, vocab_size: int) -> NgramTable:
-    """The n-grams of texts (tokens,), none of which goes from one text to the next.
+def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
+    """Count the n-grams of texts (tokens,), each within its text; `order` is 1 for single tokens.
 
     Raises:
-        ValueError: an order below 1 or whose n-grams have no number of 63 bits, or texts without any.
+        ValueError: no text is that long, or the order is not 1, 2 or 3.
     """
-    if order < 1 or vocab_size**order >= 2**63:
-        raise ValueError(f"expected an order of at least 1 whose n-grams 63 bits can number, got {order}")
+    if order not in (1, 2, 3):  # three tokens of up to 2 million have a number below 2^63
+        raise ValueError(f"expected an order from 1 to 3, got {order}")
     windows = [np.lib.stride_tricks.sliding_window_view(text, order) for text in texts if len(text) >= order]
     if not windows:
         raise ValueError(f"expected texts of at least {order} tokens, got none")
-    codes, counts = np.unique(np.concatenate([_code(each, vocab_size) for each in windows]), return_counts=True)
-    contexts, starts = np.unique(codes // vocab_size, return_index=True)
-    return NgramTable(order, vocab_size, contexts, np.append(starts, len(codes)), codes % vocab_size, counts)
+    ngrams = np.concatenate(windows)
+    num_ids = int(ngrams.max()) + 1
+    codes, counts = np.unique(_codes(ngrams, num_ids), return_counts=True)
+    contexts, starts = np.unique(codes // num_ids, return_index=True)
+    return NgramTable(num_ids, contexts, np.append(starts, len(codes)), codes % num_ids, counts)
 
 
-def _code(ngrams: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    """(n, tokens) as a number each."""
-    codes = np.zeros(len(ngrams), dtype=np.int64)
-    for column in ngrams.T:
-        codes = codes * vocab_size + column
-    return codes
+def _codes(ngrams: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
+    """Return (n, tokens) as one number each."""
+    return ngrams @ num_ids ** np.arange(ngrams.shape[1] - 1, -1, -1, dtype=np.int64)
 
 
 def ngram_divergence(
@@ -71,16 +62,11 @@ def ngram_divergence(
 ) -> Float[Tensor, "*n rows"]:
     """KL(n-gram, prediction) of each row, in nats, in float64.
 
-    At least 0: 0 where the prediction is that of the n-gram. NaN where the corpus does not have the context.
+    At least 0: 0 if the prediction is that of the n-gram. NaN if the corpus does not have the context.
 
     Source: Belrose et al., arXiv 2402.04362; over training Chang and Michaelov et al., arXiv 2510.24963.
-
-    Raises:
-        ValueError: not a distribution a row.
     """
     log_proba = widened("log_proba", log_proba)
-    if log_proba.ndim < 2 or log_proba.shape[-2] != len(distributions):
-        raise ValueError(f"expected a distribution for each row of {tuple(log_proba.shape)}, got {len(distributions)}")
     values = log_proba.new_full(log_proba.shape[:-1], torch.nan)
     for row, distribution in enumerate(distributions):
         if distribution is not None:

@@ -90,9 +90,9 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
 
 def test_a_corpus_of_other_tokens_and_orders_that_are_not_counted_are_refused():
     view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES)
-    with pytest.raises(InputError, match="ngrams: the corpus has token 99, GPT2LMHeadModel knows 61"):
+    with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 99"):
         list(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})).run(view))
-    with pytest.raises(InputError, match="ngrams: the corpus has no text of 3 tokens"):
+    with pytest.raises(ValueError, match="expected texts of at least 3 tokens"):
         list(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.ones(1, 2).long()})).run(view))
-    with pytest.raises(InputError, match="expected orders from 1 to 3"):
+    with pytest.raises(ValueError, match="expected an order from 1 to 3, got 4"):
         list(NgramAgreement(batches=batches, corpus=CORPUS, orders=(4,)).run(view))

@@ -15,7 +15,7 @@ import lit_layers
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.functional import block_jacobian
-from lit_layers.functional.jacobian.block_attention import read_heads
+from lit_layers.functional.jacobian.block_attention import read_attention
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.truncation import truncate
@@ -576,21 +576,6 @@ def test_maps_of_torchs_own_attention_are_those_it_returns_itself(causal):
     layer, states = network.encoder.layers[1], seen.hidden[1]
     mask = _causal(IDS.shape[1]) if causal else None
     _, expected = layer.self_attn(states, states, states, attn_mask=mask, average_attn_weights=False)
-    heads = read_heads(seen.block(2), states)
+    attention = read_attention(seen.block(2), states)
     for prompt in range(len(IDS)):
-        torch.testing.assert_close(heads.attention.map_of(prompt), expected[prompt].detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_heads_of_torchs_own_attention_write_what_the_block_adds():
-    """With one visible token a head writes its value through its part of the output projection."""
-    torch.manual_seed(0)
-    network = Encoder(causal=True).eval()
-    seen = LayeredModel(network).trajectory({"input_ids": IDS})
-    attention, states = network.encoder.layers[1].self_attn, seen.hidden[1]
-    heads = read_heads(seen.block(2), states)
-    value = (states @ attention.in_proj_weight[2 * WIDTH :].T + attention.in_proj_bias[2 * WIDTH :]).unflatten(
-        -1, (2, -1)
-    )
-    parts = attention.out_proj.weight.unflatten(1, (2, -1))
-    written = torch.einsum("btha,oha->bhto", value, parts).detach()
-    torch.testing.assert_close(heads.written(), written, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(attention.map_of(prompt), expected[prompt].detach(), rtol=1e-4, atol=1e-6)

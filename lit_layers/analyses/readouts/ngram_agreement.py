@@ -3,22 +3,18 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.blockwise import Key, joined
-from lit_layers.analyses.readouts.readout_scores import MAX_LOGITS
 from lit_layers.analyses.states import evenly_spread, real_tokens
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
 from lit_layers.functional.ngrams import Distribution, NgramTable, count_ngrams, ngram_divergence
-from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 
@@ -48,79 +44,41 @@ class NgramAgreement(DividedAnalysis):
     batches: Batches
     corpus: Batches
     name: str = "ngrams"
-    orders: tuple[int, ...] = (1, 2, 3)
+    orders: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
     num_tokens: int = 8
 
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if max(self.orders) > 3:
-            raise InputError(f"{self.name}: expected orders from 1 to 3, got {list(self.orders)}")
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        rows = passes.texts * min(self.num_tokens, passes.tokens // passes.texts)
-        return Work(parts=(Part("head", rows * (model.num_layers + 1)), Part("steps", 11 * rows)))
-
     @functools.cached_property
-    def _counted(self) -> dict[int, dict[int, NgramTable]]:
-        """By the size of the vocabulary: one table for all parts and checkpoints."""
-        return {}
-
-    @functools.cached_property
-    def _texts(self) -> list[np.ndarray]:
-        return [text.numpy() for batch in self.corpus for text in real_tokens(batch)]
-
-    def tables(self, model: LayeredModel) -> dict[int, NgramTable]:
-        """The n-grams of the corpus, by order.
-
-        Raises:
-            InputError: tokens that the model does not have, or texts that are too short.
-        """
-        size = model.vocab_size or 0
-        if (most := max((int(text.max()) for text in self._texts if len(text)), default=0)) >= size:
-            raise InputError(
-                f"{self.name}: the corpus has token {most}, {type(model.model).__name__} knows {size}: use "
-                "its tokenizer"
-            )
-        if not any(len(text) >= max(self.orders) for text in self._texts):
-            raise InputError(f"{self.name}: the corpus has no text of {max(self.orders)} tokens")
-        if size not in self._counted:
-            self._counted[size] = {order: count_ngrams(self._texts, order, size) for order in self.orders}
-        return self._counted[size]
+    def _tables(self) -> dict[int, NgramTable]:
+        texts = [text.numpy() for batch in self.corpus for text in real_tokens(batch)]
+        return {order: count_ngrams(texts, order) for order in self.orders}
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        trajectory, tables = model.trajectory(part), self.tables(model)
-        prompts: list[dict[Key, Tensor]] = []
-        for row, real in enumerate(trajectory.mask):
-            tokens = real.nonzero()[:, 0]
-            ids = part["input_ids"][row, tokens.cpu()].tolist()
-            places = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
-            after = {
-                order: [table.after(ids[place + 2 - order : place + 1]) for place in places]
-                for order, table in tables.items()
-            }
-            prompts.append(self._of_prompt(model, trajectory.hidden[:, row, tokens[places]], after))
+        model.check_tokens(torch.tensor([[max(table.num_ids for table in self._tables.values()) - 1]]))
+        trajectory = model.trajectory(part)
+        prompts = [self._of_prompt(model, trajectory, row, ids.tolist()) for row, ids in enumerate(real_tokens(part))]
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
-    def _of_prompt(
-        self, model: LayeredModel, states: Tensor, after: dict[int, list[Distribution | None]]
-    ) -> dict[Key, Tensor]:
-        """Values (layers + 1,) of the states (layers + 1, tokens, dim) of some tokens, and of chance."""
-        values: dict[Key, list[Tensor]] = {}
-        at_once = max(1, MAX_LOGITS // max(1, states.shape[1] * (model.vocab_size or 1)))
-        for some in states.split(at_once):
-            with torch.no_grad():
-                logits = model.readout(some) if states.shape[1] else some.new_zeros(len(some), 0, 1)
-            log_proba = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-            for order, distributions in after.items():
-                counted = [each for each in distributions if each is not None]
+    def _of_prompt(self, model: LayeredModel, trajectory: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
+        """Return the mean over tokens of each metric and order, (layers + 1,), and how many tokens are left out."""
+        positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
+        compared: dict[Key, list[Distribution | None]] = {}
+        for order, table in self._tables.items():
+            after = [table.after(ids[position + 2 - order : position + 1]) for position in positions]
+            compared["ngram_divergence", order] = after
+            if order > 1:
+                counted = [each for each in after if each is not None]
                 others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # one has no other
-                chance = [None if each is None else next(others) for each in distributions]
-                kinds = {"ngram_divergence": distributions} | ({"random_ngram_divergence": chance} if order > 1 else {})
-                for metric, each in kinds.items():
-                    divergences = ngram_divergence(log_proba, each)
-                    values.setdefault((metric, order), []).append(mean_of_defined(divergences).cpu())
-                    values.setdefault((metric, order, "missing"), []).append(divergences.isnan().sum(-1).cpu())
-        return {key: torch.cat(parts) for key, parts in values.items()}
+                compared["random_ngram_divergence", order] = [each and next(others) for each in after]
+        values: dict[Key, list[Tensor]] = {}
+        for states in trajectory.hidden[:, row, trajectory.mask[row].nonzero()[positions, 0]]:
+            with torch.no_grad():
+                logits = model.readout(states[None])[0] if positions else states.new_zeros(0, 1)
+            log_proba = logits.double().log_softmax(-1)
+            for key, distributions in compared.items():
+                divergences = ngram_divergence(log_proba, distributions)
+                values.setdefault(key, []).append(mean_of_defined(divergences).cpu())
+                values.setdefault((*key, "missing"), []).append(divergences.isnan().sum().cpu())
+        return {key: torch.stack(of_layers) for key, of_layers in values.items()}
 
     def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
         by_key = joined(results)
