@@ -26,9 +26,8 @@ COMMANDS = {  # each a file of `verbs`
     "report": "draw a run, or several side by side, on one HTML page",
     "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
-    "watch": "measure the checkpoints that appear in a folder, while somebody trains",
 }
-GO_ON = ("analyze", "intervene", "mteb", "prepare", "watch")  # where they were, when they are run again
+GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
 _LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
 

@@ -30,15 +30,13 @@ _NO_CHECKPOINTS = {"resume", "values", "wandb"}
 
 
 class _LocalSeries(Series):
-    """Checkpoints in a folder, which also keeps what was read of them, unless `kept_in` names another."""
+    """Checkpoints in a folder, which also keeps what was read of them."""
 
-    def __init__(
-        self, root: str | Path, steps: Steps, tokens_per_step: int | None, kept_in: Path | None = None
-    ) -> None:
+    def __init__(self, root: str | Path, steps: Steps, tokens_per_step: int | None) -> None:
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.name = self.root.resolve().name
-        self.memory: Memory = Memory(kept_in or self.root)
+        self.memory: Memory = Memory(self.root)
 
 
 class StepFolders(_LocalSeries):
@@ -51,7 +49,6 @@ class StepFolders(_LocalSeries):
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
         grammar: how folders are named; auto finds out.
         tokens_per_step: where run.json does not say it.
-        kept_in: where what was read of them is kept (default: in the root itself).
     """
 
     def __init__(
@@ -61,9 +58,8 @@ class StepFolders(_LocalSeries):
         *,
         grammar: str = "auto",
         tokens_per_step: int | None = None,
-        kept_in: Path | None = None,
     ) -> None:
-        super().__init__(root, steps, tokens_per_step, kept_in)
+        super().__init__(root, steps, tokens_per_step)
         self._grammar = None if grammar == "auto" else Grammar(grammar)
 
     def find(self) -> Listing:

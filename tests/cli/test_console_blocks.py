@@ -23,7 +23,7 @@ from tests.support.undrawn import leave_undrawn
 
 # By test_published_*, test_following, test_task_commands.
 OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
-ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "watch", "reproduce")
+ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "reproduce")
 GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")
 GRIDS |= {"four_papers_images": "shuffle_labels"}
 RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3", "study")} | {
@@ -68,7 +68,7 @@ def test_every_console_command_is_run_somewhere():
     others = {command for command in COMMANDS if command not in HERE}
     run = {*published_series.COMMANDS, *task_commands.COMMANDS}
     left = {command.removesuffix(" --engine ray") for command in others} - run
-    assert {command.split()[0] for command in left} == {"watch", "reproduce", "analyze"}
+    assert {command.split()[0] for command in left} == {"reproduce", "analyze"}
     (of_images,) = (command for command in left if command.startswith("analyze"))  # by tests/test_recipes_begin.py
     assert of_images == "analyze RUN --config recipes/analyses/images.yaml --corpus cifar10"
 

@@ -70,9 +70,6 @@ CASES = {
         "mteb {home}/model --tasks STSBenchmark,Banking77Classification --folder {home}/data --root {disk}/out"
     ),
     "prepare": Case("prepare --source {home}/text.jsonl --tokenizer bpe:300 --out {disk}/shards"),
-    "watch": Case(
-        "watch {home}/series --patience=0 --settled=0 --every=.2 --config {home}/analyses.yaml --root {disk}/out",
-    ),
     "reproduce": Case("reproduce {home}/points.yaml --root {disk}/figures"),
     "correlate": Case(
         "correlate {home}/models.csv --metric coupling --score score --resamples 100 --out {disk}/correlation"

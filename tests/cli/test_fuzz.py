@@ -78,8 +78,8 @@ Result = tuple[list[str], Outcome]
 
 
 def watched(home: Home) -> list[str]:
-    """Options of `watch`: without its patience in one word it would wait for more, as it should."""
-    return ["--patience=0", "--settled=0", "--every=.2", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
+    """Options of `analyze --follow`: without patience it would wait for more, as it should."""
+    return ["--follow", "--patience=0", "--root=out", f"--config={home.root / 'analyses.yaml'}"]
 
 
 def recipe(home: Home, folder: Path, chance: random.Random) -> Result:
@@ -140,9 +140,9 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
             ("scores.csv", ["emerge", "scores.csv", "--out", "out"]),
             ("scores.jsonl", ["emerge", "scores.jsonl", "--out", "out"]),
             ("scores.parquet", ["emerge", "scores.parquet", "--out", "out"]),
-            ("series/step-000000001/config.json", ["watch", "series", *settings]),
-            ("series/step-000000001/model.safetensors", ["watch", "series", *settings]),
-            ("series/step-000000000/tokenizer.json", ["watch", "series", *settings]),
+            ("series/step-000000001/config.json", ["analyze", "series", *settings]),
+            ("series/step-000000001/model.safetensors", ["analyze", "series", *settings]),
+            ("series/step-000000000/tokenizer.json", ["analyze", "series", *settings]),
             ("tasks", ["select", str(home.root / "model"), "--task", "banking77", "--folder", "tasks", "--out", "out"]),
         ]
     )
@@ -180,7 +180,6 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "report": [str(home.root / "run"), "--out", "page.html"],
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
-        "watch": [str(home.root / "series"), *watched(home)],
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]

@@ -33,7 +33,7 @@ ODD_WORDS = (
 )
 WORDS = (*(value for value in map(str, WRONG_VALUES) if "\0" not in value), *ODD_WORDS)
 NOT_TRIED = {"help", "config", "print_config", "trainer"}
-PATIENT = ("patience", "settled", "every")  # of `watch`: a wait that was asked for
+PATIENT = ("patience", "follow")  # a wait that was asked for
 
 
 class Base(NamedTuple):
@@ -58,7 +58,7 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
         Base("emerge a run", ("emerge", str(root / "run"), "--out=out")),
         Base("emerge scores", ("emerge", str(root / "scores.csv"), "--out=out")),
         Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--out=out", "--rounds=1")),
-        Base("watch", ("watch", str(root / "series"), *watched(home))),
+        Base("follow", ("analyze", str(root / "series"), *watched(home))),
         Base("audit", ("audit", str(root / "series"))),
         Base("fit beside", ("fit", "--config=recipe.yaml", "--measure=async"), kept=("root",)),
         Base("analyze on ray", ("analyze", str(root / "series"), *on_ray)),
@@ -94,7 +94,7 @@ def trouble(home: Home, folder: Path, argv: list[str]) -> str | None:  # noqa: F
 def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
     assert {"metrics", "forecast", "confidence", "seeds"} < set(tried["emerge"])
-    assert {"values_mb", "shard", "engine"} < set(tried["watch"])
+    assert {"values_mb", "shard", "engine"} < set(tried["analyze"])
     assert {"budget", "resume_every", "measure"} < set(tried["fit"])
     assert {"trainer.gradient_clip_val", "analyses", "wandb"} < set(tried["fit"])
     assert not {*NOT_TRIED, *PATIENT} & {name for names in tried.values() for name in names}

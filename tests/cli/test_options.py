@@ -14,7 +14,6 @@ from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.options import Recipe, arguments, parser_of
 from lit_layers.cli.refusals import refuse_replacing
 from lit_layers.errors import InputError
-from lit_layers.measuring.measuring_options import MeasuringOptions
 
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
@@ -152,21 +151,20 @@ def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: P
     assert arguments(function, of_recipe) == arguments(function, of_words)
 
 
-@pytest.mark.parametrize("verb", ["analyze", "intervene", "mteb", "watch"])
+@pytest.mark.parametrize("verb", ["analyze", "intervene", "mteb"])
 def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(verb, tmp_path: Path):
     given: dict[str, object] = {"allow_suspect": True, "stream_blocks": True, "root": str(tmp_path), "device": "cpu"}
     given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
     given |= {"keep_downloads": False, "shard": "0/2"}
-    of_series = {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
-    group, given = (MeasuringOptions, given) if verb == "watch" else (Checkpoints, given | of_series)
-    assert given.keys() == {field.name for field in fields(group)}
+    given |= {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
+    assert given.keys() == {field.name for field in fields(Checkpoints)}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(given))
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
     dashes = [word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:]) for word in words]
     for line in (["--config", str(recipe)], words, dashes):
         read = Recipe(function_of(verb), ["m", *line])
-        assert read.group(group, read.options) == group(**given | {"root": tmp_path})
+        assert read.group(Checkpoints, read.options) == Checkpoints(**given | {"root": tmp_path})
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):

@@ -1,19 +1,23 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
+import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED
 from lit_layers.cli.console import note
-from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
+from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes, take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
-from lit_layers.measuring.targets import Target
+from lit_layers.measuring.follow import follow as follow_folder
+from lit_layers.measuring.targets import Target, targets_of
+from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
 CORPUS = "python"
@@ -53,6 +57,8 @@ def analyze(
     model: str | None = None,
     *,
     series: Series | None = None,
+    follow: bool = False,
+    patience: Annotated[int | None, COUNT_OR_NONE] = None,
 ) -> int:
     """Measure every layer of a model, or of each checkpoint of a series. Run it again to continue.
 
@@ -62,12 +68,35 @@ def analyze(
         model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
         series: instead of a model: the class of a series, with its own options
+        follow: measure the checkpoints in a folder, and those that a training writes there meanwhile, until Ctrl-C or
+            until the fit --measure async that writes there has ended
+        patience: with follow: end when nothing came for so many seconds
     """
     command = Command(recipe)
+    if follow or patience is not None:
+        return _follow(command, checkpoints, measured.named_tokenizer, patience)
     everything = command.series(checkpoints)
     results = outcomes(everything, checkpoints, command.analyses, tokenizer=measured.named_tokenizer)
     failed = [_tell(outcome) for outcome in results]
     return FAILED if any(failed) else 0
+
+
+def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:
+    """Measure a folder of checkpoints again whenever one came."""
+    folder, failed = Path(str(command.options.model)), [False]
+    if not folder.is_dir() or options.steps is not None or options.plan:
+        raise InputError(f"follow: expected a folder, without --steps and --plan, got {folder}")
+    take_own_gpu(options.device, os.environ)
+
+    def measure(steps: list[int]) -> None:
+        everything = command.series(replace(options, steps=steps))
+        for target in targets_of(everything, command.analyses, options, tokenizer=tokenizer):
+            result = target.measure(lambda *_: None, beside_training=True)
+            failed.append(_tell(Outcome(root=target.root, result=result)))
+
+    follow_folder(folder, measure, patience)
+    wait_for_the_others(os.environ)
+    return FAILED if failed[-1] else 0
 
 
 class Command:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -19,15 +20,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.options import Recipe
-from lit_layers.cli.verbs.analyze import Command
-from lit_layers.cli.verbs.watch import watch
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring import following
-from lit_layers.measuring.following import MeasuringAside, _complete, _page_has_all, follow
-from lit_layers.measuring.offline import SeriesResult, analyze_series
-from lit_layers.series import Audit, StepFolders
+from lit_layers.measuring import aside as second_process
+from lit_layers.measuring.aside import MeasuringAside, _page_has_all
+from lit_layers.measuring.follow import follow
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.resuming import ResumeCheckpoint
 from tests.support.listed_batches import Listed
@@ -45,35 +44,41 @@ def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "run")
 
 
-def test_whole_checkpoints_are_measured_as_they_come_and_half_written_ones_wait(run, tmp_path):
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Actions between two looks of `follow`, one after another; it waits for none, and fails if it never ends."""
+    actions: list[Callable[[], None]] = []
+
+    def sleep(_: float) -> None:
+        assert len(looks) < 20, "endless"
+        looks.append(actions.pop(0)() if actions else None)
+
+    looks = []
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("lit_layers.measuring.follow.time", clock)
+    return actions
+
+
+def age(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (10**9, 10**9))
+
+
+def test_whole_checkpoints_are_measured_as_they_come_and_half_written_ones_wait(run, tmp_path, waits):
     """As the HF Trainer writes them: a folder first, then file after file."""
-    looks, place = [], tmp_path / "trainer"
-    shutil.copytree(run / "step-000000000", place / "checkpoint-1")
+    place, looks = tmp_path / "trainer", []
     half = place / "checkpoint-2"
-
-    def measure(series) -> SeriesResult:
-        looks.append([one.name for one in series])
-        if len(looks) == 1:
-            half.mkdir()
-            shutil.copy(run / "step-000000002" / "config.json", half)
-        return SeriesResult(Audit("trainer", 0, ()))
-
-    def later(_: float) -> None:
-        waits.append(half.name in looks[-1])
-        if len(waits) == 1:
-            shutil.copy(run / "step-000000002" / "model.safetensors", half)
-        elif len(waits) == 3:
-            untouched(half)
-
-    def untouched(folder: Path) -> None:
-        for path in folder.iterdir():
-            os.utime(path, (10**9, 10**9))
-
-    waits = []
-    untouched(place / "checkpoint-1")
-    follow(place, measure, settled=300, patience=0, wait=later)
-    assert waits == [False, False, False, True]
-    assert looks == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+    shutil.copytree(run / "step-000000000", place / "checkpoint-1")
+    age(place / "checkpoint-1")
+    waits += [
+        lambda: shutil.copytree(run / "step-000000002", half, ignore=shutil.ignore_patterns("*.safetensors")) and None,
+        lambda: os.utime(half / "config.json"),
+        lambda: shutil.copy(run / "step-000000002" / "model.safetensors", half) and None,
+        lambda: os.utime(half / "config.json"),
+        lambda: age(half),
+    ]
+    follow(place, looks.append, patience=0)
+    assert looks == [[1], [1, 2]]
 
 
 WRONG = {
@@ -82,102 +87,74 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize(("says", "wrong"), WRONG.items())
 def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog, says, wrong):
     """Also where a trainer removed a checkpoint while it was hashed."""
     calls = []
 
-    def measure(series) -> SeriesResult:
-        calls.append(len(series))
+    def measure(steps) -> None:
+        calls.append(steps)
         if len(calls) == 1:
             raise wrong
-        return SeriesResult(Audit("run", 0, ()))
 
-    follow(run, measure, every=0.01, patience=0)
-    assert calls == [3, 3]
-    assert says in caplog.text
+    follow(run, measure, patience=0)
+    assert calls == [[0, 2, 4]] * 2
+    assert says in caplog.text.lower()
 
 
+@pytest.mark.usefixtures("waits")
 def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run, caplog):
-    calls = []
-
-    def measure(series) -> SeriesResult:
-        calls.append(len(series))
-        assert len(calls) < 10, "endless"
+    def measure(_) -> None:
         raise InputError("it fits no analysis")
 
     with pytest.raises(InputError, match="it fits no analysis"):
-        follow(run, measure, patience=0, wait=lambda _: None)
-    assert calls == [3, 3]
+        follow(run, measure, patience=0)
     assert caplog.text.count("it fits no analysis") == 1
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_measured_ends_the_wait_as_nothing_new_does(run, tmp_path, caplog):
+def test_a_checkpoint_that_is_removed_while_it_is_measured_ends_the_wait_as_nothing_new_does(run, tmp_path, waits):
     shutil.copytree(run, tmp_path / "run")
-    last, calls, looks = max((tmp_path / "run").glob("step-*")), [], []
+    last, calls = max((tmp_path / "run").glob("step-*")), []
     shutil.move(last, tmp_path / "later")
 
-    def measure(series) -> SeriesResult:
-        calls.append(len(series))
+    def measure(steps) -> None:
+        calls.append(len(steps))
         if len(calls) == 2:
             shutil.rmtree(last)
             raise FileNotFoundError(2, "no such file", str(last))
-        return SeriesResult(Audit("run", 0, ()))
 
-    def wait(_: float) -> None:
-        looks.append(len(calls))
-        assert len(looks) < 10, "endless"
-        if len(looks) == 1:
-            shutil.move(tmp_path / "later", last)
-
-    assert follow(tmp_path / "run", measure, patience=0, wait=wait) is not None
+    waits.append(lambda: shutil.move(tmp_path / "later", last) and None)
+    follow(tmp_path / "run", measure, patience=0)
     assert calls == [2, 3]
-    assert "no such file" in caplog.text
 
 
-def test_a_checkpoint_may_be_removed_while_its_files_are_looked_at(run, tmp_path, monkeypatch):
-    """As the HF Trainer does with `save_total_limit`."""
-    shutil.copytree(run / "step-000000000", tmp_path / "checkpoint-1")
-    listed = Path.rglob
+def test_without_patience_it_waits_for_ever(run, waits):
+    waits += [lambda: None] * 5
 
-    def removed(folder: Path, pattern: str):
-        files = [*listed(folder, pattern)]
-        shutil.rmtree(folder)
-        monkeypatch.setattr(Path, "is_file", lambda path: True)  # it was there a moment ago
-        return files
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rglob", removed)
-    assert _complete(tmp_path, settled=0) == ({}, True)
+    waits.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        follow(run, lambda _: None)
 
 
-def test_another_file_in_place_of_the_record_does_not_end_training(run, tmp_path, caplog):
-    aside = MeasuringAside.__new__(MeasuringAside)
-    aside.file, aside._names, aside.root, aside._saved, aside._measured, aside._offset = (
-        tmp_path / "measurements.jsonl", {"lens"}, tmp_path, {1}, {}, 5,
-    )  # fmt: skip
-    aside.file.write_bytes(b'{"run": "another"}\n')
-    assert aside.arrived() == aside.arrived() == []
-    assert caplog.text.count("no numbers from here on") == 1
-
-
-def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path):
+def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path, waits):
     root = tmp_path / "run"
     shutil.copytree(run, root)
     held, looks = contextlib.ExitStack(), []
     held.enter_context(run_lock.writing(root, part="training"))
 
-    def measure(series) -> SeriesResult:
-        looks.append(len(series))
-        return analyze_series(series, two_groups(), root=root, beside_training=True)
+    def measure(steps) -> None:
+        looks.append(steps)
+        analyze_series(StepFolders(root, steps), two_groups(), root=root, beside_training=True)
 
-    def later(_: float) -> None:
-        if (root / "step-000000006").exists():
-            held.close()
-        else:
-            shutil.copytree(root / "step-000000004", root / "step-000000006")
-
-    follow(root, measure, patience=0, wait=later)
-    assert looks == [3, 4]
+    waits += [lambda: None, lambda: shutil.copytree(root / "step-000000004", root / "step-000000006") and None]
+    waits += [lambda: None, held.close]
+    follow(root, measure)
+    assert looks == [[0, 2, 4], [0, 2, 4, 6]]
+    assert len(waits) == 0
 
 
 def test_a_training_and_whoever_measures_it_share_a_folder_and_nobody_else(tmp_path):
@@ -218,7 +195,7 @@ class Later:
     """The second process, begun in this one when it is waited for: what it is told is what the real one is."""
 
     def __init__(self, command: list[str], *, stdin: IO[bytes], **_: Any) -> None:
-        assert command[-1] == "lit_layers.measuring.following"
+        assert command[-1] == "lit_layers.measuring.aside"
         self.pid, self.told, self.code = os.getpid(), io.BytesIO(stdin.read()), None
 
     def poll(self) -> int | None:
@@ -229,7 +206,8 @@ class Later:
             patch.setattr(sys, "stdin", io.TextIOWrapper(self.told))
             patch.setattr(sys, "path", [*sys.path])
             patch.setattr(os, "nice", lambda _: 0)
-            following.main()
+            patch.setattr("lit_layers.measuring.follow.EVERY", 0.01)
+            second_process.main()
         self.code = 0
 
 
@@ -241,7 +219,7 @@ def ended(callback: EmergenceCallback) -> None:
 @pytest.mark.parametrize("started", [Later, pytest.param(None, marks=pytest.mark.soak)], ids=["later", "beside"])
 def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(started, tmp_path, monkeypatch):
     if started is not None:
-        monkeypatch.setattr("lit_layers.measuring.following.subprocess", SimpleNamespace(Popen=started))
+        monkeypatch.setattr("lit_layers.measuring.aside.subprocess", SimpleNamespace(Popen=started))
     roots = {how: tmp_path / how / "run" for how in ("sync", "async")}
     with_them, heard = callbacks(roots["async"], "async"), Heard()
     with_them[1].measurer.watchers.append(heard)
@@ -284,7 +262,7 @@ class AtStep3(L.Callback):
 
 @pytest.mark.slow
 def test_whoever_is_told_to_end_waits_for_no_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(following, "subprocess", SimpleNamespace(Popen=Beside))
+    monkeypatch.setattr(second_process, "subprocess", SimpleNamespace(Popen=Beside))
     root = tmp_path / "run"
     both, resumable = callbacks(root, "async"), ResumeCheckpoint(root, every=None)
     saved, save = [], resumable._save
@@ -303,7 +281,7 @@ def test_whoever_is_told_to_end_waits_for_no_numbers(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_last_numbers_reach_loggers_where_they_come_soon(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(following, "subprocess", SimpleNamespace(Popen=Beside))
+    monkeypatch.setattr(second_process, "subprocess", SimpleNamespace(Popen=Beside))
     root, logged = tmp_path / "run", CSVLogger(tmp_path)
     sent, heard, ends = set(), Heard(), []
     monkeypatch.setattr(logged, "log_metrics", lambda metrics, step: sent.update((step, name) for name in metrics))
@@ -316,7 +294,6 @@ def test_the_last_numbers_reach_loggers_where_they_come_soon(tmp_path, monkeypat
     ]
     assert {(step, f"{name}/line_shape_score") for step in (0, 2, 4) for name in ("trajectory", "other")} <= sent
     assert ends == [9]  # trackers get their tables from all of it
-    assert caplog.text.count("measure: async: the last steps are waited for, 30 s at most") == 1
 
 
 class Process:
@@ -335,33 +312,30 @@ class Process:
 
 
 @pytest.mark.parametrize(
-    ("before", "process", "expected", "said"),
+    ("process", "expected", "said"),
     [
-        ({0: 7.0}, {"names": ["lens", "coupling"]}, ["lens", "coupling"], None),
-        ({0: 7.0}, {"names": ["lens"], "dies": True}, ["lens"], "1 of 2 saved steps are not measured, as the process"),
-        ({0: 7.0}, {"names": ["lens"]}, ["lens"], "1 of 2 saved steps are still being measured"),  # it hangs
-        ({0: 0.1, -1: 31.0}, {"names": ["lens"]}, [], "1 of 2 saved steps are still being measured"),
-        ({}, {"names": ["lens"]}, [], "1 of 2 saved steps are still being measured"),
+        ({"names": ["lens", "coupling"]}, ["lens", "coupling"], None),
+        ({"names": ["lens"], "dies": True}, ["lens"], "1 of 2 saved steps are not measured, as the process"),
+        ({"names": ["lens"]}, ["lens"], "1 of 2 saved steps are still being measured"),  # it hangs
     ],
 )
-def test_the_last_step_is_waited_for_where_it_is_soon_measured(before, process, expected, said, tmp_path, monkeypatch):
+def test_the_last_step_is_waited_for_half_a_minute(process, expected, said, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     aside = MeasuringAside.__new__(MeasuringAside)
-    aside.file, aside.root, aside._offset = tmp_path / "measurements.jsonl", tmp_path, 0
+    aside.root, aside._offset = tmp_path, 0
     aside._names, aside._saved, aside._measured = {"lens", "coupling"}, {0, 2}, {0: {"lens", "coupling"}}
-    aside._seconds, aside._process = before, Process(aside.file, **process)
+    aside._process = Process(tmp_path / "measurements.jsonl", **process)
     assert [each.analysis for each in aside.last(is_stopped=lambda: False)] == expected
     assert clock[0] <= 30.1  # of the pretended clock
-    assert bool(expected) == (aside._process.looks > 0)
     sentence = aside.under_way()
     assert sentence is None if said is None else sentence.startswith(said)
 
 
 def test_nothing_left_is_not_waited_for(tmp_path):
     aside = MeasuringAside.__new__(MeasuringAside)
-    aside._saved, aside._names, aside._measured, aside._seconds = {1}, {"lens"}, {1: {"lens"}}, {1: 1.0}
+    aside._saved, aside._names, aside._measured = {1}, {"lens"}, {1: {"lens"}}
     assert [*aside.last(is_stopped=lambda: False)] == []
 
 
@@ -371,11 +345,10 @@ def test_nothing_left_is_not_waited_for(tmp_path):
         (("measurements.jsonl", "run.json", "report.html"), True),
         (("run.json", "measurements.jsonl", "report.html"), False),  # measured while the page was drawn
         (("run.json", "report.html", "measurements.jsonl"), False),
-        (("report.html", "measurements.jsonl", "run.json"), False),  # of an earlier part, resumed since
-        (("measurements.jsonl", "report.html"), False),  # of a Trainer's own run
+        (("measurements.jsonl", "report.html"), True),  # of a Trainer's own run
     ],
 )
-def test_the_page_is_written_anew_unless_it_was_begun_after_the_last_number(order, whole, tmp_path):
+def test_the_page_is_written_again_if_numbers_came_after_it_was_begun(order, whole, tmp_path):
     for second, name in enumerate(order):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (second, second))
@@ -424,45 +397,36 @@ def test_an_analysis_that_cannot_be_sent_is_refused(tmp_path):
         fit(root, both)
 
 
-def test_the_command_measures_what_the_hf_trainer_wrote_into_its_folder(tmp_path, capsys):
+def hf_folder(tmp_path: Path, steps: tuple[int, ...]) -> tuple[Path, list[str]]:
+    """Checkpoints of the HF Trainer, and the words of the command."""
     model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
-    place = make_series(model, tmp_path / "trainer", (2, 4), name="checkpoint-{}")
+    place = make_series(model, tmp_path / "trainer", steps, name="checkpoint-{}")
     shutil.rmtree(place / "main")
-    words = ["watch", str(place), "--config", str(recipe), "--settled", "0", "--patience", "0", "--every", "0.01"]
-    code = main(words)
-    captured = capsys.readouterr()
-    assert "step 2, 4: 2 measured" in captured.out, captured.err
-    assert code == 0
-    assert [m.step for m in records.read(place / "measurements.jsonl")] == [2, 4]
+    for folder in place.iterdir():
+        age(folder)
+    return place, ["analyze", str(place), "--config", str(recipe)]
 
 
-def test_what_is_watched_with_a_root_is_read_alone(tmp_path):
-    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
-    place = make_series(model, tmp_path / "trainer", (2,), name="checkpoint-{}")
-    before = sorted(place.rglob("*"))
-    words = [
-        "--config",
-        str(recipe),
-        "--settled=0",
-        "--patience=0",
-        "--every=0.01",
-        "--root",
-        str(tmp_path / "numbers"),
-    ]
-    assert main(["watch", str(place), *words]) == 0
-    assert sorted(place.rglob("*")) == before
-    assert (tmp_path / "numbers" / ".audit" / "hashes.json").is_file()
+@pytest.mark.usefixtures("waits")
+def test_the_command_writes_the_numbers_that_it_writes_without_follow(tmp_path, capsys):
+    place, words = hf_folder(tmp_path, (2, 4))
+    assert main([*words, "--follow", "--patience=0", "--root", str(tmp_path / "followed" / "run")]) == 0
+    assert "2 measured, 0 were known" in capsys.readouterr().out
+    assert main([*words, "--root", str(tmp_path / "alone" / "run")]) == 0
+    followed, alone = (sorted_lines(tmp_path / name / "run") for name in ("followed", "alone"))
+    assert [(m.step, m.records, m.provenance) for m in followed] == [(m.step, m.records, m.provenance) for m in alone]
+    assert [m.step for m in followed] == [2, 4]
+    assert not (place / "measurements.jsonl").exists()
 
 
-def test_two_watchers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, capsys):
-    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
-    place = make_series(model, tmp_path / "trainer", (2, 4, 6, 8), name="checkpoint-{}")
-    shutil.rmtree(place / "main")
-    words = ["watch", str(place), "--config", str(recipe), "--settled", "0", "--patience", "0", "--every", "0.01"]
+@pytest.mark.usefixtures("waits")
+def test_two_followers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, capsys):
+    place, words = hf_folder(tmp_path, (2, 4, 6, 8))
 
     def of_share(index: int) -> list[int]:
         before = {m.step for m in records.read(place / "measurements.jsonl")}
-        assert main([*words, "--shard", f"{index}/2"]) == 0, capsys.readouterr().err
+        followed = [*words, "--follow", "--patience=0", "--shard", f"{index}/2"]
+        assert main(followed) == 0, capsys.readouterr().err
         return sorted({m.step for m in records.read(place / "measurements.jsonl")} - before)
 
     first = of_share(0)
@@ -490,29 +454,17 @@ def test_shares_of_one_number_measure_beside_a_training_and_each_once(tmp_path):
         assert refused("all", (1, 2))
 
 
-def test_the_command_takes_the_analyses_of_the_training_that_writes_there(tmp_path):
-    recipe = Recipe(watch, [str(tmp_path)])
-    text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "python", "tokenizer": "bpe:300"}}
-    of_run = [{"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": text, "name": "own"}}]
-    target: Any = SimpleNamespace(name="run", trained={"analyses": of_run})
-    assert [each.name for each in Command(recipe).analyses(target)] == ["own"]
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["{}/nowhere"], "folder: expected a folder in which checkpoints appear"),
-        (["{}", "--every", "0"], "every: expected a positive number of seconds, at most 86,400 (a day), got 0"),
-        (["{}", "--patience", "-1"], "patience: expected a number of seconds of at least 0, got -1"),
+        (["{}/nowhere"], "follow: expected a folder, without --steps and --plan, got"),
+        (["{}", "--steps", "all"], "follow: expected a folder, without --steps and --plan"),
+        (["{}", "--patience", "-1"], "patience: expected"),
         (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
-        (["{}", "--shard", "2/2"], "shard: expected i/n with i from 0 to n - 1, got 2/2"),
-        (["{}", "--shard", "0/2", "--engine", "ray"], "shard: with engine ray one process hands out all, and 0/2 was"),
-        (["{}", "--keep-downloads", "false"], "keep_downloads: is for series of the Hub, and what appears in a folder"),
-        (["{}", "--root="], "root: expected a file or folder or null, got ''"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):
-    assert main(["watch", *(word.format(tmp_path) for word in words)]) == 2
+    assert main(["analyze", "--follow", *(word.format(tmp_path) for word in words)]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -526,11 +478,3 @@ def test_an_analysis_of_the_script_itself_is_refused_before_a_process_starts(tmp
     with pytest.raises(InputError, match="cannot import Mine of this script: put it into a module of its own"):
         MeasuringAside(tmp_path / "run", [mine])
     assert not (tmp_path / "run" / "measuring.log").exists()
-
-
-def test_where_nothing_appears_no_file_is_named_that_is_not_there(tmp_path, capsys):
-    assert main(["watch", str(tmp_path), "--patience=0", "--settled=0", "--metrics=coupling"]) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert f"{tmp_path}: no checkpoint appeared, nothing is measured" in said.err
-    assert [*tmp_path.iterdir()] == []
