@@ -20,7 +20,7 @@ from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.states import States, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.errors import InputError, kind_and_words, refused
-from lit_layers.files.durable import no_link, own_draft_of
+from lit_layers.files.durable import own_draft_of
 from lit_layers.models.shared_pass import pieces, row_digests
 from lit_layers.models.streaming import Entered, StreamedModel
 from lit_layers.models.view import Batch, BlockCall, LayeredModel
@@ -247,7 +247,7 @@ def save(content: Any, path: Path) -> None:
     partial = own_draft_of(path)
     with refused(f"cannot write {path}"):
         try:
-            with open(partial, "wb", opener=no_link) as file:
+            with open(partial, "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
