@@ -20,9 +20,10 @@ SMALLEST = {
     "checkpoints": "--steps 20",
     "emergence": "--curves 12 --errors stderr",
     "interventions": "--layers 3 --width 32 --vocabulary 64 --tokens 8",
+    "lead_lag": "--pairs 4",
+    "many_runs": "--runs 2 --steps 4 --numbers 620",
     "measuring_pass": "--share 16",
     "quickstart": "--wall --steps 2",
-    "parallel_blocks": "--widths 64 --groups 3 --tokens 1 --attention sdpa",
     "record_probes": "--rows 200 --dim 16 --classes 5",
     "watching_probes": "--layers 1 --rows 200 --dim 16 --classes 5",
 }

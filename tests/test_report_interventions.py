@@ -174,7 +174,6 @@ def test_metrics_and_tags_have_words() -> None:
     assert all(look_up(name).note for name in metrics)
     assert tag_text({"variant": "looped_parallel", "middle": 5, "loops": 3}) == "looped parallel, M = 5, k = 3"
     assert tag_text({"when": "after"}) == "after fine-tuning"
-    assert tag_text({"execution": "stacked"}) == "run stacked"
 
 
 @pytest.mark.parametrize(

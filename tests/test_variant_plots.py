@@ -368,13 +368,13 @@ def test_the_front_is_what_no_other_beats(higher: bool):
 def test_quality_is_drawn_over_the_latency_of_the_same_variant():
     quality = [record("variant_accuracy", 0.5, "baseline"), record("variant_accuracy", 0.1, "parallel", middle=5)]
     quality += [record("variant_accuracy", 0.4, "skip", middle=3), record("variant_accuracy", 0.2, "skip", middle=5)]
-    cost = [record("relative_latency", 1.0, "baseline", execution="loop")]
-    cost += [record("relative_latency", v, "skip", middle=m, execution="loop") for m, v in ((5, 0.5), (3, 0.7))]
-    cost += [record("relative_latency", 0.6, "parallel", middle=5, execution="loop")]
-    cost += [record("relative_latency", 0.2, "reverse", middle=5, execution="loop")]
-    cost += [record("relative_latency", 0.1, "skip", middle=3, execution="stacked")]
+    cost = [record("relative_latency", 1.0, "baseline", when="before")]
+    cost += [record("relative_latency", v, "skip", middle=m, when="before") for m, v in ((5, 0.5), (3, 0.7))]
+    cost += [record("relative_latency", 0.6, "parallel", middle=5, when="before")]
+    cost += [record("relative_latency", 0.2, "reverse", middle=5, when="before")]
+    cost += [record("relative_latency", 0.1, "skip", middle=3, when="after")]
     frame = table(("interventions", None, quality), ("intervene/speed", None, cost))
-    fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"execution": "loop"})
+    fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"when": "before"})
     assert drawn(fig, "Skip") == {0.7: 0.4, 0.5: 0.2}
     assert drawn(fig, "Pareto front") == {0.5: 0.2, 0.7: 0.4, 1.0: 0.5}
     assert (drawn(fig, "Full model"), line(fig, "Full model").mark) == ({1.0: 0.5}, "star")
@@ -468,7 +468,7 @@ def test_stages_are_drawn_over_training():
 def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
     variant_results.write(tmp_path / "run", steps=(0, 8), blocks=6, seeds=2, analyses=("interventions", "speed"))
     frame = records.frame(tmp_path / "run" / "measurements.jsonl")
-    cost = {"cost_tags": {"execution": "loop"}, "analysis": "interventions"}
+    cost = {"analysis": "interventions"}
     drawn = {
         "middle": (plots.variant_curves, {"best_loops": True}, "Looped parallel, best k"),
         "loops": (plots.loop_map, {}, "Number of middle blocks in the loop (M)"),

@@ -14,7 +14,7 @@ from torch import nn
 from lit_layers.analyses.base import Analysis
 from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members
 from lit_layers.models.costs import any_inputs, call_of, interleaved
-from lit_layers.models.running_order import EXECUTIONS, Parallel, running_order, variants_of
+from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.models.workload import Part, Work, passes
 from lit_layers.records import Record
@@ -25,47 +25,41 @@ def measure_speed(
     compared: Sequence[Variant],
     batch: Batch,
     *,
-    executions: Sequence[Parallel] = ("loop",),
     num_rounds: int = 20,
     num_warm_up: int = 3,
 ) -> Iterator[Record]:
     """The records of `Speed`, of variants of a model on its device; the first is the full model, which runs as it is.
 
-    A variant with parallel groups is measured under each of `executions`, any other once, as "loop". In each round
-    every variant runs the first row of the batch and then the whole batch, and each round begins with another variant,
-    so that whatever else the machine does meets all of them alike. Neither changing the order nor the copying of
-    weights that stacking begins with is timed. Memory is what torch's allocators had given out at most during one pass
-    over the batch, by torch's profiler, on a CPU as on a GPU.
-
-    Raises:
-        InputError: a group that cannot be stacked.
+    In each round every variant runs the first row of the batch and then the whole batch, and each round begins with
+    another variant, so that whatever else the machine does meets all of them alike. Changing the order is not timed.
+    Memory is what torch's allocators had given out at most during one pass over the batch, by torch's profiler, on a
+    CPU as on a GPU.
     """
     view = LayeredModel(model)
     view.refuse_reordered()
-    ways = _ways(compared, executions)
     one, many = call_of(model, {name: rows[:1] for name, rows in batch.items()}), call_of(model, batch)
     calls, memory = {}, []
     with evaluating(model), ExitStack() as open_orders:
 
-        def enter(variant: Variant, execution: Parallel) -> None:
+        def enter(variant: Variant) -> None:
             if variant.name != "baseline":
-                open_orders.enter_context(running_order(model, variant.schedule, parallel=execution))
-                one()  # finds out what blocks return; stacks copy their weights now, which is no memory of a pass
+                open_orders.enter_context(running_order(model, variant.schedule))
+                one()  # finds out what blocks return
 
         def leave() -> None:
             open_orders.pop_all().close()
 
-        for number, way in enumerate(ways):
-            enter(*way)
+        for number, variant in enumerate(compared):
+            enter(variant)
             with torch.inference_mode():
                 one()
                 memory.append(peak_of_call(many))
             leave()
             # Only the calls in the middle count: the others begin and end the order around them.
-            calls[str(number)] = (partial(enter, *way), one, many, leave)
+            calls[str(number)] = (partial(enter, variant), one, many, leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
     full = np.asarray(seconds["0"][1])
-    for number, (variant, execution) in enumerate(ways):
+    for number, variant in enumerate(compared):
         _, of_one, of_many, _ = seconds[str(number)]
         low, middle, high = np.quantile(of_one, [0.25, 0.5, 0.75]).tolist()
         values = {
@@ -75,29 +69,17 @@ def measure_speed(
             "relative_latency": float(np.median(np.asarray(of_one) / full)),
             "throughput": len(next(iter(batch.values()))) / float(np.median(of_many)),
             "peak_memory": memory[number],
-            "weight_bytes": weight_bytes(view.blocks, variant.schedule, execution),
+            "weight_bytes": weight_bytes(view.blocks, variant.schedule),
         }
-        tags = {**variant.tags, "execution": execution}
         for metric, value in values.items():
-            yield Record(metric=metric, value=value, layer=variant.block, n=num_rounds, tags=tags)
+            yield Record(metric=metric, value=value, layer=variant.block, n=num_rounds, tags=variant.tags)
 
 
-def _ways(compared: Sequence[Variant], executions: Sequence[Parallel]) -> list[tuple[Variant, Parallel]]:
-    return [
-        (variant, execution)
-        for variant in compared
-        for execution in (executions if _groups(variant.schedule) else EXECUTIONS[:1])
-    ]
-
-
-def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule, execution: Parallel = "loop") -> int:
-    """Bytes of the parameters that must be held to run the schedule: of each block in it once, and of each stacked
-    group again. Embedding and head are not counted."""
-    groups = _groups(schedule) if execution == "stacked" else []
+def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
+    """Bytes of the parameters of the blocks in the schedule. Embedding and head are not counted."""
     used = {number for step in schedule for number in members(step)}
     parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
-    copies = [each for group in groups for number in group for each in blocks[number - 1].parameters()]
-    return sum(each.numel() * each.element_size() for each in (*parameters.values(), *copies))
+    return sum(each.numel() * each.element_size() for each in parameters.values())
 
 
 def peak_of_call(call: Callable[[], Any]) -> int:
@@ -127,7 +109,6 @@ class Speed(Analysis):
         seeds: of random orders, whose speed is that of any order.
         loops: of looped_parallel.
         custom: further schedules, such as `1 2 (3,4,5) 6`.
-        executions: how parallel groups run: loop, stacked, or both.
         num_tokens: of each text.
         batch_size: texts or images of a batch; latency is that of one.
         num_rounds: over which medians are taken.
@@ -137,14 +118,13 @@ class Speed(Analysis):
 
     Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
     `relative_latency`, `throughput` (inputs a second in batches), `peak_memory` (bytes of a pass over a batch, weights
-    apart) and `weight_bytes` (of the blocks that run), tagged with the variant and `execution`.
+    apart) and `weight_bytes` (of the blocks that run), tagged with the variant.
 
     Raises:
         InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
     """
 
     UNMEASURED = ("tell",)
-    LISTS = ("executions",)
     LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
 
     variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
@@ -152,7 +132,6 @@ class Speed(Analysis):
     seeds: Sequence[int] = (0,)
     loops: Sequence[int] = LOOPS[1:2]
     custom: Sequence[str] = ()
-    executions: Sequence[Parallel] = ("loop",)
     num_tokens: int = 128
     batch_size: int = 16
     num_rounds: int = 20
@@ -168,15 +147,15 @@ class Speed(Analysis):
         self._batch(model)
 
     def work(self, model: LayeredModel) -> Work:
-        ways = _ways(variants_of(self, model, f"{self.name}: "), self.executions)
-        runs, rounds = [block_runs(variant.schedule) for variant, _ in ways], self.num_warm_up + self.num_rounds + 1
+        compared = variants_of(self, model, f"{self.name}: ")
+        runs, rounds = [block_runs(variant.schedule) for variant in compared], self.num_warm_up + self.num_rounds + 1
         side = model.num_prefix_tokens + model.num_patches(None) if model.family.sees_images else 0
         tokens, rows = side or self.num_tokens, self.batch_size
         # a text, once more wherever the order is changed, and a batch
         one = Part("blocks", rounds * (2 * sum(runs) - runs[0]), (1, tokens))
         many = Part("blocks", rounds * sum(runs), (rows, tokens))
         per_text = tokens if model.vocab_size else 1
-        read = Part("head", rounds * (2 * len(ways) - 1 + len(ways) * rows) * per_text)
+        read = Part("head", rounds * (2 * len(compared) - 1 + len(compared) * rows) * per_text)
         one_pass = passes(model, texts=rows, tokens=tokens, batch=rows, kept=False)
         scores = 4.0 * rows * per_text * (model.vocab_size or model.num_classes or 0)
         return replace(one_pass, parts=(one, many, read), device=one_pass.device + scores)
@@ -186,12 +165,7 @@ class Speed(Analysis):
         if self.tell is not None:
             self.tell(f"timing {len(compared)} orders, {self.num_warm_up + self.num_rounds} rounds")
         rounds = {"num_rounds": self.num_rounds, "num_warm_up": self.num_warm_up}
-        yield from measure_speed(model.model, compared, self._batch(model), executions=self.executions, **rounds)
+        yield from measure_speed(model.model, compared, self._batch(model), **rounds)
 
     def _batch(self, model: LayeredModel) -> Batch:
         return any_inputs({"the model": model.model}, None, self.num_tokens, self.batch_size, self.seed)
-
-
-def _groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The different parallel groups of a schedule."""
-    return [step for step in dict.fromkeys(schedule) if isinstance(step, tuple)]

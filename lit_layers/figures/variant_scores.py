@@ -68,7 +68,7 @@ def variant_points(
     Where only a standard error is known, the 95% interval is 1.96 of it to either side.
 
     Args:
-        tags: chooses among what is not the variant itself, such as `{"execution": "loop"}`.
+        tags: chooses among what is not the variant itself, such as `{"when": "after"}`.
         split: a tag of which all values are kept, such as `when`.
 
     Raises:

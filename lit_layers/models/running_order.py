@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,16 @@ from lit_layers.models.block_calls import Layout, first, in_place_of, num_values
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two, takes_copies
-from lit_layers.models.stacked_blocks import StackedBlocks
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_BLOCK
 
-Parallel = Literal["loop", "stacked"]
-EXECUTIONS: tuple[Parallel, ...] = ("loop", "stacked")
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
 # Of each model, by class of block: how many values it returns. Finding out takes a block run, which orders share.
 _IN_TUPLES: "weakref.WeakKeyDictionary[nn.Module, dict[type, int]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Parallel = "loop") -> Iterator[nn.Module]:
+def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Module]:
     """The model, whose blocks run in the order of `schedule` until the context ends, whoever calls it.
 
     A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and averages
@@ -44,17 +40,12 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
     parallel blocks, which is wrong from the second generated token on.)
 
-    `parallel` says how a tuple runs: "loop", its blocks one after the other, or "stacked", all of them in one batched
-    computation on a copy of their weights that lasts as long as the context. Both are the same function up to rounding
-    (and up to what dropout draws). Stacked blocks must be of one class, shape and kind of attention, and the hooks of
-    their parts are refused; each cached token copies the keys and values of the group.
-
     A `LayeredModel` of it is refused meanwhile.
 
     Raises:
         InputError: a model that is no row of blocks, or one in such a context already, here or in another thread;
-            blocks that cannot be stacked; inside, a cache that is not made of keys and values alone or was filled in
-            another order, and `output_hidden_states`.
+            inside, a cache that is not made of keys and values alone or was filled in another order, and
+            `output_hidden_states`.
         TypeError, ValueError: a schedule that does not fit the model, or without a step.
     """
     network: Network = plain_model(model)
@@ -68,28 +59,15 @@ def running_order(model: nn.Module, schedule: Sequence[Step], *, parallel: Paral
     steps = checked(schedule, len(blocks))
     if not steps:
         raise ValueError("schedule: expected at least one step, got none")
-    if parallel not in EXECUTIONS:
-        raise ValueError(f"parallel: expected loop or stacked, got {parallel!r}")
-    if parallel == "stacked" and family.layout is not None:
-        raise InputError(
-            f"parallel: the blocks of {type(network).__name__} hold their states otherwise than (batch, tokens, dim), "
-            'and cannot be stacked; use parallel="loop"'
-        )
-    stacks = {
-        step: StackedBlocks([blocks[number - 1] for number in step], step, type(network).__name__)
-        for step in dict.fromkeys(steps)
-        if isinstance(step, tuple) and parallel == "stacked" and REORDERED not in network.__dict__
-    }
     _claim(network, steps)
     tuples = _IN_TUPLES.setdefault(network, {})
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, stacks, tuples, family.layout)
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples, family.layout)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         with refusing, replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
             yield model
     finally:
         network.__dict__.pop(REORDERED, None)
-        stacks.clear()  # their memory goes now, also where a traceback holds this frame
 
 
 def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -131,11 +109,10 @@ class _Order:
         steps: Schedule,
         forwards: list[Callable[..., Any]],
         kind: str,
-        stacks: dict[tuple[int, ...], StackedBlocks],
         tuples: dict[type, int],
         layout: Layout | None,
     ) -> None:
-        self.steps, self.forwards, self.kind, self.stacks = steps, forwards, kind, stacks
+        self.steps, self.forwards, self.kind = steps, forwards, kind
         self.calls = threading.local()
         self.tuples, self.layout = tuples, layout
         self.number = next(_NUMBERS)
@@ -182,11 +159,6 @@ class _Order:
                 caches.advance_cache(value, number, hidden)
         slot = 0
         for step in self.steps:
-            if isinstance(step, tuple) and (stack := self.stacks.get(step)) is not None:
-                calls = [call.arguments[number - 1] for number in step]
-                hidden = stack(hidden, calls, partial(caches.of_group, slot=slot, numbers=step)).mean(0)
-                slot += len(step)
-                continue
             outputs = []
             for number in members(step):
                 args, kwargs = call.arguments[number - 1]
@@ -238,12 +210,6 @@ class _Slots:
             value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
         return _OneSlot(value, place)
 
-    def of_group(self, value: Any, slot: int, numbers: Sequence[int]) -> Any:
-        """What stacked blocks are given in place of a cache; anything else as it is."""
-        if not is_cache(value):
-            return value
-        return _GroupOfSlots(value, [self.of(value, slot + place, number) for place, number in enumerate(numbers)])
-
     def _check(self, cache: Any) -> None:
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -269,35 +235,6 @@ class _OneSlot:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
-
-
-class _GroupOfSlots(_OneSlot):
-    """A cache of which stacked blocks see a slot each, given as views of one slot."""
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        def into_slots(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-            rows = zip(self._slot, keys, values, strict=True)
-            return [slot.update(key, value, layer_idx, *args, **kwargs) for slot, key, value in rows]
-
-        return _Update.apply(keys, values, into_slots)
-
-
-class _Update(torch.autograd.Function):
-    """Keys and values of stacked blocks into the slot of each: under `vmap` alone, whose rule sees all of them."""
-
-    @staticmethod
-    def forward(keys: Tensor, values: Tensor, update: Callable[..., Any]) -> Any:
-        raise RuntimeError("expected the keys and values of stacked blocks")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, keys: Tensor, values: Tensor, update: Callable[..., Any]) -> Any:
-        stacked = [rows.movedim(dim, 0) for rows, dim in zip((keys, values), in_dims, strict=False)]
-        pairs = update(*stacked)
-        return tuple(torch.stack([pair[part] for pair in pairs]) for part in range(2)), (0, 0)
 
 
 def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:

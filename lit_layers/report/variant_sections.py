@@ -233,7 +233,7 @@ def qualities(table: Any) -> list[_Scores]:
 
 
 def _metrics(table: Any, analysis: str, *, named: bool, split: str | None = None) -> Iterator[_Scores]:
-    """The metrics of one analysis under each of its circumstances (such as `execution`), the plainest metric first."""
+    """The metrics of one analysis under each of its circumstances (such as `when`), the plainest metric first."""
     part = table[(table["analysis"] == analysis) & table["variant"].notna()] if "variant" in table else table[:0]
     metrics = sorted(part["metric"].unique(), key=lambda name: (not is_in(name, "variant", "task", "cost"), rank(name)))
     for metric in metrics:
@@ -249,7 +249,7 @@ def _metrics(table: Any, analysis: str, *, named: bool, split: str | None = None
 
 def _circumstances(rows: Any, split: str | None) -> list[dict[str, Any]]:
     """The values of the tags that tell of no variant, together."""
-    names = [n for n in ("execution", "training", "when") if n != split and n in rows and rows[n].notna().any()]
+    names = [n for n in ("training", "when") if n != split and n in rows and rows[n].notna().any()]
     rows = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows
     kinds = rows[names].drop_duplicates().to_dict("records") if names else [{}]
     return [{name: value for name, value in kind.items() if not pd.isna(value)} for kind in kinds]

@@ -14,7 +14,7 @@ ROUNDS = {"num_rounds": 2, "num_warm_up": 1}
 
 
 def speeds(model, compared, batch, **options):
-    """The values of each variant and execution, by their metrics."""
+    """The values of each variant, by their metrics."""
     values = {}
     for record in measure_speed(model, compared, batch, **options):
         values.setdefault(tuple({**record.tags, "block": record.layer}.items()), {})[record.metric] = record.value
@@ -62,13 +62,12 @@ def test_the_quartiles_are_of_the_rounds(monkeypatch):
     assert full["throughput"] == pytest.approx(2 / 30)
 
 
-def test_bytes_of_weights_are_those_of_the_blocks_that_run_and_of_copies():
+def test_bytes_of_weights_are_those_of_the_blocks_that_run():
     blocks = LayeredModel(deep()).blocks
     of_one = sum(parameter.numel() for parameter in blocks[0].parameters()) * 4
     assert weight_bytes(blocks, (1, 2, 3, 4, 5)) == 5 * of_one
     assert weight_bytes(blocks, (1, 2, 2, 2, 5)) == 3 * of_one
     assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5)) == 5 * of_one
-    assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5), "stacked") == 8 * of_one
     assert weight_bytes([block.half() for block in blocks], (1, 2)) == of_one
 
 
@@ -88,18 +87,11 @@ def test_the_peak_is_the_most_that_is_held_at_once():
 
 def test_attention_scores_of_a_batch_are_in_the_peak():
     model, compared = deep(attention="eager"), variants(5, ["parallel"], middles=[4])
-    few, many = (
-        speeds(model, compared, tiny_batch("gpt2", rows, 40), executions=["loop", "stacked"], **ROUNDS)
-        for rows in (2, 8)
-    )
+    few, many = (speeds(model, compared, tiny_batch("gpt2", rows, 40), **ROUNDS) for rows in (2, 8))
     scores = 4 * 40 * 40 * 4  # heads x tokens x tokens x bytes of a text
     for one, other in zip(few, many, strict=True):
         assert one["peak_memory"] >= 2 * scores
         assert other["peak_memory"] - one["peak_memory"] >= 6 * scores
-    loop, stacked = many[1:]
-    assert stacked["peak_memory"] > loop["peak_memory"] + 2 * 8 * scores  # the scores of four blocks at once
-    (short,) = speeds(model, compared, tiny_batch("gpt2", 1, 2), executions=["stacked"], **ROUNDS)[1:]
-    assert short["peak_memory"] < (short["weight_bytes"] - loop["weight_bytes"]) / 2  # the copy itself is none of it
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
@@ -108,7 +100,6 @@ def test_the_analysis_yields_every_number_of_every_variant_and_leaves_the_model(
     analysis = Speed(
         variants=["parallel", "random", "switch"],
         middles=[2],
-        executions=["loop", "stacked"],
         num_tokens=8,
         batch_size=2,
         **ROUNDS,
@@ -123,15 +114,15 @@ def test_the_analysis_yields_every_number_of_every_variant_and_leaves_the_model(
     }
     by_tags = {}
     for record in found.records:
-        key = (*(record.tags[tag] for tag in ("variant", "execution")), record.tags.get("middle"), record.layer)
+        key = record.tags["variant"], record.tags.get("middle"), record.layer
         by_tags.setdefault(key, {})[record.metric] = record.value
-    expected = {("baseline", "loop", None, None), ("parallel", "loop", 2, None), ("parallel", "stacked", 2, None)}
-    expected |= {("random", "loop", 2, None)} | {("switch", "loop", None, block) for block in range(1, 5)}
+    expected = {("baseline", None, None), ("parallel", 2, None), ("random", 2, None)}
+    expected |= {("switch", None, block) for block in range(1, 5)}
     assert by_tags.keys() == expected
     for values in by_tags.values():
         assert values.keys() == metrics
         assert all(value > 0 for value in values.values())
-    assert by_tags["baseline", "loop", None, None]["relative_latency"] == 1
+    assert by_tags["baseline", None, None]["relative_latency"] == 1
 
 
 def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
@@ -153,8 +144,6 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"executions": []}, "intervene/speed: expected at least one of executions, got none"),
-        ({"executions": ["streams"]}, "expected executions to be one of ['loop', 'stacked'], got 'streams'"),
         ({"num_rounds": 0}, "intervene/speed: expected num_rounds of at least 1, got 0"),
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
         ({"batch_size": 0}, "intervene/speed: expected batch_size of at least 1, got 0"),

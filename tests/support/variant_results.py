@@ -104,14 +104,13 @@ def speed(*, blocks: int = BLOCKS) -> list[Record]:
         if variant.loops not in (None, 2, 3, 4):
             continue
         stepwise = sum(len(step) if isinstance(step, tuple) else 1 for step in variant.schedule)
-        for execution, steps in (("loop", stepwise), ("stacked", 0.25 * stepwise + 0.75 * len(variant.schedule))):
-            tags = {**variant.tags, "execution": execution}
-            if variant.seed is not None:
-                tags = {"variant": "random", "middle": variant.middle or 0, "execution": execution}
-            relative = (2 + steps) / (2 + blocks)
-            of_metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
-            of_metrics["peak_memory"] = 1.2e9
-            rows += [Record(metric=m, value=v, layer=variant.block, tags=tags) for m, v in of_metrics.items()]
+        tags = variant.tags
+        if variant.seed is not None:
+            tags = {"variant": "random", "middle": variant.middle or 0}
+        relative = (2 + stepwise) / (2 + blocks)
+        of_metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
+        of_metrics["peak_memory"] = 1.2e9
+        rows += [Record(metric=m, value=v, layer=variant.block, tags=tags) for m, v in of_metrics.items()]
     return rows
 
 

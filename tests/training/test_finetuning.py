@@ -149,16 +149,6 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state(model,
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_stacked_groups_train_to_the_same_weights(model, text, tmp_path):
-    for parallel in ("loop", "stacked"):
-        run(model, text, tmp_path / parallel, steps=2, parallel=parallel)
-    one, other = (dict(trained(tmp_path / each).named_parameters()) for each in ("loop", "stacked"))
-    for name, parameter in one.items():
-        torch.testing.assert_close(
-            other[name], parameter, rtol=1e-6, atol=1e-7, msg=lambda told, name=name: f"{name}: {told}"
-        )
-
-
 def test_what_is_finished_is_not_trained_again_and_other_settings_are_refused(model, text, tmp_path, monkeypatch):
     first = run(model, text, tmp_path)
     facts = json.loads((tmp_path / name_of(MIDDLE) / "finetuned.json").read_text())

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESULTS = "intervene"
-EXECUTIONS = ("loop", "stacked")
-BESIDE = ("when", "training", "execution")  # tags that make a table each
+BESIDE = ("when", "training")  # tags that make a table each
 WITH_ERRORS = 4  # columns at most that have room for standard errors
 _WRITE = "write KEY: VALUE lines"
-ALL, LOOP = Names(("all",)), Names(("loop",))
+ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTED = Annotated[int | None, COUNT]
 OF_TEXTS = ("tasks", "corpus", "glue", "finetune", "folder", "limit", "max_new_tokens")
@@ -47,7 +46,6 @@ NEEDS = {  # an option: what it belongs to
     **dict.fromkeys(("limit", "max_new_tokens"), ("tasks",)),
     "num_sequences": ("corpus",),
     "states": ("corpus", "images"),
-    "execution": ("speed",),
     "folder": ("tasks", "glue", "finetune"),
     "num_tokens": ("corpus", "speed"),
 }
@@ -81,7 +79,6 @@ class Interventions:
         image_size: size of the model's input, in px (default: the source's)
         normalisation: how pixels are normalised
         speed: also measure the latency of each variant against the full model
-        execution: how blocks side by side are timed: loop, stacked, or both with a comma between
         finetune: a recipe: train each changed model, and score it before and after (recipes/finetune/text.yaml,
             arc.yaml)
         glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
@@ -106,7 +103,6 @@ class Interventions:
     image_size: COUNTED = None
     normalisation: Literal["imagenet", "half", "source"] = "source"
     speed: bool = False
-    execution: Names = LOOP
     finetune: Path | None = None
     glue: Path | None = None
 
@@ -118,9 +114,8 @@ class Interventions:
         """
 
         options = given(self)
-        for name, choices, which in (("variants", NAMES, "all, or from"), ("execution", EXECUTIONS, "from")):
-            if unknown := next((one for one in options.get(name, ()) if one not in choices), None):
-                raise InputError(f"{name}: there is no {unknown!r}; choose {which} {', '.join(choices)}")
+        if unknown := next((one for one in options.get("variants", ()) if one not in NAMES), None):
+            raise InputError(f"variants: there is no {unknown!r}; choose all, or from {', '.join(NAMES)}")
         refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
@@ -231,8 +226,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         from lit_layers.analyses.speed import Speed
 
         length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
-        executions: Any = options.execution
-        yield Speed(**_timed(chosen), executions=executions, **length)
+        yield Speed(**_timed(chosen), **length)
     if (recipe := recipes.get("finetune")) is not None:
         from lit_layers.training.tuning.finetuning import Finetuning, TaskFinetuning
 

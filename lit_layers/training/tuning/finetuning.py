@@ -21,7 +21,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
-from lit_layers.models.running_order import Parallel, running_order
+from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.models.workload import Work
 from lit_layers.records import Record
@@ -123,14 +123,12 @@ class Finetuning(SavedVariants):
 
     Args:
         recipe: corpus, steps, learning rate, ...
-        parallel: how parallel groups run.
     """
 
     RESULT_TYPE = Quality
 
     recipe: FinetuningRecipe
     name: str = ANALYSIS
-    parallel: Parallel = "loop"
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -155,7 +153,7 @@ class Finetuning(SavedVariants):
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
         recipe = {**asdict(self.recipe), "tokenizer": self._tokenizer()}
-        options = {"parallel": self.parallel, "recipe": recipe, "corpus": self._shards().corpus_hash}
+        options = {"recipe": recipe, "corpus": self._shards().corpus_hash}
         return super().settings(model, variant) | options
 
     def train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Quality, Quality]:
@@ -170,7 +168,7 @@ class Finetuning(SavedVariants):
             seed=recipe.seed,
         )
         module = LitVariant(network, recipe, recipe.steps)
-        with running_order(network, variant.schedule, parallel=self.parallel):
+        with running_order(network, variant.schedule):
             before = self.validated(module, data, model)
             self.fit(module, data, model, steps=recipe.steps)
             return before, self.validated(module, data, model)
