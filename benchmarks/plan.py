@@ -29,16 +29,13 @@ from rounds import LEAST_ROUNDS, Row, add_options, finish, ratios
 
 from lit_layers import analyses as A
 from lit_layers.analyses import Analysis
-from lit_layers.analyses.blockwise import layerwise, walk
 from lit_layers.data import CorpusTexts, EvalImages, EvalText
 from lit_layers.measuring import calibration
 from lit_layers.measuring import plan as planning
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.measuring.plan import Plan, planned
-from lit_layers.models.build import causal_lm, save, vit
+from lit_layers.models.build import causal_lm, vit
 from lit_layers.models.costs import forget_most, most_ever
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 
 SMALL: dict[str, Any] = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 2048}
@@ -86,18 +83,12 @@ def of_representation() -> list[Analysis]:
     return [*shared, A.Invariance(texts=texts, **options)]
 
 
-def of_streams() -> list[Analysis]:
-    batches = text(32, 128)
-    return [A.Trajectory(batches=batches), A.Representation(batches=batches), A.Coupling(batches=text(4, 64))]
-
-
 RECIPES: dict[str, tuple[Callable[[], Any], Callable[[], list[Analysis]]]] = {
     "analyses/text.yaml": (lambda: causal_lm("gpt2", **SMALL), of_text),
     "analyses/images.yaml": (lambda: vit("vit_tiny_patch16_224", img_size=8, patch_size=2, num_classes=10), of_images),
     "analyses/coupling.yaml": (lambda: causal_lm("gpt2", **WIDE), of_coupling),
     "analyses/interventions.yaml": (lambda: causal_lm("gpt2", **SMALL), of_interventions),
     "analyses/representation.yaml": (lambda: causal_lm("gpt2", **SMALL), of_representation),
-    "analyses/stream.yaml": (lambda: causal_lm("gpt2", **WIDE), of_streams),
 }
 NARROW_ALONE = ("token_coupling", "next_token_probe, record", "prediction_residual")
 WIDTHS = {64: 4, 768: 2}  # and blocks
@@ -140,7 +131,6 @@ def single() -> dict[str, Analysis]:
     return {analysis.name: analysis for analysis in plain} | probes
 
 
-STREAMED = "analyses/stream.yaml"
 CPU = torch.device("cpu")
 
 
@@ -150,34 +140,26 @@ class Case:
     def __init__(self, name: str, scratch: Path) -> None:
         build, make = RECIPES[name]
         self.model, self.analyses, self.place = LayeredModel(build()), make(), scratch
-        self.streams = name == STREAMED
-        if self.streams:
-            save(self.model.model, scratch / "model")
         self.measure()
 
     @classmethod
     def alone(cls, model: LayeredModel, analysis: Analysis) -> "Case":
         """One analysis of a model in memory."""
         case = cls.__new__(cls)
-        case.model, case.analyses, case.streams = model, [analysis], False
+        case.model, case.analyses = model, [analysis]
         case.measure()
         return case
 
     def plan(self) -> Plan:
         calibration._TIMED.clear()
-        return planned(self.model, self.analyses, device=CPU, stream_blocks=self.streams)
+        return planned(self.model, self.analyses, device=CPU)
 
     def measure(self) -> float:
         """CPU seconds of one checkpoint."""
         started = time.process_time()
-        if self.streams:
-            shutil.rmtree(self.place / "walk", ignore_errors=True)
-            with contextlib.closing(StreamedModel(ShardFiles(self.place / "model"), device=CPU)) as model:
-                errors = [each.error for each in walk(model, layerwise(self.analyses), self.place / "walk").values()]
-        else:
-            facts = {"run": "plan", "step": 0, "weights_hash": "0"}
-            done = in_one_pass(self.model, self.analyses, lambda analysis: None, **facts)
-            errors = [each.error for each in done]
+        facts = {"run": "plan", "step": 0, "weights_hash": "0"}
+        done = in_one_pass(self.model, self.analyses, lambda analysis: None, **facts)
+        errors = [each.error for each in done]
         if any(errors):
             raise SystemExit("; ".join(filter(None, errors)))
         return time.process_time() - started

@@ -1,4 +1,4 @@
-"""What would break on a GPU, found without one: every analysis, training, a streamed walk and shares on a device that
+"""What would break on a GPU, found without one: every analysis, training and shares on a device that
 has the values of the CPU and a GPU's rules (`tests.support.pretend_device`).
 
 What is on the device runs in processes of its own, forked from one that has imported all and computed nothing: torch's
@@ -23,11 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.blockwise import LayerwiseAnalysis, walk
 from lit_layers.measuring import one_model
-from lit_layers.models import load
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
 from lit_layers.records import Measurement
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.resuming import ResumeCheckpoint
@@ -44,9 +40,8 @@ from tests.support.every_analysis import (
 )
 from tests.support.listed_batches import Listed
 from tests.support.random_text import RandomText
-from tests.support.saved_models import saved
 from tests.support.shares import measure_share
-from tests.support.tiny_models import LAYERS, sees_images, tiny
+from tests.support.tiny_models import sees_images, tiny
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -165,56 +160,10 @@ class Killed(BaseException):
     """The end of a process, as far as a test may have it."""
 
 
-def three() -> list[LayerwiseAnalysis]:
+def three() -> list[DividedAnalysis]:
     batches = prompts()
     coupling = Coupling(batches=batches, k=(2, 5), num_prompts=3)
     return [Trajectory(batches=batches), Representation(batches=batches), coupling]
-
-
-def walked(folder: Path, work: str, place: torch.device, stop: int | None = None) -> dict[str, list]:
-    """What a streamed walk finds, or nothing where it is stopped before a block."""
-
-    def progress(done: int, total: int, what: str) -> None:
-        if done == stop and what:
-            raise Killed
-
-    model = StreamedModel(ShardFiles(folder / "model"), device=place)
-    try:
-        results = walk(model, three(), folder / work, progress)
-    except Killed:
-        return {}
-    finally:
-        model.close()
-    return {name: [result.error, [record.value for record in result.records]] for name, result in results.items()}
-
-
-def walked_on_devices(device, folder: Path) -> tuple[dict[str, dict], dict]:
-    results = {}
-    for target, stop in ((CPU, 1), (device.DEVICE, LAYERS + 1)):  # in either pass
-        work = f"{target.type}-{stop}"
-        assert walked(folder, work, device.DEVICE, stop) == {}
-        results[work] = walked(folder, work, target)
-    return results, dict(device.violations)
-
-
-@pytest.mark.soak
-def test_a_streamed_walk_goes_on_wherever_it_is_taken_up(tmp_path):
-    saved(tmp_path / "model", "gpt2")
-    results, violations = apart(walked_on_devices, tmp_path)
-    assert violations == {}
-    assert walked(tmp_path, "begun on the cpu", CPU, 2) == {}
-    results |= apart(walked_on_the_device, tmp_path)
-    model = load(tmp_path / "model")
-    for analysis in three():
-        expected = values(one_model.measure(model, analysis, run="run", step=0))
-        for work, result in results.items():
-            error, numbers = result[analysis.name]
-            assert error is None, (work, analysis.name)
-            assert numbers == pytest.approx(expected, rel=1e-3, abs=1e-5), (work, analysis.name)
-
-
-def walked_on_the_device(device, folder: Path) -> dict[str, dict]:
-    return {"begun on the cpu": walked(folder, "begun on the cpu", device.DEVICE)}
 
 
 class WaitsOfSteps(L.Callback):

@@ -25,12 +25,12 @@ LONG = (
     "data.md",
     "emergence.md",
     "images.md",
+    "offload.md",
     "papers.md",
     "probes.md",
     "report.md",
     "select.md",
     "series.md",
-    "streaming.md",
     "training.md",
 )
 # Small enough for a test; what a page shows stays as it is.

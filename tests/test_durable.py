@@ -4,9 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from lit_layers.analyses import blockwise
 from lit_layers.files import durable
 from lit_layers.files.durable import own_draft_of, replace_file
 
@@ -27,24 +25,6 @@ def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Pat
     replace_file(file, "whole")
     assert begun
     assert file.read_text() == "whole"
-    assert [*tmp_path.iterdir()] == [file]
-
-
-def test_tensors_of_two_machines_with_one_process_number(tmp_path: Path, monkeypatch) -> None:
-    """The second opens its file while the first has written half of its own."""
-    file, fsync, begun = tmp_path / "states.pt", os.fsync, []
-
-    def meanwhile(handle: int) -> None:
-        fsync(handle)
-        if not begun:
-            begun.append(handle)
-            blockwise.save(torch.zeros(3), file)
-
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    blockwise.save(torch.ones(100), file)
-    assert begun
-    assert torch.load(file, weights_only=True).equal(torch.ones(100))
     assert [*tmp_path.iterdir()] == [file]
 
 

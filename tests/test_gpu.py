@@ -1,5 +1,5 @@
 """On a real GPU: every analysis gives the CPU's numbers, training is bit for bit the same with analyses and after a
-resume, a streamed walk ends in the same numbers. Without a GPU `test_devices.py` looks for the same faults on a
+resume, an offloaded model has the same numbers. Without a GPU `test_devices.py` looks for the same faults on a
 pretended one."""
 
 import importlib.util
@@ -13,6 +13,7 @@ from lit_layers import records
 from lit_layers.analyses import Lens, Trajectory
 from lit_layers.measuring import one_model
 from lit_layers.models import load
+from lit_layers.models.offload import Offload
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.training import EmergenceCallback, losses
 from lit_layers.training.losses import next_token_loss
@@ -25,7 +26,7 @@ from tests.support.listed_batches import Listed
 from tests.support.random_text import RandomText
 from tests.support.saved_models import saved
 from tests.support.tiny_models import sees_images
-from tests.test_devices import assert_close, made, three, values, walked
+from tests.test_devices import assert_close, made, three, values
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
@@ -51,15 +52,15 @@ def test_every_analysis_has_the_numbers_of_the_cpu(tmp_path, name):
     assert_close(on_gpu, measured(made(name).eval(), name, tmp_path / "cpu"))
 
 
-def test_a_streamed_walk_has_the_numbers_of_the_whole_model(tmp_path):
+def test_an_offloaded_model_has_the_numbers_of_the_model_on_the_gpu(tmp_path):
     saved(tmp_path / "model", "gpt2")
-    results = walked(tmp_path, "walk", torch.device("cuda"))
-    model = load(tmp_path / "model")
+    whole = load(tmp_path / "model").to("cuda")
+    offloaded = load(tmp_path / "model", offload=Offload(tmp_path / "scratch", torch.device("cuda")))
     for analysis in three():
-        error, numbers = results[analysis.name]
-        assert error is None
-        expected = values(one_model.measure(model, analysis, run="run", step=0))
-        assert numbers == pytest.approx(expected, rel=1e-3, abs=1e-5), analysis.name
+        one, other = (one_model.measure(model, analysis, run="run", step=0) for model in (whole, offloaded))
+        assert one.error is None
+        assert other.provenance == one.provenance
+        assert values(other) == pytest.approx(values(one), rel=1e-3, abs=1e-5), analysis.name
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

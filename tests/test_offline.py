@@ -1,7 +1,6 @@
-"""Measuring a trained model, whole or streamed: the same numbers, the same provenance, nothing measured twice."""
+"""Measuring a trained model, whole or offloaded: the same numbers, the same provenance, nothing measured twice."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.measuring import one_checkpoint
 from lit_layers.measuring.offline import analyze
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
 from lit_layers.series import OneModel
 from tests.support.listed_batches import Listed
 from tests.support.rounding import assert_same_numbers
-from tests.support.saved_models import saved
-from tests.support.tiny_models import LAYERS, tiny_batch
+from tests.support.saved_models import saved, saved_vit
+from tests.support.tiny_models import tiny_batch
 
 
 @pytest.fixture(scope="module")
@@ -36,110 +32,52 @@ def three(name: str = "llama", *, seed: int = 0, **options) -> list:
 
 def test_both_ways_write_the_same_measurements(model, tmp_path):
     whole = analyze(model, three(), root=tmp_path / "whole" / "run")
-    streamed = analyze(model, three(), root=tmp_path / "streamed" / "run", stream_blocks=True)
-    for one, other in zip(whole, streamed, strict=True):
+    offloaded = analyze(model, three(), root=tmp_path / "offloaded" / "run", offload=tmp_path / "scratch")
+    for one, other in zip(whole, offloaded, strict=True):
         assert (one.run, one.step, one.analysis, one.error) == (other.run, other.step, other.analysis, other.error)
         assert (one.run, one.step, one.error) == ("run", 500, None)
         assert len(one.records) > 20
-        assert one.provenance == other.provenance | {"streamed": False}
+        assert one.provenance | {"offloaded": True} == other.provenance
         assert len(one.provenance["weights_hash"]) == 16
         assert other.seconds > 0
-    assert_same_numbers(streamed, whole)
-    assert records.read(tmp_path / "streamed" / "run" / "measurements.jsonl") == streamed
-    assert sorted(path.name for path in (tmp_path / "streamed" / "run").iterdir()) == ["measurements.jsonl", "values"]
+    assert_same_numbers(offloaded, whole)
+    assert records.read(tmp_path / "offloaded" / "run" / "measurements.jsonl") == offloaded
+    assert sorted(path.name for path in (tmp_path / "offloaded" / "run").iterdir()) == ["measurements.jsonl", "values"]
+    assert [*(tmp_path / "scratch").iterdir()] == []
 
 
 @pytest.mark.soak
 def test_a_page_is_drawn_of_the_results(model, tmp_path):
-    analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
+    analyze(model, three(), root=tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
-def test_what_is_there_already_is_not_measured_again(model, tmp_path, monkeypatch):
-    first = analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
-    loads = count_loads(monkeypatch)
-    assert analyze(model, three(), root=tmp_path / "run", stream_blocks=True) == first
-    assert analyze(model, three(), root=tmp_path / "run") == first  # measured whole they would be the same
-    assert loads == []
-    other = analyze(model, three(p=1.0), root=tmp_path / "run", stream_blocks=True)
+def test_what_is_there_already_is_not_measured_again(model, tmp_path):
+    first = analyze(model, three(), root=tmp_path / "run")
+    assert analyze(model, three(), root=tmp_path / "run") == first
+    assert analyze(model, three(), root=tmp_path / "run", offload=tmp_path / "scratch") == first, "the same weights"
+    other = analyze(model, three(p=1.0), root=tmp_path / "run")
     assert other[:2] == first[:2]
     assert other[2] != first[2]
     assert len(records.read(tmp_path / "run" / "measurements.jsonl")) == 4
 
 
-def test_an_interrupted_call_goes_on_behind_the_last_finished_block(model, tmp_path, monkeypatch):
-    loads, hashes = count_loads(monkeypatch), []
-    hashing = StreamedModel.weights_hash
-    monkeypatch.setattr(StreamedModel, "weights_hash", lambda self: hashes.append(1) or hashing(self))
-
-    def interrupt(done, total, what):
-        if what == f"pass 2 of 2, block 2 of {LAYERS}":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        analyze(model, three(), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
-    assert loads == [1, 2, 3, 1]
-    assert not (tmp_path / "run" / "measurements.jsonl").exists()
-    found = analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
-    assert loads == [1, 2, 3, 1, 2, 3]
-    assert len(hashes) == 1
-    assert_same_numbers(found, analyze(model, three(), root=tmp_path / "whole"))
-    assert not (tmp_path / "run" / ".stream").exists()
-
-
-def test_a_kill_between_two_lines_loses_no_block(model, tmp_path, monkeypatch):
-    loads, append = count_loads(monkeypatch), records.append
-
-    def second_line(path, measurement):
-        if measurement.analysis == "representation":
-            raise KeyboardInterrupt
-        append(path, measurement)
-
-    monkeypatch.setattr(records, "append", second_line)
-    with pytest.raises(KeyboardInterrupt):
-        analyze(model, three(), root=tmp_path / "run", stream_blocks=True)
-    monkeypatch.setattr(records, "append", append)
-    assert len(analyze(model, three(), root=tmp_path / "run", stream_blocks=True)) == 3
-    assert len(loads) == 2 * LAYERS
-    lines = records.read(tmp_path / "run" / "measurements.jsonl")
-    assert [m.analysis for m in lines] == ["trajectory", "representation", "coupling"]
-
-
-def test_other_weights_options_or_data_do_not_go_on_from_these_blocks(tmp_path, monkeypatch):
-    def interrupt(done, total, what):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    folder = tmp_path / "model"
-    saved(folder, "llama")
-    with pytest.raises(KeyboardInterrupt):
-        analyze(folder, three(), root=tmp_path / "run", stream_blocks=True, progress=interrupt)
-    given = tmp_path / "run" / ".stream"
-    for what, analyses in {"options": three(p=1.0), "data": three(seed=1), "weights": three()}.items():
-        if what == "weights":
-            saved(folder, "llama", seed=1)
-        monkeypatch.setattr(Listed, "content_hash", lambda self, what=what: "other" if what == "data" else "listed")
-        shutil.copytree(given, tmp_path / what / ".stream")
-        streamed = analyze(folder, analyses, root=tmp_path / what, stream_blocks=True)
-        assert_same_numbers(streamed, analyze(folder, analyses, root=tmp_path / "whole" / what))
-
-
 def test_a_failing_analysis_is_written_with_its_error_either_way(model, tmp_path):
     lonely = Listed({"input_ids": torch.tensor([[8]])})
-    for stream in (False, True):
+    for offload in (None, tmp_path / "scratch"):
         found = analyze(
             model,
             [Trajectory(batches=lonely), Representation(batches=lonely, alpha=1.0, num_halves=0)],
-            root=tmp_path / f"run{stream}",
-            stream_blocks=stream,
+            root=tmp_path / f"run{offload is None}",
+            offload=offload,
         )
         assert "trajectory is undefined for every prompt at every layer" in found[0].error
         assert found[0].records == []
 
 
 def test_float64_is_used_where_asked_for(model, tmp_path):
-    found = analyze(model, three(), root=tmp_path / "run", stream_blocks=True, dtype="float64")
+    found = analyze(model, three(), root=tmp_path / "run", offload=tmp_path / "scratch", dtype="float64")
     assert {m.provenance["dtype"] for m in found} == {"float64"}
     whole = analyze(model, three(), root=tmp_path / "whole", dtype="float64")
     assert_same_numbers(found, whole, torch.float64)
@@ -152,11 +90,11 @@ def test_what_is_measured_with_blocks_in_bfloat16_comes_back(model, tmp_path):
     assert records.read(tmp_path / "run" / "measurements.jsonl") == [found]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, stream):
+@pytest.mark.parametrize("offloads", [False, True])
+def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, offloads):
     def refusal(analyses, folder=model, **options) -> str:
         with pytest.raises(InputError) as raised:
-            analyze(folder, analyses, root=tmp_path / "run", stream_blocks=stream, **options)
+            analyze(folder, analyses, root=tmp_path / "run", offload=tmp_path / "x" if offloads else None, **options)
         assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.jsonl"))
         return str(raised.value)
 
@@ -168,22 +106,14 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, str
     if not torch.cuda.is_available():
         sentence = "device: cuda was asked for and torch sees no GPU: use cpu or auto"
         assert refusal([Trajectory(batches=data)], device="cuda") == sentence
-    if stream:
-        assert "Lens needs the whole model and cannot be streamed" in refusal([Lens(batches=data)])
-        long = Listed(tiny_batch("llama", tokens=65))
-        assert "LlamaForCausalLM takes at most 64 tokens, got 65" in refusal([Trajectory(batches=long)])
-        saved(tmp_path / "cut", "llama")
-        shard = sorted((tmp_path / "cut").glob("*.safetensors"))[3]
-        shard.write_bytes(shard.read_bytes()[:3000])
-        assert f"{shard} is damaged or cut short" in refusal([Trajectory(batches=data)], tmp_path / "cut")
-
-
-def test_a_damaged_model_is_refused_when_loaded_whole(tmp_path):
-    saved(tmp_path / "model", "llama")
-    shard = sorted((tmp_path / "model").glob("*.safetensors"))[3]
+    saved(tmp_path / "cut", "llama")
+    shard = sorted((tmp_path / "cut").glob("*.safetensors"))[3]
     shard.write_bytes(shard.read_bytes()[:3000])
-    with pytest.raises(InputError, match="model cannot be loaded: "):
-        analyze(tmp_path / "model", three(), root=tmp_path / "run")
+    assert "cut cannot be loaded: " in refusal([Trajectory(batches=data)], tmp_path / "cut")
+    if offloads:
+        saved_vit(tmp_path / "vit")
+        images = [Trajectory(batches=Listed(tiny_batch("vit")))]
+        assert "vit is a model of timm, which is only read whole" in refusal(images, tmp_path / "vit")
 
 
 def test_a_model_brings_its_tokenizer_where_it_was_saved_with_one(tmp_path):
@@ -204,30 +134,8 @@ def test_other_data_of_the_same_options_is_measured_anew(model, tmp_path, monkey
     assert len(set(hashes)) == len(hashes) == 2, "the old one is still known"
 
 
-def count_loads(monkeypatch) -> list[int]:
-    """The blocks that are read from here on."""
-    loads, resident = [], StreamedModel.resident
-
-    def counted(self, layer, **options):
-        loads.append(layer)
-        return resident(self, layer, **options)
-
-    monkeypatch.setattr(StreamedModel, "resident", counted)
-    return loads
-
-
 def test_the_step_is_read_from_the_name(model, tmp_path):
     for name, step in (("step-000001000", 1000), ("step64", 64), ("main", None), ("a-step-5", None)):
         (tmp_path / name).symlink_to(model)
         (checkpoint,) = OneModel(tmp_path / name).checkpoints
         assert checkpoint.step == step
-
-
-def test_files_are_told_apart_by_precision_and_content(model):
-    files = ShardFiles(model)
-    keys = set()
-    for dtype in (torch.float32, torch.float64):
-        view = StreamedModel(files, device=torch.device("cpu"), dtype=dtype)
-        keys |= {one_checkpoint._key(view, three()), one_checkpoint._key(view, three(p=1.0))}
-        view.close()
-    assert len(keys) == 4

@@ -1,11 +1,8 @@
 """What is planned is what is done: counts are held against runs that are watched, and what cannot end is refused."""
 
-import contextlib
 import functools
 import json
 import math
-import os
-import shutil
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -41,23 +38,19 @@ from lit_layers.analyses import (
     depth_coupling,
     token_jacobians,
 )
-from lit_layers.analyses.blockwise import walk
 from lit_layers.analyses.speed import Speed, peak_of_call
 from lit_layers.data.batches import EvalText, Size
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
-from lit_layers.functional.jacobian import block_jacobian
 from lit_layers.measuring import calibration
 from lit_layers.measuring import plan as planning
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.measuring.plan import Plan, Row, planned, share_of, stride_within
 from lit_layers.models.build import causal_lm, vit
 from lit_layers.models.saved import outline
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Part, bytes_of, bytes_of_model, flop
+from lit_layers.models.workload import Part, bytes_of, flop
 from lit_layers.records import Record
 from lit_layers.schedule import Schedule
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
@@ -70,7 +63,6 @@ from lit_layers.training.tuning.sequence_tasks import GlueScores
 from tests.support.every_analysis import kinds, save_inputs
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
-from tests.support.saved_models import saved
 from tests.support.tiny_models import DIM, IMAGE, VOCAB, sees_images, tiny
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parents[1]
@@ -291,45 +283,6 @@ def test_a_config_with_an_infinite_number_or_a_wrong_kind_is_read_or_refused():
     assert tuple(model.config.time_step_limit) == (0.0, math.inf)
     with pytest.raises(InputError, match="the config.json of it describes no model"):
         outline(settings | {"time_step_limit": [0.0, "much"]}, "it")
-
-
-def test_a_model_that_is_read_block_by_block_is_planned_as_it_is_walked(tmp_path, monkeypatch):
-    """Twice for Coupling, whose directions wait on the disk, and once for the others."""
-    saved(tmp_path / "model", "gpt2", n_embd=64)
-    made: list[int] = []
-
-    def counting(*args, **options):
-        jacobians = block_jacobian(*args, **options)
-        made.append(jacobians.shape[:-2].numel())
-        return jacobians
-
-    most: list[int] = []
-    replace = os.replace
-
-    def weighing(new, old):  # the most there is: both are there
-        most.append(sum(file.stat().st_size for file in tmp_path.rglob("*.pt*")))
-        replace(new, old)
-
-    monkeypatch.setattr(depth_coupling, "block_jacobian", counting)
-    monkeypatch.setattr(os, "replace", weighing)
-    streamed = StreamedModel(ShardFiles(tmp_path / "model"), device=CPU)
-    once = [Trajectory(batches=TEXTS), Representation(batches=TEXTS)]
-    twice = [Coupling(batches=Windows(6, 24, 3, seed=1), k=(4,), num_prompts=6)]
-    whole = LayeredModel(tiny("gpt2", n_embd=64))
-    with contextlib.closing(streamed):
-        for analyses, num_passes in ((once, 1), (twice, 2)):
-            plan, loads = planned(whole, analyses, device=CPU, stream_blocks=True), streamed.num_loads
-            outcomes = walk(streamed, analyses, tmp_path / str(num_passes))
-            assert [each.error for each in outcomes.values()] == [None] * len(analyses)
-            assert (plan.num_reads, streamed.num_loads - loads) == (num_passes + 1, num_passes * 3)
-            assert 0.5 < plan.whole.disk / max(most) < 2
-            most.clear()
-            shutil.rmtree(tmp_path / str(num_passes))
-            assert plan.whole.block_runs() == 3 * (8 if num_passes == 1 else 2 * 6)
-    assert {part.kind: part.count for part in plan.whole.parts}["jacobians"] == sum(made)
-    assert plan.weights < bytes_of_model(whole) / 1.4
-    with pytest.raises(InputError, match="lens: Lens needs the whole model and cannot be streamed"):
-        planned(whole, [Lens(batches=TEXTS)], device=CPU, stream_blocks=True)
 
 
 def test_seconds_are_those_of_the_parts_and_memory_that_of_the_largest():

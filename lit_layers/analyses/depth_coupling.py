@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import PromptAnalysis
-from lit_layers.analyses.blockwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit, joined
+from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis
 from lit_layers.analyses.states import evenly_spread, final_norm, first_rows, in_convention
+from lit_layers.analyses.states_analysis import joined
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,
@@ -24,16 +24,17 @@ from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
+from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
-_KEPT = ("left", "values", "right", "errors", "strays")  # of the factors, for the second pass
+_KEPT = ("left", "values", "right", "errors", "strays")  # of the factors
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 
 
 @dataclass(kw_only=True)
-class Coupling(LayerwiseAnalysis):
+class Coupling(DividedAnalysis):
     """Depth-wise coupling of the blocks at one token, with its random baseline, and the spectra behind it.
 
     Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
@@ -51,7 +52,6 @@ class Coupling(LayerwiseAnalysis):
     Preset "released_code" is what the authors' code does: for text k 10, 30, 50, absolute values and "hf" states; for
     images the same at the last patch of the first image, without the final norm. That script ran its model with
     drop-path on, which is off in all we measure.
-    Every pair takes one Jacobian in full and the other's bases, so a model that is read block by block is read twice.
 
     A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
@@ -62,7 +62,6 @@ class Coupling(LayerwiseAnalysis):
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
-    passes: ClassVar[int] = 2
     LEAST: ClassVar = {"num_prompts": 1, "num_singular_values": 1, "fit_from": 1, "num_patches": 1, "p": 1}
     POSITIVE = ("tolerance",)
     LISTS = ("k",)
@@ -119,8 +118,24 @@ class Coupling(LayerwiseAnalysis):
         held = layers * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
         return Work(parts=parts, device=4.0 * together * held)
 
-    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
-        return _Run(model, self.resolved(model), store)
+    def parts(self, model: LayeredModel) -> Iterator[Batch]:
+        return pieces(model, self.prompts(model))
+
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
+        return _Blocks(model, self.resolved(model), model.trajectory(part)).values()
+
+    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
+        options, values = self.resolved(model), joined(results, dim=-1)  # (blocks, ..., prompts)
+        num_tokens = len(options.tokens(model))
+        samples: list[Sample | Record] = []
+        for position, count in enumerate(options.counts(model)):
+            samples += _of_pairs(values, position, {"k": count}, num_tokens)
+        samples += _of_blocks(values, options.fit_from, num_tokens)
+        yield from summarize_all(samples)
+
+    def counts(self, model: LayeredModel) -> list[int]:
+        """The different numbers of directions, in order."""
+        return sorted({functional.num_directions(k, model.dim) for k in self.k})
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
         """The script for images takes the blocks' own outputs, without the final norm, of its batch's first image."""
@@ -151,63 +166,65 @@ def _at_once(model: LayeredModel, num_tokens: int) -> int:
     return max(1, entries // (model.num_layers * model.dim**2 * num_tokens))
 
 
-class _Run(LayerwiseRun):
-    """Per batch and block what the records need, float64 on the CPU, prompts last and within them their tokens.
+class _Blocks:
+    """The Jacobians of all blocks on one batch, which are held together."""
 
-    The leading factors of every Jacobian go to the store. Without one they stay here, and the Jacobians with them until
-    they are revisited.
-    """
-
-    def __init__(self, model: LayeredModel, options: Coupling, store: TensorFolder | None) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-        self.counts = sorted({functional.num_directions(k, model.dim) for k in options.k})
+    def __init__(self, model: LayeredModel, options: Coupling, trajectory: Trajectory) -> None:
+        self.model, self.options, self.trajectory = model, options, trajectory
+        self.counts = options.counts(model)
         self.top = min(options.num_singular_values, model.dim)
         # one direction more than the largest K: min_gap looks at it
         self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
-        self.store: dict[str, Tensor] | TensorFolder = {} if store is None else store
 
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        self.state[batch, "carried"] = self._at_token(hidden, mask).double()
+    def values(self) -> dict[str, Tensor]:
+        """Per block what the records need, float64 on the CPU, prompts last and within them their tokens."""
+        rows: dict[str, list[Tensor]] = {}
+        jacobians: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {name: [] for name in _KEPT}
+        carried = self._at_token(self.trajectory.hidden[0]).double()
+        for layer in range(1, self.model.num_layers + 1):
+            jacobian = self._jacobian(layer)
+            cosines, carried = self._carry(layer, jacobian, carried)
+            finite, factors, of_block = self._of_block(jacobian)
+            jacobians.append(finite)
+            for name in _KEPT:
+                parts[name].append(getattr(factors, name))
+            _append(rows, {**of_block, "rollout": cosines})
+        kept = {name: torch.stack(parts.pop(name), 1) for name in _KEPT}
+        bases = functional.Factors(**kept, bounds=kept["values"])  # whose bounds play no part
+        undefined = torch.stack(rows["undefined"], 1).bool().to(bases.left.device)  # (prompts, blocks)
+        for number, jacobian in enumerate(jacobians):
+            _append(rows, self._with_others(number, jacobian, bases, undefined))
+        return {name: torch.stack(of_blocks) for name, of_blocks in rows.items()}
 
-    def visit(self, visit: Visit) -> None:
-        batch, layer, options = visit.batch, visit.layer, self.options
-        jacobian = self._jacobian(visit)
+    def _of_block(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
+        """The Jacobian with zeros where it is undefined, its leading factors, and values of the block by itself."""
+        options = self.options
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
         factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
-        if isinstance(self.store, dict):
-            self.store[f"{batch}/{layer}/jacobian"] = finite
-        for name in _KEPT:
-            self.store[f"{batch}/{layer}/{name}"] = getattr(factors, name)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
         how: dict[str, Any] = {"dim": self.model.dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
         random = [
             functional.random_miscoupling_from_norms(factors.values[..., :count], norms, **how) for count in self.counts
         ]
         gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
-        rows = {
+        values = {
             "random": torch.stack(random).masked_fill(undefined, math.nan),
             "gaps": gaps.masked_fill(undefined, math.nan),
             "values": factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             "norms": norms.masked_fill(broken, math.nan),
-            "rollout": self._carry(visit, jacobian),
             "undefined": undefined,
         }
-        self.append(batch, {name: row.double() for name, row in rows.items()})
+        return finite, factors, values
 
-    def revisit(self, visit: Visit) -> None:
-        batch, store = visit.batch, self.store
-        is_kept = isinstance(store, dict)
-        jacobian = store.pop(f"{batch}/{visit.layer}/jacobian") if is_kept else self._jacobian(visit)
-        kept = {name: self._of_all_blocks(batch, name, jacobian) for name in _KEPT}
-        bases = functional.Factors(**kept, bounds=kept["values"])  # whose bounds play no part
-        undefined = self.state[batch, "undefined"].bool().T.to(jacobian.device)  # (prompts, blocks)
-        no_direction = undefined[:, visit.layer - 1]
+    def _with_others(self, number: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
+        """The block, by number from 0, in the bases of all blocks."""
+        no_direction = undefined[:, number]
         both = functional.miscoupling_with_error(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
-            bases.values[:, visit.layer - 1, None],
+            bases.values[:, number, None],
             bases,
             k=self.counts,
             p=self.options.p,
@@ -217,51 +234,37 @@ class _Run(LayerwiseRun):
         # a block that does nothing has no directions either
         rows = [each[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan) for each in both]
         named = zip(("miscoupling", "estimates"), rows, strict=True)  # (k, prompts, blocks) each
-        self.append(batch, {name: row.movedim(1, -1).double() for name, row in named})
+        return {name: row.movedim(1, -1) for name, row in named}
 
-    def records(self) -> Iterator[Record]:
-        values = joined(self.batches(), dim=-1)  # (blocks, ..., prompts)
-        samples: list[Sample | Record] = []
-        for position, count in enumerate(self.counts):
-            samples += _of_pairs(values, position, {"k": count}, len(self.tokens))
-        samples += _of_blocks(values, self.options.fit_from, len(self.tokens))
-        yield from summarize_all(samples)
-
-    def _of_all_blocks(self, batch: int, name: str, like: Tensor) -> Tensor:
-        """One part of the factors (prompts, blocks, ...); what is kept here is put together once."""
-        store, parts = self.store, [f"{batch}/{layer}/{name}" for layer in range(1, self.model.num_layers + 1)]
-        if not isinstance(store, dict):
-            return torch.stack([store[part] for part in parts], 1).to(like.device)
-        if (together := f"{batch}/all/{name}") not in store:  # the next block of this batch comes at once
-            store[together] = torch.stack([store.pop(part) for part in parts], 1)
-        return store[together]
-
-    def _at_token(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        places = token_places(self.tokens, mask)
+    def _at_token(self, hidden: Tensor) -> Tensor:
+        places = token_places(self.tokens, self.trajectory.mask)
         return hidden[torch.arange(len(places))[:, None], places].flatten(0, 1)  # (prompts x tokens, dim)
 
-    def _jacobian(self, visit: Visit) -> Tensor:
+    def _jacobian(self, layer: int) -> Tensor:
         """The block's same-token Jacobian, in the convention; the final norm then belongs to the last block."""
-        jacobian = block_jacobian(visit.block, visit.before, out_tokens=self.tokens, mask=visit.mask).flatten(0, 1)
+        block, before, mask = self.trajectory.block(layer), self.trajectory.hidden[layer - 1], self.trajectory.mask
+        jacobian = block_jacobian(block, before, out_tokens=self.tokens, mask=mask).flatten(0, 1)
         norm = final_norm(self.model)
-        if self.options.states == "resid" or norm is None or visit.layer < self.model.num_layers:
+        if self.options.states == "resid" or norm is None or layer < self.model.num_layers:
             return jacobian
-        last = self._at_token(visit.after, visit.mask)[:, None]  # (prompts, 1, dim): a norm acts on each token alone
+        last = self._at_token(self.trajectory.hidden[layer])[:, None]  # (prompts, 1, dim): a norm acts on each token
         outer = block_jacobian(norm, last, residual=False)
         # d norm(x + f(x)) / dx - I, by the chain rule
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
-    def _carry(self, visit: Visit, jacobian: Tensor) -> Tensor:
-        """Moves the carried vectors one block on, as `linearized_rollout` does; their cosines with the states."""
-        is_last = visit.layer == self.model.num_layers
-        carried = self.state.pop((visit.batch, "carried")).to(jacobian.device)
-        after = in_convention(self.model, self.options.states, visit.layer, visit.after)
-        states = torch.stack([carried, self._at_token(after, visit.mask).double()])
+    def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines of the carried vectors with the states, and those moved one block on: `linearized_rollout`."""
+        is_last = layer == self.model.num_layers
+        after = in_convention(self.model, self.options.states, layer, self.trajectory.hidden[layer])
+        states = torch.stack([carried, self._at_token(after).double()])
         skip = self.options.skip_last and is_last
         cosines = linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
-        if not is_last:
-            self.state[visit.batch, "carried"] = carried + (jacobian.double() @ carried[..., None])[..., 0]
-        return cosines
+        return cosines, carried + (jacobian.double() @ carried[..., None])[..., 0]
+
+
+def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
+    for name, row in values.items():
+        rows.setdefault(name, []).append(row.double().cpu())
 
 
 def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:

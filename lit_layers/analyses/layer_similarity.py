@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import DividedAnalysis
-from lit_layers.analyses.blockwise import Key, joined
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
+from lit_layers.analyses.states_analysis import Key, joined
 from lit_layers.analyses.statistics import (
     complete,
     gap,

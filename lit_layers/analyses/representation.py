@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.blockwise import Key, LayerwiseRun, StatesAnalysis, TensorFolder
 from lit_layers.analyses.states import States, without_first
+from lit_layers.analyses.states_analysis import Key, StatesAnalysis
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
@@ -236,8 +236,8 @@ class StateMetric(StatesAnalysis):
     """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
 
     The function takes the states of one layer in float64, `(points, dim) -> ()`, or of several with a value for each,
-    `(layers, points, dim) -> (layers)`; layers are handed over one at a time, so that a model can be streamed. NaN says
-    that it is undefined. Its name is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
+    `(layers, points, dim) -> (layers)`; layers are handed over one at a time. NaN says that it is undefined. Its name
+    is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
 
     With `points` "tokens" they are the real tokens of a prompt without the first `drop_first`, and values are averaged
     over prompts, with intervals by bootstrap over them. With "prompts" there is one pooled vector for each prompt, and
@@ -302,9 +302,13 @@ class StateMetric(StatesAnalysis):
         super().check_options(model)
         self._takes_layers(model.dim)
 
-    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         self._several = self._takes_layers(model.dim)
-        return super().begin(model, store)
+        return super().of_part(model, part)
+
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        self._several = self._takes_layers(model.dim)
+        return super().combine(model, results)
 
     def tags(self) -> dict[str, str | int | float]:
         """What a result of other than the default options must say of itself."""

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.blockwise import Key, LayerwiseAnalysis, LayerwiseRun, StatesAnalysis, TensorFolder, Visit
+from lit_layers.analyses.base import DividedAnalysis
 from lit_layers.analyses.representation import POOLED
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
+from lit_layers.analyses.states_analysis import Key, StatesAnalysis
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -35,7 +36,7 @@ from lit_layers.functional.state_geometry import (
     step_ratio,
     two_nn_of_distances,
 )
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.workload import Part, Work
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
@@ -44,7 +45,7 @@ OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence
 
 
 @dataclass(kw_only=True)
-class StateGeometry(LayerwiseAnalysis):
+class StateGeometry(DividedAnalysis):
     """Spectrum, dimension and direction of the states at every layer, and what a block does to them.
 
     Of the tokens of all prompts as one set, from `num_tokens` of each prompt: `alpha_req`, `two_nn_dimension` and
@@ -96,65 +97,46 @@ class StateGeometry(LayerwiseAnalysis):
         if self.first_rank >= self.last_rank:
             raise InputError(f"{self.name}: expected last_rank above {self.first_rank}, got {self.last_rank}")
 
-    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
-        return _GeometryRun(model, self)
-
-    def tags(self, metric: str) -> dict[str, Any]:
-        options = ["states"] if metric.endswith("massive_activation") else ["states", "drop_first"]
-        options += ["first_rank", "last_rank"] if "alpha_req" in metric else []
-        return self.tags_of(*options)
-
-
-class _GeometryRun(LayerwiseRun):
-    """Of each batch the kept rows (layers so far, rows, dim), how many are of each prompt, and values of prompts."""
-
-    def __init__(self, model: LayeredModel, options: StateGeometry) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
+        """Return the kept rows (layers + 1, rows, dim), `num_rows` of each prompt, and values of prompts."""
+        trajectory = model.trajectory(part)
+        mask = trajectory.mask
         chosen = [
-            evenly_spread(self.options.drop_first, count - 1, self.options.num_tokens)
-            if count > self.options.drop_first
-            else []
+            evenly_spread(self.drop_first, count - 1, self.num_tokens) if count > self.drop_first else []
             for count in mask.sum(-1).tolist()
         ]
-        self.state[batch, "num_rows"] = torch.tensor([len(places) for places in chosen])
         real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
         pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
-        self.state[batch, "places"] = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
-        nothing = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
-        self._take(batch, in_convention(self.model, self.options.states, 0, hidden), mask, nothing, nothing[0])
+        prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(trajectory.hidden.device).T
+        kept = without_first(mask, self.drop_first).cpu()
+        moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
+        missing, before = moved[0], None
+        rows: dict[str, list[Tensor]] = {}
+        for layer, hidden in enumerate(trajectory.hidden):
+            states = in_convention(model, self.states, layer, hidden)
+            if before is not None:
+                steps = [each(before, states, undefined="nan").cpu() for each in (block_influence, step_ratio)]
+                of_tokens = torch.stack(steps).masked_fill(~kept, torch.nan)
+                moved, missing = mean_of_defined(of_tokens), (of_tokens.isnan() & kept).sum(-1)[0]
+            size = massive_activation(states, mask, undefined="nan")
+            normal = normal_massive_activation((mask.sum(-1) * states.shape[-1]).cpu())
+            of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
+            values = dict(zip(OF_PROMPTS, of_prompts, strict=True))
+            values |= {"num_undefined_tokens": missing.double(), "rows": states[prompts, places]}
+            for name, row in values.items():
+                rows.setdefault(name, []).append(row.cpu())
+            before = states
+        stacked = {name: torch.stack(of_layers) for name, of_layers in rows.items()}
+        return {"num_rows": torch.tensor([len(each) for each in chosen]), **stacked}
 
-    def visit(self, visit: Visit) -> None:
-        before, after = (
-            in_convention(self.model, self.options.states, layer, hidden)
-            for layer, hidden in ((visit.layer - 1, visit.before), (visit.layer, visit.after))
-        )
-        kept = without_first(visit.mask, self.options.drop_first).cpu()
-        moved = torch.stack([each(before, after, undefined="nan").cpu() for each in (block_influence, step_ratio)])
-        moved = moved.masked_fill(~kept, torch.nan)
-        missing = (moved.isnan() & kept).sum(-1)
-        self._take(visit.batch, after, visit.mask, mean_of_defined(moved), missing[0])
-
-    def _take(self, batch: int, states: Tensor, mask: Tensor, moved: Tensor, missing: Tensor) -> None:
-        prompts, places = self.state[batch, "places"].to(states.device).T
-        size = massive_activation(states, mask, undefined="nan")
-        count = mask.sum(-1) * states.shape[-1]
-        normal = normal_massive_activation(count.cpu())
-        of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
-        values = dict(zip(OF_PROMPTS, of_prompts, strict=True))
-        self.append(batch, {**values, "num_undefined_tokens": missing.double(), "rows": states[prompts, places]})
-
-    def records(self) -> Iterator[Record]:
-        batches = self.batches()
+    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
         for metric in OF_PROMPTS:
-            values = torch.cat([batch[metric] for batch in batches], 1)  # (layers + 1, prompts)
-            missing = torch.cat([batch["num_undefined_tokens"] for batch in batches], 1).nan_to_num()
+            values = torch.cat([batch[metric] for batch in results], 1)  # (layers + 1, prompts)
+            missing = torch.cat([batch["num_undefined_tokens"] for batch in results], 1).nan_to_num()
             counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
-            yield from summarize_layers(metric, values, tags=self.options.tags(metric), counts=counts)
-        rows = torch.cat([batch["rows"] for batch in batches], 1)
-        yield from self._of_sets(rows, torch.cat([batch["num_rows"] for batch in batches]))
+            yield from summarize_layers(metric, values, tags=self.tags(metric), counts=counts)
+        rows = torch.cat([batch["rows"] for batch in results], 1)
+        yield from self._of_sets(rows, torch.cat([batch["num_rows"] for batch in results]))
 
     def _of_sets(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
         """Of the rows (layers + 1, rows, dim), so many of each prompt."""
@@ -164,15 +146,20 @@ class _GeometryRun(LayerwiseRun):
         _, kept = complete((num_broken == 0) & (num_rows > 0))
         rows, owner = rows[:, kept[owner]], owner[kept[owner]]
         prompts = kept.nonzero()[:, 0]
-        members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.options.num_halves))]
+        members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.num_halves))]
         choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
-        ranks = self.options.first_rank, self.options.last_rank
+        ranks = self.first_rank, self.last_rank
         by_layer = [_values(layer, choices, ranks) for layer in rows]
         for metric in by_layer[0]:
             values = torch.stack([of_layer[metric] for of_layer in by_layer])  # (layers + 1, 1 + halves)
             of_halves = values[:, 1:] if values.shape[1] > 1 else None
-            tags = self.options.tags(metric) | left_out("", ~kept)
+            tags = self.tags(metric) | left_out("", ~kept)
             yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)
+
+    def tags(self, metric: str) -> dict[str, Any]:
+        options = ["states"] if metric.endswith("massive_activation") else ["states", "drop_first"]
+        options += ["first_rank", "last_rank"] if "alpha_req" in metric else []
+        return self.tags_of(*options)
 
 
 def _values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import PromptAnalysis
-from lit_layers.analyses.blockwise import Key
 from lit_layers.analyses.states import evenly_spread, final_norm
+from lit_layers.analyses.states_analysis import Key
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError

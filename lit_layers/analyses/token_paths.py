@@ -7,8 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import PromptAnalysis
-from lit_layers.analyses.blockwise import LayerwiseAnalysis, LayerwiseRun, TensorFolder, Visit
+from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis
 from lit_layers.analyses.states import States, evenly_spread, in_convention
 from lit_layers.analyses.statistics import (
     Sample,
@@ -22,14 +21,14 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory
 from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 
 @dataclass(kw_only=True)
-class Trajectory(LayerwiseAnalysis):
+class Trajectory(DividedAnalysis):
     """Shape, growth and steps of the paths that tokens take through the layers.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
@@ -46,7 +45,6 @@ class Trajectory(LayerwiseAnalysis):
 
     LEAST: ClassVar = {"drop_first": 0}
     PRESETS: ClassVar = {"paper": {"states": "hf"}}
-    carried = 8  # the sum of the steps, in float64
 
     batches: Batches
     name: str = "trajectory"
@@ -58,50 +56,31 @@ class Trajectory(LayerwiseAnalysis):
     def extra_work(self, model: LayeredModel, passes: Work) -> Work:
         return Work(parts=(Part("steps", 100 + 40 * passes.parts[0].count / model.num_layers),))
 
-    def begin(self, model: LayeredModel, store: TensorFolder | None = None) -> LayerwiseRun:
-        return _TrajectoryRun(model, self.resolved(model))
-
-
-class _TrajectoryRun(LayerwiseRun):
-    """Of each batch the walked path of its kept tokens, and which tokens those are, `kept`."""
-
-    def __init__(self, model: LayeredModel, options: Trajectory) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-
-    def start(self, batch: int, hidden: Tensor, mask: Tensor) -> None:
-        position = mask.cumsum(-1)
-        kept = mask & (position > self.options.drop_first)
-        if self.options.tokens == "last":
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
+        """Return the walked path of the kept tokens of a batch, and which tokens those are, `kept`."""
+        options, trajectory = self.resolved(model), model.trajectory(part)
+        position = trajectory.mask.cumsum(-1)
+        kept = trajectory.mask & (position > options.drop_first)
+        if options.tokens == "last":
             kept = kept & (position == position[:, -1:])
-        path = WalkedPath()
-        path.start(in_convention(self.model, self.options.states, 0, hidden)[kept])
-        self._keep(batch, kept, path)
+        path, before = WalkedPath(), None
+        for layer, hidden in enumerate(trajectory.hidden):
+            states = in_convention(model, options.states, layer, hidden)[kept]
+            if before is None:
+                path.start(states)
+            else:
+                path.step(before, states)
+            before = states
+        del path.state["total"]  # (tokens, dim), which no metric of a finished path needs
+        return {name: tensor.cpu() for name, tensor in {"kept": kept, **path.state}.items()}
 
-    def visit(self, visit: Visit) -> None:
-        kept, path = self._kept(self.of_batch(visit.batch))
-        here = kept.to(visit.mask.device)
-        before = in_convention(self.model, self.options.states, visit.layer - 1, visit.before)
-        after = in_convention(self.model, self.options.states, visit.layer, visit.after)
-        path.step(before[here], after[here])
-        self._keep(visit.batch, kept, path)
-        if visit.layer == self.model.num_layers:
-            del self.state[visit.batch, "total"]  # (tokens, dim), of which nothing more is asked
-
-    def records(self) -> Iterator[Record]:
-        tags = self.options.tags_of("states")
-        groups = [_of_prompts(path, kept) for kept, path in map(self._kept, self.batches())]
+    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
+        tags = self.resolved(model).tags_of("states")
+        groups = [_of_prompts(WalkedPath(state), state.pop("kept")) for state in results]
         samples: list[Sample] = []
         for metric in groups[0]:
             samples += _samples(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
         yield from summarize_all(samples)
-
-    @staticmethod
-    def _kept(state: dict[str, Tensor]) -> tuple[Tensor, WalkedPath]:
-        return state.pop("kept"), WalkedPath(state)
-
-    def _keep(self, batch: int, kept: Tensor, path: WalkedPath) -> None:
-        self.state.update({(batch, name): tensor for name, tensor in {"kept": kept, **path.state}.items()})
 
 
 def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:

@@ -140,8 +140,8 @@ class Checkpoints(MeasuringOptions):
             raise InputError("untrained: is for one model, and --steps, which are a series', were given: leave one out")
         if is_series and self.untrained is not None:
             raise InputError(f"untrained: is for one model, and {model} is a series: name one of its checkpoints")
-        if self.stream_blocks and self.untrained is not None:
-            raise InputError("untrained: new weights are in no file that --stream-blocks could read: leave one out")
+        if self.offload is not None and self.untrained is not None:
+            raise InputError("untrained: new weights are in no file that --offload could read: leave one of them out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
         cases = [(of_series, not is_series, "is for series, and one model was named")]
         refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")

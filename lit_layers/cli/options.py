@@ -30,7 +30,8 @@ from lit_layers.schema import Range, refuse_outside
 T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-WRITTEN = ("out", "export", "pictures", "json", "cache")  # besides its root, which is `out` where it has no other
+# Besides its root, which is `out` where it has no other.
+WRITTEN = ("out", "export", "pictures", "json", "cache", "offload")
 
 
 class Names(tuple[str, ...]):

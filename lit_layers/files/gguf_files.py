@@ -53,7 +53,7 @@ def no_folder(name: str | Path) -> InputError:
     elif path.suffix in OF_WEIGHTS_ALONE:
         advice = LOAD_THEM
     else:
-        advice = "a GGUF file is read as a whole, by analyze, intervene and mteb without --stream-blocks or --untrained"
+        advice = "a GGUF file is read as a whole, by analyze, intervene and mteb without --offload or --untrained"
     return InputError(f"expected a folder with a model, {name} is a file: {advice}")
 
 

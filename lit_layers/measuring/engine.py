@@ -185,7 +185,7 @@ def _memory(ray: Any, measurer: Measurer, checkpoint: Checkpoint) -> int:
     """Return the bytes of memory that a task on CPUs asks for."""
     weights = 0
     with contextlib.suppress(InputError):  # loading it says why
-        if config := checkpoint.config():
+        if measurer.options.offload is None and (config := checkpoint.config()):
             weights = sum(4 * each.numel() for each in outline(config, checkpoint.name).parameters())
     asked = OF_A_PROCESS + COPIES * weights + measurer.options.kept_mb * 2**20
     if asked > (most := _most(ray, "memory")):

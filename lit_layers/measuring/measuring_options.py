@@ -19,7 +19,8 @@ class MeasuringOptions:
 
     Args:
         allow_suspect: also measure checkpoints that the audit of the series found suspect
-        stream_blocks: read a model block by block, so that it is never in memory as a whole
+        offload: for a model that does not fit into memory, a folder on a disk: its blocks are read for each batch
+            (docs/offload.md)
         keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
         shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
             of torchrun
@@ -34,7 +35,7 @@ class MeasuringOptions:
     """
 
     allow_suspect: bool = False
-    stream_blocks: bool = False
+    offload: Path | None = None
     keep_downloads: bool = True
     shard: str = AUTO
     root: Path | None = None

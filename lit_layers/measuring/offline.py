@@ -1,6 +1,6 @@
 """Measuring models that are already trained: the checkpoints of a series, audited first. One model is a series of one.
 
-A checkpoint is in memory whole, one at a time while the next one is fetched, or is read block by block.
+One checkpoint is in memory at a time, while the next one is fetched.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
-from lit_layers.analyses.blockwise import layerwise
 from lit_layers.errors import InputError, is_full
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
@@ -50,7 +49,7 @@ def analyze(
     *,
     root: str | Path,
     revision: str | None = None,
-    stream_blocks: bool = False,
+    offload: Path | None = None,
     device: Device = "auto",
     dtype: Dtype = "float32",
     progress: Tell | None = None,
@@ -62,10 +61,10 @@ def analyze(
         revision: a branch, tag or commit of the Hub.
 
     Raises:
-        InputError: a model that is not there or damaged, options that do not fit it, an analysis that cannot stream; a
-            root that holds the measurements of another model.
+        InputError: a model that is not there or damaged, options that do not fit it; a root that holds the measurements
+            of another model.
     """
-    options = replace(ALONE, stream_blocks=stream_blocks, device=device, dtype=dtype)
+    options = replace(ALONE, offload=offload, device=device, dtype=dtype)
     series, analyses = OneModel(model, revision=revision), in_dtype(analyses, options)  # as they are in the record
     analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
     earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
@@ -93,7 +92,7 @@ def analyze_series(
 
     Args:
         analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
-        options: how; `changed` are some of them by name: `stream_blocks=True`.
+        options: how; `changed` are some of them by name: `dtype="float64"`.
         root: the folder of the results; its name is the run's (of several models without steps each
             is a run), so that the numbers of a run's own folder join those that training wrote.
         beside_training: whether a training may go on in root meanwhile, which measures nothing itself.
@@ -104,8 +103,7 @@ def analyze_series(
     - `keep_downloads`: false: weights that this call downloads leave the Hub's cache when they are measured.
     - `shard`, here (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a
       training, which adds checkpoints and removes others, the name of each one says whose it is.
-    - `stream_blocks`: each model is read block by block, and an interrupted call goes on after the last finished block.
-      Trajectory, Representation, StateMetric, Coupling.
+    - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
     - `dtype`: what the weights are converted to, however they are stored.
     - `kept_mb`: how much of the states that several analyses look at is kept on the device between them; what is more
       lies in files in `root` meanwhile.
@@ -207,10 +205,10 @@ class _Measuring:
         one_model.refuse_same_names(analyses)
         if not analyses:
             raise InputError("analyses: expected at least one, got none")
+        if self.options.offload is not None and self.options.dtype == "bfloat16":
+            raise InputError("offload: --dtype bfloat16 needs a copy of the weights in memory: leave one of them out")
         for analysis in analyses:
             analysis.check_data()
-        if self.options.stream_blocks:
-            layerwise(analyses)
 
     def run(self) -> SeriesResult:
         """Measures in this process or over workers, as the engine says."""

@@ -1,42 +1,37 @@
-"""One checkpoint of a series in memory, or read block by block, and what its analyses find: here, or over workers.
+"""One checkpoint of a series in memory, and what its analyses find: here, or over workers.
 
 Nothing here writes the record: the loop (`offline`) does, which runs this in its own process or carries it to the
 workers of an engine. A task of theirs is a checkpoint and a group of its analyses: those that look at the same texts,
 which go through the blocks once for all of them.
 """
 
-import contextlib
 import functools
-import hashlib
-import shutil
+import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.blockwise import STATE, layerwise, walk
 from lit_layers.errors import InputError
-from lit_layers.measuring import one_model, undisturbed
+from lit_layers.measuring import one_model
 from lit_layers.measuring.measuring_options import MeasuringOptions
 from lit_layers.models.build import weights_hash
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.schema import Device
-from lit_layers.series import Checkpoint, OneModel, Series
+from lit_layers.series import Checkpoint, Series
 from lit_layers.series.auditing import SeriesMeasurements
 from lit_layers.series.opening import UNAUDITED
 
 Dtype = Literal["float32", "float64", "bfloat16"]
-Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses or blocks of one
-STATE_FORMAT = "3"  # of the folder in which a streamed measurement goes on: what an earlier version left is not read
-UNFINISHED = ".stream"  # folder in the root: what a streamed measurement has found so far
+Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses of one
 
 
 def device_of(name: Device) -> torch.device:
@@ -93,11 +88,6 @@ class Measurer:
         everything = self.analyses[checkpoint.name]
         analyses = everything if analyses is None else analyses
         try:
-            if self.options.stream_blocks:
-                streamed: Any
-                with self.model(checkpoint, self.options.weights_dtype) as streamed:
-                    self._check(streamed, everything)
-                    return self._walk(streamed, checkpoint, analyses)
             view, fingerprint = self._whole(checkpoint, everything)
             folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
             way = functools.partial(one_model.in_one_pass, kept_mb=self.options.kept_mb, folder=folder)
@@ -110,29 +100,24 @@ class Measurer:
     def release(self) -> None:
         """Lets go of the model that is loaded."""
         self._loaded = None
+        if self.options.offload is not None:
+            gc.collect()  # accelerate's hooks and their model hold each other
 
     def _whole(self, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> tuple[LayeredModel, str]:
         """A checkpoint in memory, loaded unless it was the last one, and the hash of its weights."""
         if self._loaded is None or self._loaded[0] != checkpoint.name:
             self.release()
-            with self.model(checkpoint, self.options.weights_dtype) as view:
-                self._check(view, analyses)
-                self._loaded = checkpoint.name, view, weights_hash(view.model)
+            view = LayeredModel(self._opened(checkpoint))
+            self._check(view, analyses)
+            self._loaded = checkpoint.name, view, weights_hash(view.model)
         return self._loaded[1:]
 
-    @contextlib.contextmanager
-    def model(self, checkpoint: Checkpoint, dtype: str) -> Iterator[LayeredModel]:
-        """A checkpoint in memory, or to be read block by block."""
-        if not self.options.stream_blocks:
-            yield LayeredModel(checkpoint.load(dtype=getattr(torch, dtype)).to(self.device))
-            return
-        files = self.series.files if isinstance(self.series, OneModel) else ShardFiles(checkpoint.fetch())
-        with (
-            contextlib.closing(StreamedModel(files, device=self.device, dtype=getattr(torch, dtype))) as streamed,
-            undisturbed.kept_random_state(),
-            undisturbed.plain_numbers(self.device),
-        ):
-            yield streamed
+    def _opened(self, checkpoint: Checkpoint) -> nn.Module:
+        """The model of a checkpoint on the device, or with its blocks on the disk."""
+        dtype = getattr(torch, self.options.weights_dtype)
+        if self.options.offload is None:
+            return checkpoint.load(dtype=dtype).to(self.device)
+        return checkpoint.load(dtype=dtype, offload=Offload(self.options.offload, self.device))
 
     def refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
         """Refuses a series that is not the one of the root, unless it lies there: then it is its own, whatever it was
@@ -152,12 +137,12 @@ class Measurer:
     ) -> list[Measurement]:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
         source, same = checkpoint.provenance(), {}
+        source |= {} if self.options.offload is None else {"offloaded": True}
         if self.series.is_alone:
-            source |= {"streamed": self.options.stream_blocks, "audit": UNAUDITED}
+            source["audit"] = UNAUDITED
             self.refuse_another(lambda _: ("weights_hash", fingerprint))
         else:
             source["audit"] = self.verdicts[checkpoint.name]
-            source |= {"streamed": True} if self.options.stream_blocks else {}
             same["model_tokenizer_hash"] = self.earlier.tokenizer_hash(checkpoint)
             source |= {name: value for name, value in same.items() if value is not None}
         measured = [
@@ -188,38 +173,3 @@ class Measurer:
         except InputError as error:
             raise DoesNotFit(str(error)) from error.__cause__
         self.fitting.add(id(analyses))
-
-    def _walk(self, view: StreamedModel, checkpoint: Checkpoint, analyses: Sequence[Analysis]) -> list[Measurement]:
-        """Block by block."""
-        place = self.root / UNFINISHED
-
-        def way(view: Any, due: Sequence[Analysis], _: Any, **facts: Any) -> Iterator[Measurement]:
-            # A kill between the first line and the last one leaves the blocks of all of them.
-            is_whole = due and (place / _key(view, analyses) / STATE).is_file()
-            if not due:
-                return
-            chosen = layerwise(analyses if is_whole else due)
-            folder = place / _key(view, chosen)
-            source, fingerprint = facts.pop("provenance"), facts.pop("weights_hash")
-            outcomes = walk(view, chosen, folder, self.tell)
-            for analysis in due:
-                outcome = outcomes[analysis.name]
-                provenance = {**one_model.describe_run(view, analysis, fingerprint), **source}
-                result = {"records": outcome.records, "seconds": outcome.seconds, "error": outcome.error}
-                yield Measurement(analysis=analysis.name, provenance=provenance, **facts, **result)
-            shutil.rmtree(folder)
-
-        hashed = view.kept_weights_hash(place, lambda: self.tell(0, 1, "hashing the weights"))
-        measured = self._keep(checkpoint, view, analyses, way, hashed)
-        for leftover in place.glob(f"*-{view.fingerprint()}.txt"):
-            leftover.unlink()
-        with contextlib.suppress(OSError):  # another measurement is under way there
-            place.rmdir()
-        return measured
-
-
-def _key(view: StreamedModel, analyses: Sequence[Analysis]) -> str:
-    """What blocks already measured depend on: files, options, data, precision, kind of device."""
-    measured = (f"{a.config_hash()} {a.data_hash()}" for a in analyses)
-    parts = [STATE_FORMAT, view.fingerprint(), view.device.type, *measured]
-    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, DividedAnalysis, RoundedAnalysis, describe
-from lit_layers.analyses.blockwise import LayerwiseAnalysis, layerwise
 from lit_layers.errors import InputError
 from lit_layers.machine import free_memory
 from lit_layers.measuring.calibration import Bench
 from lit_layers.models.costs import this_machine
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import OF_A_BLOCK, Part, Work, around, bytes_of, bytes_of_model, flop, trained
+from lit_layers.models.workload import Part, Work, around, bytes_of, bytes_of_model, flop, trained
 
 UNKNOWN = "unknown: timed when it first runs"
 
@@ -129,17 +128,13 @@ def planned(
     *,
     device: torch.device,
     num_checkpoints: int = 1,
-    stream_blocks: bool = False,
 ) -> Plan:
-    """What analyses take on a model that may hold no weights, or that is read block by block.
+    """What analyses take on a model that may hold no weights.
 
     Raises:
-        InputError: options that do not fit the model, data that cannot be had or of which there cannot be enough, an
-            analysis that cannot stream.
+        InputError: options that do not fit the model, data that cannot be had or of which there cannot be enough.
     """
-    streamed = {each.name: each for each in layerwise(analyses)} if stream_blocks else {}
-    num_reads = max((each.passes for each in streamed.values()), default=-1) + 1  # once more for their hash
-    plan = Plan(model=model, device=device, num_checkpoints=num_checkpoints, num_reads=num_reads)
+    plan = Plan(model=model, device=device, num_checkpoints=num_checkpoints)
     bench = Bench(model, device)
     passed: dict[str, tuple[str, float]] = {}  # by the texts: which analysis they are booked to, how many block runs
     for analysis in analyses:
@@ -160,8 +155,6 @@ def planned(
             else:
                 passed[key] = analysis.name, part.count * part.size[0]
         shared = f"passes of {' and '.join(others)}" if others else ""
-        if streamed:
-            work = _streamed(model, work, streamed[analysis.name], shared=bool(shared), on_cpu=device.type == "cpu")
         plan.rows.append(_row(analysis.name, work, bench, shared))
     return plan
 
@@ -197,30 +190,6 @@ def counted(model: LayeredModel, analyses: Sequence[Analysis]) -> tuple[float, f
         operations += sum(flop(model, part) for part in work.parts)
         held = max(held, work.device + work.host)
     return operations, held
-
-
-def _streamed(model: LayeredModel, work: Work, analysis: LayerwiseAnalysis, *, shared: bool, on_cpu: bool) -> Work:
-    """One block at a time on all texts, whose states, unless another has them, stay on the device and are written
-    after each block.
-
-    In a second pass every block runs again and has its Jacobians again; the directions of the first wait on the disk.
-    """
-    parts = [
-        part._replace(count=analysis.passes * part.count) if part.kind in ("blocks", "jacobians") else part
-        for part in work.parts
-    ]
-    states = (analysis.carried + (0.0 if shared else 4.0)) * work.tokens * model.dim
-    together = max((part.size[0] * part.size[1] for part in parts if part.kind == "blocks"), default=0)
-    jacobians = work.device / model.num_layers if any(part.kind == "jacobians" for part in parts) else 0.0
-    vectors = (16.0 if model.dim <= 512 else 8.0) * model.dim  # left and right, as `singular_factors` has them
-    directions = sum(p.count * p.size[0] * (vectors + 4.0 * p.size[0]) for p in parts if p.kind == "directions")
-    return replace(
-        work,
-        parts=tuple(parts),
-        device=states + OF_A_BLOCK * 4.0 * together * model.dim + jacobians,
-        host=work.host + (0.0 if on_cpu else states),  # a copy, to be written
-        disk=2 * states + (directions if analysis.passes > 1 else 0.0),
-    )
 
 
 def _first_pass(model: LayeredModel, work: Work, texts: tuple[str, ...]) -> dict[str, Part]:

@@ -125,8 +125,8 @@ class Targets:
             chosen = analyses(checkpoint) if callable(analyses) else analyses
             view = LayeredModel(outline(config, name, torch.float32))  # as it is measured, whatever its file is in
             number = 1 if varied else len(checkpoints)
-            how: Any = {"num_checkpoints": number, "stream_blocks": self.options.stream_blocks}
-            plan = planned(view, in_dtype(chosen, self.options), device=device_of(self.options.device), **how)
+            device = device_of(self.options.device)
+            plan = planned(view, in_dtype(chosen, self.options), device=device, num_checkpoints=number)
             yield name, plan
             plan.refuse(self.root)
 
@@ -134,8 +134,6 @@ class Targets:
         """For all checkpoints, or a function that makes those of one."""
         folder = _folder_of(self.series)
         trained = training_of(folder) if folder else {}
-        if self.options.stream_blocks:  # by which not all of a training's analyses can be measured
-            trained = {name: value for name, value in trained.items() if name != "analyses"}
 
         def target(checkpoint: Checkpoint, name: str) -> Target:
             about: Any = {"root": self.root, "series": self.series, "trained": trained, "tokenizer": self.tokenizer}

@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_layers.errors import kind_and_words
 from lit_layers.models.families import Network
+from lit_layers.models.offload import execution_device
 from lit_layers.models.shared_pass import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import evaluating
 
@@ -40,7 +41,7 @@ def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iter
         kept_gradients(model),
         kept_attention(model),
         kept_random_state(random_state),
-        plain_numbers(next(model.parameters()).device),
+        plain_numbers(execution_device(model)),
     ):
         try:
             yield
@@ -69,14 +70,18 @@ def shown(names: list[str]) -> str:
 @contextmanager
 def kept_gradients(model: nn.Module) -> Iterator[None]:
     """Without this a backward pass would add to the gradients that training accumulates."""
-    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
-    for parameter, _, _ in before:
+    before = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            before.append((module, name, parameter.grad, parameter.requires_grad))
+    for parameter in model.parameters():
         parameter.grad = None
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter, grad, requires_grad in before:
+        for module, name, grad, requires_grad in before:  # accelerate exchanges offloaded parameters at each call
+            parameter = module.get_parameter(name)
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
 

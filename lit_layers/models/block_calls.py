@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,44 +159,7 @@ def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout
         layout_here = layout.at(state, None if last is None else last.shape[1])
         return layout_here.returned(layout_here.taken(state, args) if last is None else last, num_values)
 
-    forward.hands_on = True  # no weight is needed
     return forward
-
-
-class _PastTheBlocksError(Exception):
-    """All that is wanted of a model's call is there."""
-
-
-def entered(
-    blocks: Sequence[nn.Module], returned: Sequence[int], call: Callable[[], Any]
-) -> tuple[Tensor, list[BlockCall]] | None:
-    """Layer 0 of a batch, and what each block is called with besides the state, of a model's own call.
-
-    In its course no block does anything: each returns the state that it is given, at the head of a tuple of so many
-    values as `returned` says (0: by itself), and at the last one the call ends. None where the blocks are then not
-    called one after the other.
-    """
-    states: list[Tensor] = []
-    calls: list[BlockCall] = []
-    masks: dict = {}
-
-    def recorder(block: nn.Module, num_values: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            state, args, kwargs = split_arguments(args, kwargs)
-            states.append(state)
-            calls.append(BlockCall(block, softened(args, masks), softened(kwargs, masks)))
-            if len(calls) == len(blocks):
-                raise _PastTheBlocksError
-            return in_place_of(state, num_values)
-
-        forward.hands_on = True  # no weight is needed
-        return forward
-
-    with replaced(blocks, map(recorder, blocks, returned)), suppress(_PastTheBlocksError):
-        call()
-    if [each.module for each in calls] != list(blocks) or any(state is not states[0] for state in states):
-        return None
-    return states[0], calls
 
 
 def in_place_of(state: Tensor, num_values: int) -> Any:

@@ -25,6 +25,7 @@ from lit_layers.machine import free_memory
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.families.trial_batch import is_timm
+from lit_layers.models.offload import weight
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
@@ -255,7 +256,9 @@ def weights_hash(model: nn.Module) -> str:
     Padding rows of the vocabulary are left out, so a model has one hash in training and after reloading.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(unpadded_state(plain_model(model)).items()):
+    network = plain_model(model)
+    for name, tensor in sorted(unpadded_state(network).items()):
+        tensor = weight(network, name, tensor)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

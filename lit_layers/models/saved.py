@@ -1,5 +1,6 @@
 """Saved models: opened whole and checked, as anybody opens them, or as an encoder with a new head for a task."""
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from torch import nn
 
 from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whole_path
 from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
-from lit_layers.files.hub import refuse_foreign_code, would_run_code
+from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
-from lit_layers.models.shard_files import refuse_weights_elsewhere
+from lit_layers.models.offload import Offload
 
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # which file holds which weights
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
 _CANNOT_LOAD = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
@@ -28,11 +31,18 @@ _CANNOT_LOAD = (
 )
 
 
-def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load(
+    folder_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    offload: Offload | None = None,
+) -> nn.Module:
     """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder, a GGUF file or a
     repository of the Hub.
 
-    Reads safetensors, or else a pickle with `weights_only=True`; never runs code of the repository.
+    With `offload` its blocks stay on the disk and the rest is on the device named there. Reads safetensors, or else a
+    pickle with `weights_only=True`; never runs code of the repository.
 
     Raises:
         InputError: no such folder, a folder without a model, or weights that do not fill the model.
@@ -49,7 +59,7 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
         with quiet():  # a model is filled with random weights before it is with its own
-            return _load(name, revision, dtype)
+            return _load(name, revision, dtype, offload)
     except InputError:
         raise
     except _CANNOT_LOAD as error:
@@ -63,29 +73,36 @@ def load(folder_or_repo: str | Path, *, revision: str | None = None, dtype: torc
         raise InputError(f"{name} cannot be loaded: {type(error).__name__}: {first_sentence(error)}") from error
 
 
-def _load(name: str, revision: str | None, dtype: torch.dtype) -> nn.Module:
+def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload | None) -> nn.Module:
     from transformers import PreTrainedConfig
 
     if is_gguf(name):
-        return load_gguf(GgufFile(name), dtype=dtype)
+        return load_gguf(GgufFile(name), dtype=dtype, offload=offload)
 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
-    refuse_beyond_memory(SimpleNamespace(**settings))
+    (refuse_beyond_memory if offload is None else refuse_endless)(SimpleNamespace(**settings))
     if is_timm(settings):
+        _refuse_offload(name, "a model of timm", offload)
         model = _open_timm(name, settings, revision)
         setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
         pixels.keep_pixel_statistics_(model, settings)
         return model.to(dtype).eval()
-    return _load_transformers(name, settings, revision, dtype)
+    return _load_transformers(name, settings, revision, dtype, offload)
 
 
-def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def _refuse_offload(name: str, kind: str, offload: Offload | None) -> None:
+    if offload is not None:
+        raise InputError(f"offload: {name} is {kind}, which is only read whole: leave --offload out")
+
+
+def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32, offload: Offload | None = None) -> nn.Module:
     """The model in a GGUF file, on the CPU, in evaluation mode: its weights are floats again.
 
     Raises:
         InputError: a file that is damaged, or of a model that transformers does not read from one.
     """
+    _refuse_offload(str(file.path), "a GGUF file", offload)
     settings = file.settings
     try:
         refuse_beyond_memory(SimpleNamespace(**settings))
@@ -95,14 +112,42 @@ def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32) -> nn.Modul
         return file.load(class_of(settings, str(file.path)), dtype).eval()
 
 
-def _load_transformers(name: str, settings: dict[str, Any], revision: str | None, dtype: torch.dtype) -> nn.Module:
+def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
+    """Refuses a model in a folder or on the Hub whose weights are not all in its own files.
+
+    Raises:
+        InputError: an index that names others or is damaged; an adapter, which transformers would add where the package
+            peft is installed, and not elsewhere.
+    """
+    from transformers.utils import cached_file
+
+    if cached_file(model, ADAPTER, revision=revision, _raise_exceptions_for_missing_entries=False) is not None:
+        raise InputError(f"{model}: expected a model alone, found an adapter beside it ({ADAPTER}): {MERGE_IT}")
+
+    for index in (INDEX, PICKLED):
+        file = cached_file(model, index, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        try:
+            named_shards(Path(file).read_bytes())
+        except ValueError as error:
+            raise InputError(f"{model}: {index} {error}; download or save the model again") from error
+
+
+def _load_transformers(
+    name: str, settings: dict[str, Any], revision: str | None, dtype: torch.dtype, offload: Offload | None
+) -> nn.Module:
     from transformers.utils import cached_file
 
     kind = class_of(settings, name)
     refuse_weights_elsewhere(name, revision)
-    model, report = kind.from_pretrained(
-        name, revision=revision, dtype=dtype, trust_remote_code=False, weights_only=True, output_loading_info=True
-    )
+    options: dict[str, Any] = {"trust_remote_code": False, "weights_only": True, "output_loading_info": True}
+    read = functools.partial(kind.from_pretrained, name, revision=revision, dtype=dtype, **options)
+    if offload is None:
+        model, report = read()
+    else:
+        empty = outline(settings, name, dtype)
+        model, report = offload.open(read, empty, family_of(empty).block_list(empty))
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             keys = sorted(report[problem])[:3]
@@ -194,6 +239,23 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
         except _CANNOT_LOAD as error:
             kind = f"{type(error).__name__}: " if isinstance(error, KeyError | AttributeError) else ""
             raise InputError(f"the config.json of {name} describes no model: {kind}{first_sentence(error)}") from error
+
+
+def initialised(files: ModelFiles, *, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The model that a config.json describes as its library initialises it, on the CPU; no weights are read.
+
+    Raises:
+        InputError: a config.json that neither transformers nor timm knows, sizes beyond the memory.
+    """
+    try:
+        refuse_beyond_memory(SimpleNamespace(**files.config))
+    except ValueError as error:
+        raise InputError(f"the config.json of {files.model} cannot be built: {error}") from error
+    model: Network = outline(files.config, files.model, dtype)
+    of_images = getattr(model, "main_input_name", None) == "pixel_values"
+    if of_images and not is_timm(files.config) and files.has(pixels.PREPROCESSOR):
+        pixels.keep_preprocessor_(model, json.loads(files.fetch(pixels.PREPROCESSOR).read_text(encoding="utf-8")))
+    return untrained(model, seed=seed)
 
 
 def _with_infinity(part: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.models.block_calls import now
+from lit_layers.models.offload import is_offloaded
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.schema import KEPT_MB
 
@@ -263,7 +264,9 @@ def fingerprints(model: nn.Module) -> dict[str, tuple]:
     for module, path in _modules(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in seen:
+                if tensor is not None and tensor.is_meta:
+                    prints[path + name] = "meta", tensor.shape  # accelerate exchanges it at each call
+                elif tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
                     prints[path + name] = id(tensor), tensor.data_ptr(), _written(tensor, is_table)
@@ -271,7 +274,7 @@ def fingerprints(model: nn.Module) -> dict[str, tuple]:
 
 
 def _written(tensor: Tensor, is_table: bool) -> int | bytes:
-    if is_table and tensor.device.type != "meta":
+    if is_table:
         return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return 0 if tensor.is_inference() else tensor._version
 
@@ -319,7 +322,8 @@ def on_disk(tensor: Tensor, folder: Path | None) -> Tensor:
     return mapped.view(tensor.shape).copy_(tensor)
 
 
-PIECE_BYTES = 2**26, 2**28  # of the states of a piece, on a CPU and elsewhere
+# Most bytes of the states of a piece: on a CPU; on a GPU, or where each piece reads all blocks from the disk.
+PIECE_BYTES = 2**26, 2**28
 
 
 def _row_bytes(model: LayeredModel, batch: Batch) -> int:
@@ -341,8 +345,9 @@ def _some(batch: Batch, numbers: Any, count: int) -> Batch:
 def pieces(model: LayeredModel, batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches, in parts whose states at all layers are not large; how many rows depends on nothing else."""
     needed = model.family.inputs[0]
+    most = PIECE_BYTES[model.device.type != "cpu" or is_offloaded(model.model)]
     for batch in batches:
         count = len(batch[needed])
-        size = max(1, PIECE_BYTES[model.device.type != "cpu"] // _row_bytes(model, batch))
+        size = max(1, most // _row_bytes(model, batch))
         for start in range(0, count, size):
             yield batch if size >= count else _some(batch, slice(start, start + size), count)

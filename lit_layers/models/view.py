@@ -19,6 +19,7 @@ from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, text_config, trunk_of
 from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
 from lit_layers.models.families.structure import UNPROVEN, is_proven
+from lit_layers.models.offload import execution_device
 
 Batch = Mapping[str, Tensor]
 
@@ -120,7 +121,7 @@ class LayeredModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return execution_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,12 +16,12 @@ from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.files.scratch import Scratch
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.build import save
-from lit_layers.models.shard_files import ShardFiles
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
@@ -37,7 +37,7 @@ class Selection:
     """The layer that is enough for a task: of which model, by what it was chosen, and how long each layer takes."""
 
     name: str  # of the model, in the picture
-    files: ShardFiles
+    files: ModelFiles
     revision: str | None
     view: LayeredModel
     task: TaskFeatures

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     import torch
     from torch import nn
 
+    from lit_layers.models.offload import Offload
+
 
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
@@ -194,8 +196,10 @@ class Checkpoint:
         """A local folder with the model, downloaded now if need be: for a second thread, ahead of time."""
         return self.source.fetch()
 
-    def load(self, *, dtype: "torch.dtype | None" = None) -> "nn.Module":
+    def load(self, *, dtype: "torch.dtype | None" = None, offload: "Offload | None" = None) -> "nn.Module":
         """The model on the CPU in evaluation mode, float32 by default; no code of the checkpoint runs.
+
+        With `offload` its blocks stay on the disk.
 
         Raises:
             InputError: files that are missing or damaged, or a pickle that is more than tensors.
@@ -204,7 +208,7 @@ class Checkpoint:
 
         folder = self.fetch()
         try:
-            return self.source.load(folder, dtype or torch.float32)
+            return self.source.load(folder, dtype or torch.float32, offload)
         except InputError as error:
             if error.__cause__ is None or not self.is_of_a_series:
                 raise

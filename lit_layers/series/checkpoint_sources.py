@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     import torch
     from torch import Tensor, nn
 
+    from lit_layers.models.offload import Offload
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -69,11 +71,11 @@ class Source(ABC):
     def tokenizer(self) -> str | None:
         """The tokenizer as recipes name it, downloaded now if need be; None where the checkpoint carries none."""
 
-    def load(self, folder: Path, dtype: "torch.dtype") -> "nn.Module":
+    def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         """The model in the folder that `fetch` gave, on the CPU in evaluation mode; no code of the checkpoint runs."""
         from lit_layers.models.saved import load  # torch, which names and steps do not need
 
-        return load(folder, dtype=dtype)
+        return load(folder, dtype=dtype, offload=offload)
 
     @property
     def is_here(self) -> bool:

@@ -15,6 +15,7 @@ from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import on_disk
 from lit_layers.files.gguf_files import LOAD_THEM, OF_WEIGHTS_ALONE
 from lit_layers.files.hub import ADAPTER, MERGE_IT, ListedFile, would_run_code
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts
@@ -237,10 +238,9 @@ def empty(folder: Path) -> "nn.Module":
     """The network of a config.json without memory for its parameters."""
     import torch
 
-    from lit_layers.models.shard_files import ShardFiles  # torch, which names and steps do not need
-    from lit_layers.models.streaming import skeleton  # torch, as above
+    from lit_layers.models.saved import outline  # torch, which names and steps do not need
 
-    return skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)
+    return outline(ModelFiles(folder).config, str(folder), torch.float32)
 
 
 def unwrapped(state: State) -> dict[str, "Tensor"]:

@@ -8,20 +8,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import Hub, ListedFile, content_hash
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
-
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
-    from lit_layers.models.shard_files import ShardFiles
 
 
 class Models(Series):
@@ -84,11 +82,9 @@ class OneModel(Series):
         refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
     @functools.cached_property
-    def files(self) -> "ShardFiles":
+    def files(self) -> ModelFiles:
         """Its files, opened on first use."""
-        from lit_layers.models.shard_files import ShardFiles  # torch, which names and steps do not need
-
-        return ShardFiles(self.model, revision=self.revision)
+        return ModelFiles(self.model, revision=self.revision)
 
     def find(self) -> Listing:
         if is_gguf(self.name) and self.untrained is None:
@@ -106,7 +102,7 @@ class OneModel(Series):
 
 @dataclass(frozen=True)
 class _Alone(Source):
-    shards: "ShardFiles"
+    model: ModelFiles
     revision: str | None
     untrained: int | None = None
 
@@ -116,31 +112,30 @@ class _Alone(Source):
 
     @property
     def is_here(self) -> bool:
-        return self.shards.local
+        return self.model.local
 
     def read(self, path: str) -> bytes:
-        return self.shards.fetch(path).read_bytes()
+        return self.model.fetch(path).read_bytes()
 
     def fetch(self) -> Path:
-        return self.shards.fetch("config.json").parent
+        return self.model.fetch("config.json").parent
 
     def describe(self) -> dict[str, Any]:
-        commit = {} if self.shards.local else {"revision": self.revision or MAIN, "commit": self.shards.commit}
+        commit = {} if self.model.local else {"revision": self.revision or MAIN, "commit": self.model.commit}
         seed = {} if self.untrained is None else {"untrained": {"seed": self.untrained}}
-        return {"checkpoint": self.shards.model, **commit, **seed}
+        return {"checkpoint": self.model.model, **commit, **seed}
 
     def tokenizer(self) -> str | None:
-        if not self.shards.has(TOKENIZER):
+        if not self.model.has(TOKENIZER):
             return None
-        return self.shards.model if self.revision is None else f"{self.shards.model}@{self.shards.commit}"
+        return self.model.model if self.revision is None else f"{self.model.model}@{self.model.commit}"
 
-    def load(self, folder: Path, dtype: Any) -> Any:
-        from lit_layers.models.saved import load  # torch, which names and steps do not need
-        from lit_layers.models.streaming import initialised
+    def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
+        from lit_layers.models.saved import initialised, load  # torch, which names and steps do not need
 
         if self.untrained is not None:
-            return initialised(self.shards, seed=self.untrained, dtype=dtype)
-        return load(self.shards.model, revision=self.shards.commit, dtype=dtype)
+            return initialised(self.model, seed=self.untrained, dtype=dtype)
+        return load(self.model.model, revision=self.model.commit, dtype=dtype, offload=offload)
 
 
 @dataclass(frozen=True)
@@ -172,10 +167,10 @@ class _OneFile(Source):
     def tokenizer(self) -> str | None:
         return str(self.file.path)
 
-    def load(self, folder: Path, dtype: Any) -> Any:
+    def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
         from lit_layers.models.saved import load_gguf  # torch, which names and steps do not need
 
-        return load_gguf(self.file, dtype=dtype)
+        return load_gguf(self.file, dtype=dtype, offload=offload)
 
 
 def _source(hub: Hub | None, model: str) -> Source:

@@ -281,5 +281,5 @@ def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_rank
         raise NoRoomError(
             f"a whole model on each rank takes {needed / 1e9:.2f} GB beside its shards and "
             f"{free / 1e9:.2f} GB are free on {device.type}: measure the saved checkpoints afterwards, one by one, "
-            "with lit-layers analyze FOLDER --stream-blocks"
+            "with lit-layers analyze FOLDER --offload SCRATCH"
         )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lit_layers.analyses import StateMetric
-from lit_layers.analyses.blockwise import walk
 from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
@@ -18,8 +17,6 @@ from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.state_geometry import anisotropy
 from lit_layers.measuring.one_model import join_shares, measure
 from lit_layers.models import load
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
 from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
@@ -136,7 +133,7 @@ def test_padding_enters_no_number(model, points):
 
 
 @pytest.mark.parametrize("points", ["tokens", "prompts"])
-def test_two_ranks_give_the_numbers_of_one_and_streaming_those_of_the_whole(tmp_path, points):
+def test_two_ranks_give_the_numbers_of_one(tmp_path, points):
     analysis = StateMetric(metric=stable_ranks, batches=prompts(), points=points, num_halves=2)
     saved(tmp_path / "model", "gpt2")
     whole = move_(load(tmp_path / "model", dtype=torch.float32))
@@ -145,13 +142,6 @@ def test_two_ranks_give_the_numbers_of_one_and_streaming_those_of_the_whole(tmp_
     shares = [measure_share(whole, analysis, range(rank, 99, 2), weights_hash="x") for rank in (1, 0)]
     two = join_shares(whole, analysis, shares, run="r", step=0, weights_hash="x")
     assert [repr(record) for record in two.records] == [repr(record) for record in one.records]
-    streamed = StreamedModel(ShardFiles(tmp_path / "model"), device=torch.device("cpu"), dtype=torch.float32)
-    try:
-        found = walk(streamed, [analysis], tmp_path / "work")["stable_ranks"]
-    finally:
-        streamed.close()
-    assert found.error is None
-    close_records(found.records, one.records)
 
 
 def undefined_of_short(states):
@@ -263,7 +253,7 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
         ("torch.save", "but what lit_layers.functional or --code PACKAGE defines, got torch.serialization.save"),
         # what writes wherever it is told to
         (
-            "lit_layers.analyses.blockwise.save",
+            "lit_layers.models.build.save",
             "but what lit_layers.functional or --code PACKAGE defines, got lit_layers",
         ),
     ):

@@ -1,27 +1,37 @@
 """`lit-layers analyze`: from a folder or the Hub to measurements, and what is said of wrong input."""
 
-import itertools
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
 import lit_layers
 from lit_layers import records
-from lit_layers.analyses import blockwise
 from lit_layers.cli.main import main
 from lit_layers.models.build import causal_lm, quiet, save
-from tests.support.forked import run_command
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved, saved_vit
 from tests.support.series_hub import served
 from tests.support.tiny_configs import tiny_model
 
 ROOT = Path(__file__).parents[2]
-STREAM = ROOT / "recipes" / "analyses" / "stream.yaml"
+RECIPE = """
+analyses:
+  - class_path: lit_layers.analyses.Trajectory
+    init_args:
+      batches: &text
+        class_path: lit_layers.data.EvalText
+        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 8, num_tokens: 32}
+  - class_path: lit_layers.analyses.Representation
+    init_args: {batches: *text}
+  - class_path: lit_layers.analyses.Coupling
+    init_args:
+      batches:
+        class_path: lit_layers.data.EvalText
+        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
+      k: [4]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +45,8 @@ def model(tmp_path_factory, corpus) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """The package's, on fewer and shorter texts."""
-    path, text = tmp_path_factory.mktemp("recipe") / "recipe.yaml", STREAM.read_text()
-    text = text.replace("num_sequences: 64, num_tokens: 128", "num_sequences: 8, num_tokens: 32")
-    text = text.replace("num_sequences: 8, num_tokens: 64", "num_sequences: 2, num_tokens: 16")
-    path.write_text(text.replace("k: [4, 16, 32]", "k: [4]"))
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(RECIPE)
     return path
 
 
@@ -70,46 +77,44 @@ def test_names_of_analyses_and_metrics_choose_what_is_measured(model, corpus, tm
     assert "metrics: unknown name 'lenss'; did you mean lens" in capsys.readouterr().err
 
 
-def test_a_model_is_measured_streamed_or_whole_with_the_same_numbers(
+def test_a_model_is_measured_offloaded_or_whole_with_the_same_numbers(
     model, recipe, corpus, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert analyze(model, "--stream-blocks", "--corpus", corpus, "--config", recipe) == 0
+    assert analyze(model, "--offload", "scratch", "--corpus", corpus, "--config", recipe) == 0
     said = capsys.readouterr()
-    streamed = tmp_path / "checkpoints" / f"{model.parent.name}-step-000000002"
-    assert f"draw them with `lit-layers report checkpoints/{streamed.name}`" in said.out
-    assert "pass 2 of 2, block 4 of 4" in said.err
+    offloaded = tmp_path / "checkpoints" / f"{model.parent.name}-step-000000002"
+    assert f"draw them with `lit-layers report checkpoints/{offloaded.name}`" in said.out
+    assert [*Path("scratch").iterdir()] == []
     assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "whole") == 0
-    one, other = (records.read(root / "measurements.jsonl") for root in (streamed, tmp_path / "whole"))
+    one, other = (records.read(root / "measurements.jsonl") for root in (offloaded, tmp_path / "whole"))
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
     assert_same_numbers(one, other)
     assert {m.step for m in one} == {2}
+    assert all(m.provenance["offloaded"] for m in one)
 
 
 @pytest.mark.soak
-def test_a_folder_of_a_model_without_a_row_is_measured_streamed_or_whole_with_the_same_numbers(
+def test_a_folder_of_a_model_without_a_row_is_measured_offloaded_or_whole_with_the_same_numbers(
     without_row, recipe, corpus, tmp_path
 ):
     found = []
-    for root, options in (("streamed", ["--stream-blocks"]), ("whole", [])):
+    for root, options in (("offloaded", ["--offload", tmp_path / "scratch"]), ("whole", [])):
         assert analyze(without_row, *options, "--corpus", corpus, "--config", recipe, "--root", tmp_path / root) == 0
         found.append(records.read(tmp_path / root / "measurements.jsonl"))
     assert_same_numbers(*found)
-    streamed, whole = (measurements[0].provenance for measurements in found)
-    assert streamed["origin"] == whole["origin"] == "structure"
-    assert streamed["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # two proofs: rounding errors are in it
+    offloaded, whole = (measurements[0].provenance for measurements in found)
+    assert offloaded["origin"] == whole["origin"] == "structure"
+    assert offloaded["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # two proofs: rounding errors are in it
     numbers = lit_layers.layers(without_row, ["prompt_entropy"], texts=["one two three four"] * 3)
     assert numbers.frame["value"].notna().all()
 
 
-def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path, monkeypatch):
-    assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run", "--stream-blocks") == 0
+def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path):
+    assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run") == 0
     found = records.read(tmp_path / "run" / "measurements.jsonl")
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
     assert {m.provenance["audit"] for m in found} == {"unaudited"}, "one model alone is compared with nothing"
-    monkeypatch.chdir(model.parent)
-    assert analyze(model.name, "--corpus", os.path.relpath(corpus), "--root", tmp_path / "run", "--stream-blocks") == 0
-    assert len(records.read(tmp_path / "run" / "measurements.jsonl")) == 3, "the same model and text, named otherwise"
 
 
 def test_texts_longer_than_the_model_reads_are_refused_before_it_is_opened(model, tmp_path, capsys, monkeypatch):
@@ -137,7 +142,7 @@ analyses:
         init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
 """
     )
-    assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "run", "--stream-blocks") == 1
+    assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "run") == 1
     assert (
         "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer"
         in capsys.readouterr().err
@@ -148,19 +153,17 @@ analyses:
     ("arguments", "sentence"),
     [
         (["nowhere/at/all"], "expected a folder with a model or a name on the Hub, nowhere/at/all does not exist"),
-        (["MODEL", "--steam-blocks"], "unknown option --steam-blocks; did you mean --stream_blocks?"),
+        (["MODEL", "--ofload", "x"], "unknown option --ofload; did you mean --offload?"),
         (["MODEL", "--revision", "step1"], "is a local folder and has no revision 'step1': leave it out"),
         (["MODEL", "--dtype", "bfloat16"], "float32"),
         (["MODEL", "--tokenizer", "no/such/thing"], "no tokenizer 'no/such/thing'"),
-        (["MODEL", "--config", "LENS", "--stream-blocks"], "lens: Lens needs the whole model and cannot be streamed"),
+        (["MODEL", "--metrics", "lens", "--offload", "x", "--dtype", "bfloat16"], "offload: --dtype bfloat16 needs"),
         (["MODEL", "--analyses+=Coupling"], "batches"),
         ([], "missing: model"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_ends_in_two(model, recipe, corpus, tmp_path, capsys, arguments, sentence):
-    (tmp_path / "lens.yaml").write_text(recipe.read_text().replace("Trajectory", "Lens"))
-    places = {"MODEL": str(model), "LENS": str(tmp_path / "lens.yaml")}
-    arguments = [places.get(word, word) for word in arguments]
+    arguments = [str(model) if word == "MODEL" else word for word in arguments]
     assert analyze(*arguments, "--corpus", corpus, "--root", tmp_path / "run") == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("lit-layers analyze: error: ")
@@ -184,60 +187,37 @@ def test_a_model_of_images_asks_for_analyses_and_for_no_tokenizer(tmp_path, caps
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(recipe, corpus, tmp_path, monkeypatch):
-    network = causal_lm("gpt2", n_layer=6, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
-    save(network, tmp_path / "model", corpus / "tokenizer")
-    command = ["analyze", tmp_path / "model", "--stream-blocks"]
-    command += ["--corpus", corpus, "--config", recipe, "--root", tmp_path / "run"]
-    real, saves = blockwise.save, itertools.count(1)
-
-    def pressed(content, path: Path) -> None:
-        real(content, path)
-        if path.name == blockwise.STATE and next(saves) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(blockwise, "save", pressed)
-        ended = run_command(command, folder=ROOT)
-    assert ended.returncode == 130, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "lit-layers analyze: interrupted: run the same command again to go on"
-    assert list(tmp_path.glob("run/.stream/*/state.pt"))
-    done = run_command(command, folder=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run" / ".stream").exists()
-    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", recipe, "--root", tmp_path / "whole") == 0
-    one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "whole"))
-    assert_same_numbers(one, other)
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, recipe, corpus, tmp_path, capfd, monkeypatch):
+def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
         for file in (corpus / "tokenizer").iterdir():
             shutil.copy(file, repository / revision)
-    bare = tmp_path / "hub" / "org" / "pickled" / "main"
-    bare.mkdir(parents=True)
-    shutil.copy(repository / "main" / "config.json", bare)
-    (bare / "pytorch_model.bin").write_bytes(b"0" * 2000)
 
     def command(*arguments, root: str) -> tuple[int, str]:
-        words = [*arguments, "--config", recipe, "--corpus", corpus, "--root", tmp_path / root]
+        words = [
+            *arguments,
+            "--offload",
+            tmp_path / "scratch",
+            "--config",
+            recipe,
+            "--corpus",
+            corpus,
+            "--root",
+            tmp_path / root,
+        ]
         return analyze(*words), capfd.readouterr().err
 
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
-        done = command("org/tiny", "--revision", "step2", "--stream-blocks", root="run")
+        done = command("org/tiny", "--revision", "step2", root="run")
         assert done[0] == 0, done
         index = json.loads((repository / "step2" / "model.safetensors.index.json").read_text())
         fetched = [r for r in hub.requests if r["method"] == "GET" and "safetensors" in r["path"] and r["bytes"] > 0]
         assert len([r for r in fetched if "index" not in r["path"]]) == len(set(index["weight_map"].values()))
-        missing = command("org/tiny", "--revision", "step9", "--stream-blocks", root="none")
-        pickled = command("org/pickled", "--stream-blocks", "--tokenizer", str(corpus / "tokenizer"), root="none")
+        missing = command("org/tiny", "--revision", "step9", root="none")
         nobody = command("org/nobody", root="none")
     # the Hub is gone
-    again = command("org/tiny", "--revision", "step2", "--stream-blocks", root="again")
+    again = command("org/tiny", "--revision", "step2", root="again")
     assert again[0] == 0, again
     assert analyze(repository / "step2", "--config", recipe, "--corpus", corpus, "--root", tmp_path / "local") == 0
     one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "local"))
@@ -248,7 +228,6 @@ def test_a_model_of_the_hub_is_fetched_shard_by_shard_and_streamed(model, recipe
     assert one[0].step == 2
     for refused, sentence in (
         (missing, "org/tiny at revision step9 is no local folder, and config.json cannot be had from the Hub"),
-        (pickled, "org/pickled holds its weights as a pickle (pytorch_model.bin); only safetensors are read"),
         (nobody, "org/nobody is no local folder, and config.json cannot be had from the Hub"),
     ):
         assert refused[0] == 2, refused

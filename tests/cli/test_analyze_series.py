@@ -144,24 +144,6 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
     assert "allow_suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_a_series_is_measured_block_by_block_divided_with_the_same_numbers(trained, recipe, tmp_path, capsys):
-    for shard in ("0/2", "1/2"):
-        options = ["--config", recipe, "--root", tmp_path / "run", "--stream-blocks", "--shard", shard]
-        assert analyze(trained, *options) == 0
-    assert "left" not in capsys.readouterr().out
-    found = {(m.step, m.analysis): m for m in records.read(tmp_path / "run" / "measurements.jsonl")}
-    written = {(m.step, m.analysis): m for m in records.read(trained / "measurements.jsonl")}
-    assert found.keys() == written.keys()
-    for place, measurement in found.items():
-        close_records(measurement.records, written[place].records)
-        assert measurement.provenance["streamed"]
-        assert measurement.provenance["weights_hash"] == written[place].provenance["weights_hash"]
-    assert analyze(trained, "--config", recipe, "--root", tmp_path / "run") == 0
-    assert "0 measured, 6 were known" in capsys.readouterr().out, "whole they would be the same"
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -59,9 +59,6 @@ CASES = {
     "fit": Case("fit --config {home}/recipe.yaml --root {disk}/run", again="--resume last"),
     "analyze": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out"),
     "analyze spilled": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out --kept_mb 0"),
-    "analyze streamed": Case(
-        "analyze {home}/series/step-000000003 --config {home}/analyses.yaml --root {disk}/out --stream-blocks"
-    ),
     "intervene": Case(
         "intervene {home}/model --corpus {home}/shards --root {disk}/out --seeds 0,1 --num_sequences 4 "
         "--num_tokens 16 --tokenizer {home}/shards/tokenizer"

@@ -236,7 +236,6 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--shard", "0/2"], "shard: is for series, and one model was named"),
         (["--steps", "0", "--shard", "x"], "shard: expected auto or i/n, such as 0/4, got 'x'"),
         (["--submodule", "net"], "submodule: is for series, and one model was named"),
-        (["--stream-blocks"], "needs the whole model and cannot be streamed"),
         (["--allow_suspect"], "allow_suspect: is for series, and one model was named: leave it out"),
         (["--steps", "1", "--revision", "main"], "revision: main is one model: leave it out, or leave --steps out"),
         (["--tokenizer", "nowhere.json"], "no tokenizer 'nowhere.json'"),

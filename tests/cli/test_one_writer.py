@@ -47,7 +47,6 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
     commands = [
         ["fit", "--config", str(recipe), "--resume", "last"],
         ["analyze", model, *texts],
-        ["analyze", model, *texts, "--stream-blocks"],
         ["analyze", str(tmp_path / "run"), *texts],
         ["analyze", str(tmp_path / "run"), *texts, "--shard", "0/2"],
         ["intervene", model, "--speed"],

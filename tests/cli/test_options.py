@@ -62,7 +62,6 @@ WRONG = {
         "expected a Batches, by class_path, got 3",
         "dtype: int8": "dtype: expected one of 'float32', 'float64', 'bfloat16', got int8",
         "keep_downloads: maybe": "keep_downloads: expected true or false, got maybe",
-        "stream_blocks: 1": "stream_blocks: expected true or false, got 1",
     },
     "mteb": {
         "layers: first": "layers: expected numbers such as 1,5,9 or 'all', got first",
@@ -132,8 +131,8 @@ def test_every_option_has_a_line_of_help(verb, capsys):
         ),
         (
             "mteb",
-            {"model": "m", "tasks": ["a", "b"], "layers": [0, 3], "stream_blocks": True, "cache_gb": 3},
-            "m --tasks a,b --layers 0,3 --stream-blocks --cache_gb 3.0",
+            {"model": "m", "tasks": ["a", "b"], "layers": [0, 3], "allow_suspect": True, "cache_gb": 3},
+            "m --tasks a,b --layers 0,3 --allow-suspect --cache_gb 3.0",
         ),
         (
             "intervene",
@@ -153,7 +152,12 @@ def test_a_recipe_says_what_a_command_line_says(verb, recipe, words, tmp_path: P
 
 @pytest.mark.parametrize("verb", ["analyze", "intervene", "mteb"])
 def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(verb, tmp_path: Path):
-    given: dict[str, object] = {"allow_suspect": True, "stream_blocks": True, "root": str(tmp_path), "device": "cpu"}
+    given: dict[str, object] = {
+        "allow_suspect": True,
+        "offload": str(tmp_path / "scratch"),
+        "root": str(tmp_path),
+        "device": "cpu",
+    }
     given |= {"dtype": "float64", "kept_mb": 3, "values_mb": 4, "engine": "ray"}
     given |= {"keep_downloads": False, "shard": "0/2"}
     given |= {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
@@ -164,7 +168,8 @@ def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(
     dashes = [word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:]) for word in words]
     for line in (["--config", str(recipe)], words, dashes):
         read = Recipe(function_of(verb), ["m", *line])
-        assert read.group(Checkpoints, read.options) == Checkpoints(**given | {"root": tmp_path})
+        expected = Checkpoints(**given | {"root": tmp_path, "offload": tmp_path / "scratch"})
+        assert read.group(Checkpoints, read.options) == expected
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):

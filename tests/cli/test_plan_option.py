@@ -47,11 +47,6 @@ def test_a_plan_is_printed_and_nothing_is_measured(model, corpus, tmp_path, caps
     assert cells["coupling"][1:4] == ["8", "512", "16"]
     assert cells["one checkpoint"][2:5] == ["136", "16,896", "144"]  # texts that two analyses look at are passed once
     assert any(line.startswith("coupling: 16 block runs on texts of 64 tokens") for line in lines)
-    stream = ["--config", ROOT / "recipes/analyses/stream.yaml", "--stream-blocks"]
-    assert analyze(model, corpus, tmp_path / "run", *stream) == 0
-    printed = capsys.readouterr().out
-    assert "are read 3 times" in printed
-    assert "coupling: 32 block runs on texts of 64 tokens" in printed
     assert not (tmp_path / "run").exists()
 
 

@@ -95,7 +95,7 @@ def test_it_never_enters_the_curve_of_a_run_with_steps(words, tmp_path):
     [
         (["--untrained", "-1"], "untrained: expected at least 0, got -1"),
         (["--untrained", "yes"], "untrained"),
-        (["--untrained", "0", "--stream-blocks"], "untrained: new weights are in no file that --stream-blocks could"),
+        (["--untrained", "0", "--offload", "x"], "untrained: new weights are in no file that --offload could read"),
         (["--untrained", "0", "--steps", "all"], "untrained: is for one model, and "),
     ],
 )

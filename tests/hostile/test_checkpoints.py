@@ -15,9 +15,8 @@ from lit_layers.cli.main import main
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
-from lit_layers.models.saved import load, open_plainly, outline, read_config
-from lit_layers.models.shard_files import INDEX, PICKLED, ShardFiles
-from lit_layers.models.streaming import StreamedModel, skeleton
+from lit_layers.models.offload import Offload
+from lit_layers.models.saved import INDEX, PICKLED, load, open_plainly, outline, read_config
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
 from tests.support.exports import saved_tokenizer
@@ -36,7 +35,7 @@ class Payload:
         return exec, (self.code,)
 
 
-@pytest.mark.parametrize("index", [INDEX, PICKLED[1]])
+@pytest.mark.parametrize("index", [INDEX, PICKLED])
 def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
     folder, other = tmp_path / "model", tmp_path / "other"
     saved(folder)
@@ -62,8 +61,6 @@ def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
         content["weight_map"][name] = elsewhere
         (folder / index).write_text(json.dumps(content))
         openings = [load, open_plainly, lambda path: StepFolders(tmp_path / "series").checkpoints[0].load()]
-        if index == INDEX:
-            openings.append(lambda path: ShardFiles(path).shard_of)
         shutil.rmtree(tmp_path / "series", ignore_errors=True)
         for step in (0, 1):
             shutil.copytree(folder, tmp_path / "series" / f"step-{step:09d}")
@@ -189,11 +186,11 @@ def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(corpus, tmp_pa
     assert not canary.exists()
 
 
-def _streamed(folder: str) -> StreamedModel:
-    return StreamedModel(ShardFiles(folder), device=torch.device("cpu"))
+def _offloaded(folder: str) -> torch.nn.Module:
+    return load(folder, offload=Offload(Path(folder) / "scratch", torch.device("cpu")))
 
 
-_OPENING = (load, open_plainly, _streamed, lambda folder: outline(read_config(Path(folder)), folder))
+_OPENING = (load, open_plainly, _offloaded, lambda folder: outline(read_config(Path(folder)), folder))
 _NAMED = {  # refused wherever, by the field that the sentence names
     "attn_implementation": (
         {"attn_implementation": "evil/kernel"},
@@ -276,9 +273,8 @@ def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused
     settings = read_config(tmp_path)
     settings["model_args"]["depth"] = 10**7
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    for opens in (load, lambda folder: skeleton(ShardFiles(folder), device=torch.device("cpu"), dtype=torch.float32)):
-        with pytest.raises(InputError, match="expected at most 10,000 layers, got 10,000,000"):
-            opens(tmp_path)
+    with pytest.raises(InputError, match="expected at most 10,000 layers, got 10,000,000"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +341,8 @@ def test_a_file_of_a_step_that_is_nested_without_end_is_damaged(name, tmp_path, 
     ],
     ids=["nested", "long", "no text"],
 )
-def test_an_index_that_is_none_is_refused_whoever_reads_it(content, said, tmp_path):
-    """In whole, and block by block."""
+def test_an_index_that_is_none_is_refused(content, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     (tmp_path / INDEX).write_text(content)
-    for reads in (load, lambda folder: ShardFiles(folder).shard_of):
-        with pytest.raises(InputError, match=said):
-            reads(tmp_path)
+    with pytest.raises(InputError, match=said):
+        load(tmp_path)

@@ -69,7 +69,7 @@ def test_a_file_of_a_checkpoint_that_links_to_what_has_no_end_is_refused(device,
     weights = model / "model.safetensors"
     weights.unlink()
     os.symlink(device, weights)
-    for option in ([], ["--stream-blocks"]):
+    for option in ([], ["--offload", str(tmp_path / "scratch")]):
         words = ["analyze", str(model), "--corpus", text, "--metrics=coupling", "--root", str(tmp_path / "out")]
         assert main([*words, *option]) == 2, option
         said = capfd.readouterr().err

@@ -16,9 +16,9 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files import gguf_files
 from lit_layers.files.gguf_files import GgufFile
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
-from lit_layers.models.shard_files import ShardFiles
 from lit_layers.series import OneModel
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
 from tests.support.measured_series import write_texts
@@ -194,8 +194,8 @@ def test_config_and_names_of_a_file(gpt2):
         (["cut.gguf"], "cut.gguf cannot be read as a GGUF file: "),
         (["text.gguf"], "text.gguf cannot be read as a GGUF file: "),
         (["FILE", "--revision", "main"], "is a file and has no revision 'main': leave it out"),
-        (["FILE", "--stream-blocks"], "is a file: a GGUF file is read as a whole"),
-        (["FILE", "--untrained", "1"], "and mteb without --stream-blocks or --untrained"),
+        (["FILE", "--offload", "scratch"], "is a GGUF file, which is only read whole: leave --offload out"),
+        (["FILE", "--untrained", "1"], "and mteb without --offload or --untrained"),
     ],
 )
 def test_what_is_no_such_file_is_refused_in_a_sentence(gpt2, tmp_path, monkeypatch, capsys, options, sentence):
@@ -223,7 +223,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused_with_what_to_name_instead(tm
     (tmp_path / "run").mkdir()
     for place in ("run/config.json", name):
         (tmp_path / place).write_text("{}")
-    for opened in (load, ShardFiles):
+    for opened in (load, ModelFiles):
         with pytest.raises(InputError, match=f"expected a folder with a model, {name} is a file: {advice}"):
             opened(name)
 

@@ -50,16 +50,16 @@ def folder(tmp_path) -> Path:
     return tmp_path / "dinov2"
 
 
-def test_a_folder_is_analysed_with_a_recipe_of_images_whole_and_streamed_with_the_same_numbers(folder, tmp_path):
+def test_a_folder_is_analysed_with_a_recipe_of_images_whole_and_offloaded_with_the_same_numbers(folder, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    roots = tmp_path / "whole", tmp_path / "streamed"
-    for root, how in zip(roots, ([], ["--stream-blocks"]), strict=True):
+    roots = tmp_path / "whole", tmp_path / "offloaded"
+    for root, how in zip(roots, ([], ["--offload", str(tmp_path / "scratch")]), strict=True):
         command = ["analyze", str(folder), "--config", str(tmp_path / "recipe.yaml"), "--root", str(root), *how]
         assert main([*command, "--device", "cpu"]) == 0
-    whole, streamed = (records.read(root / "measurements.jsonl") for root in roots)
+    whole, offloaded = (records.read(root / "measurements.jsonl") for root in roots)
     assert [m.analysis for m in whole] == ["trajectory", "representation"]
     assert all(m.records and m.error is None for m in whole)
-    assert_same_numbers(streamed, whole)
+    assert_same_numbers(offloaded, whole)
 
 
 def test_numbers_are_those_of_the_states_that_transformers_gives_out(folder, tmp_path):

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from lit_layers.files.model_files import ModelFiles
 from lit_layers.models import load, save, truncate
 from lit_layers.models.build import untrained
 from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.saved import initialised
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny
 
@@ -24,15 +24,14 @@ def folder(tmp_path):
     return tmp_path / "whole"
 
 
-def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_a_streamed_model(folder, tmp_path):
+def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_an_initialised_model(folder, tmp_path):
     model = load(folder)
     assert pixel_statistics(model) == KNOWN
     cut = truncate(model, 2, head=False)
     save(cut, tmp_path / "cut")
     assert json.loads((tmp_path / "cut" / PREPROCESSOR).read_text()) == SETTINGS
-    streamed = StreamedModel(ShardFiles(folder), device=torch.device("cpu"))
-    streamed.close()
-    for other in (cut, load(tmp_path / "cut"), untrained(model), streamed.model):
+    fresh = initialised(ModelFiles(folder), seed=0, dtype=torch.float32)
+    for other in (cut, load(tmp_path / "cut"), untrained(model), fresh):
         assert pixel_statistics(other) == KNOWN
 
 

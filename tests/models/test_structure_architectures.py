@@ -1,6 +1,5 @@
 """Twenty architectures without a row: truncation, running orders and Jacobians on what structure shows of them."""
 
-import collections
 import warnings
 from typing import Any
 
@@ -11,9 +10,9 @@ from torch import Tensor
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian import block_jacobian
 from lit_layers.models.build import quiet
+from lit_layers.models.offload import Offload
 from lit_layers.models.running_order import running_order
-from lit_layers.models.shard_files import ShardFiles
-from lit_layers.models.streaming import StreamedModel
+from lit_layers.models.saved import load
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_configs import tiny_model
@@ -97,52 +96,18 @@ def test_any_order_run_by_the_model_is_the_replayed_one(model_type):
     assert (replayed - trajectory.logits).abs().max() > 1e-3
 
 
-NOT_STREAMED = {
-    "xlnet": "it cannot be called with input_ids alone",  # it asks a weight where it lies
-    "prophetnet": "block by block: it cannot be called with input_ids alone",
-    "deepseek_v4": "do not fill DeepseekV4ForCausalLM",  # renamed in a way that transformers alone knows
-    "albert": "of its lists of modules several may be its blocks",
-    "bart": "it has no weights here, by which to tell one from the other",
-}
-
-
+@pytest.mark.soak
 @pytest.mark.parametrize("model_type", CASES)
-def test_blocks_read_one_by_one_give_the_states_of_the_whole(model_type, tmp_path):
+def test_offloaded_blocks_give_the_states_of_the_whole(model_type, tmp_path):
     view = view_of(model_type)
     with quiet():
-        view.model.save_pretrained(tmp_path, max_shard_size="20KB")
-    if model_type in NOT_STREAMED:
-        with pytest.raises(InputError, match=NOT_STREAMED[model_type]):
-            StreamedModel(ShardFiles(tmp_path), device=torch.device("cpu"))
-        return
-    files, reads = ShardFiles(tmp_path), collections.Counter()
-    read = files.read
-    files.read = lambda name: (reads.update([name]), read(name))[1]
-    streamed = StreamedModel(files, device=torch.device("cpu"))
-    of_blocks = {name for block in streamed.blocks for name in streamed._names(block)}
-    if "state" not in streamed.family.proof and model_type != "zamba2":  # whose blocks share weights
-        assert {reads[name] for name in of_blocks} == {1}
-        assert reads["lm_head.weight"] <= 1
-    assert dict(streamed.family.proof) == dict(view.family.proof)
-    assert all(parameter.is_meta for block in streamed.blocks for parameter in block.parameters()), "nothing stays"
-    whole, entered = view.trajectory({"input_ids": IDS}).hidden, streamed.enter({"input_ids": IDS})
-    hidden = entered.hidden
-    for layer, call in enumerate(entered.calls, start=1):
-        torch.testing.assert_close(hidden, whole[layer - 1], **CLOSE)
-        with streamed.resident(layer), torch.no_grad():
-            hidden = call(hidden)
-    torch.testing.assert_close(hidden, whole[-1], **CLOSE)
-
-
-def test_blocks_that_attend_to_keys_of_earlier_ones_are_refused_block_by_block(tmp_path):
-    kind, options = "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-    with quiet():
-        tiny_model(kind, "gemma4_text", **options).save_pretrained(tmp_path / "alone")
-        shared = tiny_model(kind, "gemma4_text", **options, num_kv_shared_layers=1)
-        shared.save_pretrained(tmp_path / "shared")
-        assert StreamedModel(ShardFiles(tmp_path / "alone"), device=torch.device("cpu")).num_layers == 3
-        with pytest.raises(InputError, match=r"block 3 is called with something \(shared_kv_states\) that .* made$"):
-            StreamedModel(ShardFiles(tmp_path / "shared"), device=torch.device("cpu"))
+        view.model.save_pretrained(tmp_path / "model")
+    offloaded = LayeredModel(load(tmp_path / "model", offload=Offload(tmp_path / "scratch", torch.device("cpu"))))
+    assert all(parameter.is_meta for block in offloaded.blocks for parameter in block.parameters())
+    assert dict(offloaded.family.proof) == dict(view.family.proof)
+    whole, found = (each.trajectory({"input_ids": IDS}) for each in (view, offloaded))
+    torch.testing.assert_close(found.hidden, whole.hidden, **CLOSE)
+    torch.testing.assert_close(found.logits, whole.logits, **CLOSE)
 
 
 def by_differences(view: LayeredModel, layer: int) -> tuple[Tensor, Tensor]:

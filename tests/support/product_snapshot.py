@@ -268,16 +268,16 @@ def series(s: Scenarios) -> None:
     s.keep("series", root, s.work / "shard_run")
 
 
-def streamed(s: Scenarios) -> None:
-    model = s.work / "streamed_model"
+def offloaded(s: Scenarios) -> None:
+    model = s.work / "offloaded_model"
     torch.manual_seed(0)
     network = causal_lm("gpt2", n_layer=4, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
     save(network, model, s.work / "shards" / "tokenizer")
-    recipe = _recipe(s.work / "streamed.yaml", {"analyses": [*_ANALYSES[:2], _ANALYSES[3]]})
+    recipe = _recipe(s.work / "offloaded.yaml", {"analyses": [*_ANALYSES[:2], _ANALYSES[3]]})
     common = ["--config", recipe, "--corpus", s.work / "shards", "--device", "cpu"]
-    s.run("analyze", model, "--stream-blocks", "--root", s.work / "streamed", *common)
+    s.run("analyze", model, "--offload", s.work / "scratch", "--root", s.work / "offloaded", *common)
     s.run("analyze", model, "--root", s.work / "whole", *common)
-    s.keep("streamed", s.work / "streamed", s.work / "whole")
+    s.keep("offloaded", s.work / "offloaded", s.work / "whole")
 
 
 def intervene(s: Scenarios) -> None:
@@ -464,7 +464,7 @@ def refusals(s: Scenarios) -> None:
 SCENARIOS: dict[str, Callable[[Scenarios], None]] = {
     each.__name__: each
     for each in (
-        *(fit, images, series, streamed, intervene, mteb, select, correlate, emerge, pages),
+        *(fit, images, series, offloaded, intervene, mteb, select, correlate, emerge, pages),
         analyses,
         *(options, refusals),
     )

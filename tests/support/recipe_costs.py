@@ -203,11 +203,11 @@ def of_list(path: str) -> str:
         analyses = analyses_of(path, corpus="cifar10")
     else:
         model, name, analyses = model_of("GPT-2 small"), "GPT-2 small", analyses_of(path)
-    return f"of {name} ({parameters(model)}) {a_checkpoint(model, analyses, streamed=path.endswith('stream.yaml'))}"
+    return f"of {name} ({parameters(model)}) {a_checkpoint(model, analyses)}"
 
 
-def a_checkpoint(model: LayeredModel, analyses: list[Any], *, streamed: bool = False) -> str:
-    plan = planned(model, analyses, device=CPU, stream_blocks=streamed)
+def a_checkpoint(model: LayeredModel, analyses: list[Any]) -> str:
+    plan = planned(model, analyses, device=CPU)
     whole, total = plan.whole, measuring_flop(plan)
     kind = ("image", "image") if model.family.sees_images else ("text", "token")
     tokens = model.num_prefix_tokens + model.num_patches(None) if model.family.sees_images else 1024

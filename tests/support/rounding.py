@@ -1,9 +1,9 @@
 """Equality up to rounding, and tensors at addresses where rounding is another.
 
 A product of MKL can differ in its last bit when its operands lie elsewhere in memory: in float32 on CPUs with AVX-512,
-in float64 and for few rows on those with AVX2 too. Weights of a memory-mapped file, of a model built in memory and of
-one read block by block lie at different offsets from a 64-byte boundary, so equal weights on different ways give
-numbers that are close. `==` is for the same tensors on the same way; `close_records` for the others.
+in float64 and for few rows on those with AVX2 too. Weights of a memory-mapped file and of a model built in memory lie
+at different offsets from a 64-byte boundary, so equal weights on different ways give numbers that are close. `==` is
+for the same tensors on the same way; `close_records` for the others.
 """
 
 import math

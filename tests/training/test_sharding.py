@@ -246,7 +246,7 @@ def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_serie
     assert [(m.step, m.analysis) for m in found] == [
         (step, name) for step in range(4) for name in ("failing", "trajectory", "lens")
     ]
-    assert all("--stream-blocks" in (m.error or "") and not m.records for m in found)
+    assert all("--offload" in (m.error or "") and not m.records for m in found)
     assert saved_steps(roomless) == [0, 1, 2, 3]
     assert weights(roomless, 3) == weights(root, 3)
     assert (step_folder(roomless, 3) / "config.json").read_bytes() == (

@@ -16,7 +16,7 @@ from lit_layers.metrics import look_up
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
 if TYPE_CHECKING:
-    from lit_layers.models.shard_files import ShardFiles
+    from lit_layers.files.model_files import ModelFiles
     from lit_layers.models.view import LayeredModel
     from lit_layers.records import Measurement
     from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
@@ -217,8 +217,8 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """The layer chosen for a model."""
     from lit_layers.analyses.probes.probe_fits import ProbeOptions
+    from lit_layers.files.model_files import ModelFiles
     from lit_layers.models.costs import layer_latencies
-    from lit_layers.models.shard_files import ShardFiles
     from lit_layers.select.choosing import BY, choose
     from lit_layers.select.selection import Selection
 
@@ -228,7 +228,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
         measured = _measured(options.by, model, options.revision)
     with bar("opening the model") as show:
         show(0, 1, "opening the model")
-        files = ShardFiles(model, revision=options.revision)
+        files = ModelFiles(model, revision=options.revision)
         view, task, tokenizer = _opened(files, options, texts)
 
         def features(part: "Part") -> Any:
@@ -380,7 +380,7 @@ def _show_models(table: Any, task: str) -> None:
 
 
 def _opened(
-    files: "ShardFiles", options: SelectOptions, texts: "ProbeTask | None"
+    files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
     """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
     import torch

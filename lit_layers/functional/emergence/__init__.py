@@ -6,6 +6,7 @@ from lit_layers.functional.emergence.curve_times import (
     EmergenceTimes,
     Time,
     emergence_times,
+    flat_p_value,
 )
 from lit_layers.functional.emergence.replicates import bootstrap_counts
 
@@ -16,4 +17,5 @@ __all__ = [
     "Time",
     "bootstrap_counts",
     "emergence_times",
+    "flat_p_value",
 ]

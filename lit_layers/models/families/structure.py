@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,6 @@ from lit_layers.models.families.rows import (
     trunk_of,
     without_mask,
 )
-from lit_layers.models.families.streamed_proof import Companions, EvidenceOfOneRead
 from lit_layers.models.families.trial_batch import (
     CANNOT_CALL,
     COLUMNS,
@@ -56,6 +55,7 @@ from lit_layers.models.families.trial_batch import (
     probe_of,
     watch,
 )
+from lit_layers.models.offload import execution_device
 
 META = torch.device("meta")
 
@@ -98,7 +98,7 @@ def by_structure(model: Network) -> Family:
     by, shown = (key, _state_of(model)), _SHOWN.get(network)
     if key not in families or shown is None or shown[0] != by:
         try:
-            families[key] = _outlined(model) if next(model.parameters()).device == META else _proven_widely(model)
+            families[key] = _outlined(model) if execution_device(model) == META else _proven_widely(model)
         except NotShown as reason:
             if not (isinstance(reason, NotFinite) and key in families):
                 raise InputError(
@@ -122,7 +122,7 @@ def _digest(model: Network) -> str:
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
     options = "" if config is None else config.to_json_string(use_diff=False)
-    device = next(model.parameters()).device == META
+    device = execution_device(model) == META
     return hashlib.blake2b("\n".join([*shapes, options, str(attention), str(device)]).encode()).hexdigest()
 
 
@@ -176,18 +176,13 @@ def untouched(model: Network) -> Iterator[None]:
         raise NotShown("its own call exchanges its modules")
 
 
-def taken_apart(
-    model: Network, device: torch.device | None = None, *, outlined: Structured | None = None
-) -> Structured:
-    """The family of a model, shown on its weights; on this device, where they lie elsewhere between its calls.
-
-    With what is `outlined` of a model that is read block by block, blocks are called in one pass of the model alone; of
-    states that are held otherwise than (batch, tokens, dim) in others after it, too.
+def taken_apart(model: Network) -> Structured:
+    """The family of a model, shown on its weights.
 
     Raises:
         NotShown: an identity that does not hold.
     """
-    place: torch.device = device or next(model.parameters()).device
+    place = execution_device(model)
     with (
         torch.random.fork_rng(devices=[place] if place.type == "cuda" else []),
         torch.inference_mode(False),
@@ -195,15 +190,8 @@ def taken_apart(
         torch.autocast(place.type, enabled=False),
         evaluating(model),
     ):
-        probe = probe_of(model, place)
-        companions = None if outlined is None else Companions.of(model, outlined, probe)
-        family, beside, first = _discovered(model, probe, companions)
-        if companions is not None and family.layout is None and beside is None:
-            if family.blocks != companions.path:
-                return family
-            return _shown(EvidenceOfOneRead(model, family, probe, first, companions))
-        if companions is not None:  # which are made for states (batch, tokens, dim)
-            family, beside, first = _discovered(model, probe)
+        probe = probe_of(model)
+        family, beside, first = _discovered(model, probe)
         try:
             try:
                 family = _shown(Evidence(model, family, probe, first))
@@ -224,7 +212,8 @@ def taken_apart(
 def _tensors(model: Network) -> dict[str, Tensor]:
     parts = (model.named_parameters, model.named_buffers)
     both = {name: tensor for part in parts for name, tensor in part(remove_duplicate=False)}
-    return {name: tensor for name, tensor in both.items() if not tensor.is_inference()}
+    # accelerate exchanges offloaded weights at each call
+    return {name: tensor for name, tensor in both.items() if not tensor.is_inference() and not tensor.is_meta}
 
 
 def _shown(evidence: Evidence) -> Structured:
@@ -313,15 +302,13 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _discovered(
-    model: Network, probe: Probe, companions: Companions | None = None
-) -> tuple[Structured, Layout | None, Pass]:
+def _discovered(model: Network, probe: Probe) -> tuple[Structured, Layout | None, Pass]:
     """The family as its structure is; the layout with which it may be, if it is not without; the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
     watched = [*(module for members in lists.values() for module in members), *outside]
-    with watch(watched) as calls, tables, nullcontext() if companions is None else companions.beside(calls):
+    with watch(watched) as calls, tables:
         try:
             output = probe.call(model, probe.inputs, dict(probe.options))
         except torch.OutOfMemoryError:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import Layout, first, hooked, split_arguments
 from lit_layers.models.families.rows import Network, by_name, by_pixels, side_length, text_config, without_mask
+from lit_layers.models.offload import execution_device
 
 NUM_TOKENS = 12
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
@@ -69,8 +70,8 @@ def is_timm(model: nn.Module) -> bool:
     return type(model).__module__.split(".")[0] == "timm"
 
 
-def probe_of(model: Network, device: torch.device | None = None) -> Probe:
-    """The probe of a model of timm or transformers; of texts on a device, where that is another than its weights'.
+def probe_of(model: Network) -> Probe:
+    """The probe of a model of timm or transformers.
 
     Raises:
         InputError: another model, or one that takes neither texts nor images of a known size.
@@ -85,7 +86,7 @@ def probe_of(model: Network, device: torch.device | None = None) -> Probe:
     if "input_ids" in takes:
         columns = tuple(name for name in COLUMNS if name in takes)
         call = by_name if "attention_mask" in columns else without_mask
-        return Probe({"input_ids": _texts(model).to(device or _device(model))}, columns, options, call)
+        return Probe({"input_ids": _texts(model).to(execution_device(model))}, columns, options, call)
     side = _from_configs(model.config, "image_size")
     if "pixel_values" not in takes or side is None:
         raise InputError(
@@ -118,7 +119,7 @@ def _texts(model: Network) -> Tensor:
 def _noise(model: Network, channels: int, side: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     like = next(model.parameters())
-    return torch.randn(2, channels, side, side, generator=generator).to(like.device, like.dtype)
+    return torch.randn(2, channels, side, side, generator=generator).to(execution_device(model), like.dtype)
 
 
 def _timm_size(model: Network) -> tuple[int, int]:
@@ -134,10 +135,6 @@ def _from_configs(config: Any, name: str) -> Any:
     """A field of a config, or of the part of it that is for images."""
     parts = [config, *(getattr(config, part, None) for part in ("vision_config", "backbone_config"))]
     return next((getattr(part, name) for part in parts if getattr(part, name, None) is not None), None)
-
-
-def _device(model: Network) -> torch.device:
-    return next(model.parameters()).device
 
 
 @contextmanager

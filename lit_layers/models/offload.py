@@ -1,0 +1,113 @@
+"""Models that do not fit into memory: accelerate reads the weights of a block from the disk when the block runs."""
+
+import importlib.util
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_layers.errors import InputError, refused
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How a model is opened whose blocks stay on the disk.
+
+    Blocks are read from the model's own safetensors files. Only weights that are stored in another form (a pickle,
+    separate experts of one layer) are written to `folder`, until the model is freed.
+    """
+
+    folder: Path
+    device: torch.device  # where blocks are computed
+
+    def open(self, read: Callable[..., tuple[Any, Any]], model: nn.Module, blocks: Sequence[nn.Module]) -> tuple:
+        """Return what `from_pretrained` returns for a model like this one, which needs no weights.
+
+        Raises:
+            InputError: accelerate is missing, or the folder cannot be written.
+        """
+        if importlib.util.find_spec("accelerate") is None:
+            raise InputError("offload: needs the package accelerate: pip install lit_layers[offload]")
+        with refused(f"offload: cannot write {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            folder = tempfile.mkdtemp(prefix="weights-", dir=self.folder)
+        log = logging.getLogger("accelerate.big_modeling")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it warns that weights are offloaded
+        try:
+            opened, report = read(device_map=self._device_map(model, blocks), offload_folder=folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            log.setLevel(level)
+        weakref.finalize(opened, shutil.rmtree, folder, ignore_errors=True)
+        return opened, report
+
+    def _device_map(self, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
+        """Put the blocks on the disk and everything around them (embedding, norm, head) on the device."""
+        on_disk, device, device_map = {id(block) for block in blocks}, str(self.device), {}
+        if device == "cuda":  # safetensors takes this for the first GPU, torch for the current one
+            device = f"cuda:{torch.cuda.current_device()}"
+
+        def place(module: nn.Module, path: str) -> None:
+            if id(module) in on_disk:
+                device_map[path] = "disk"
+            elif any(id(part) in on_disk for part in module.modules()):
+                for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                    device_map[_joined(path, name)] = device
+                for name, child in module.named_children():
+                    place(child, _joined(path, name))
+            else:
+                device_map[path] = device
+
+        place(model, "")
+        return device_map
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """Return the device on which a model computes; "meta" if its weights are neither in memory nor offloaded."""
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    named = (getattr(hook, "execution_device", None) for module in model.modules() for hook in _hooks(module))
+    return torch.device(next((each for each in named if each is not None), device))
+
+
+def weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a weight of the model: `tensor`, or what accelerate has stored if that is on the meta device.
+
+    Raises:
+        InputError: the weight is nowhere.
+    """
+    if not tensor.is_meta:
+        return tensor
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        for hook in _hooks(model.get_submodule(".".join(parts[:depth]))):
+            if (stored := getattr(hook, "weights_map", None)) is not None:
+                return stored[".".join(parts[depth:])]
+    raise InputError(f"{type(model).__name__} has no weights in {name}: load them first")
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether weights of the model are read for each call."""
+    return any(getattr(hook, "offload", False) for module in model.modules() for hook in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that accelerate has put on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        yield from getattr(hook, "hooks", [hook])

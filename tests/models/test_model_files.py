@@ -1,0 +1,65 @@
+"""The files of one model, in a folder or on the Hub."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lit_layers.errors import InputError
+from lit_layers.files import hub
+from lit_layers.files.model_files import ModelFiles
+from tests.support.saved_models import saved
+from tests.support.series_hub import served
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    saved(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refusal(model, *, revision=None) -> str:
+    with pytest.raises(InputError) as raised:
+        ModelFiles(model, revision=revision)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_folder_that_is_not_there_is_refused_without_asking_the_hub(tmp_path, kind):
+    missing = kind(tmp_path / "nothing")
+    assert refusal(missing) == f"expected a folder with a model or a name on the Hub, {missing} does not exist"
+
+
+def test_a_path_into_a_folder_that_is_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("checkpoints").mkdir()
+    assert refusal("checkpoints/nothing").endswith("checkpoints/nothing does not exist")
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    assert refusal(tmp_path) == f"expected a model in {tmp_path}, found no config.json there"
+
+
+def test_a_local_folder_has_no_revision(folder):
+    assert refusal(folder, revision="step1") == (
+        f"revision: {folder} is a local folder and has no revision 'step1': leave it out"
+    )
+
+
+def test_a_model_of_the_hub_is_asked_for_again_and_what_arrives_is_compared_by_hash(folder, tmp_path, monkeypatch):
+    repository, waits = tmp_path / "hub" / "org" / "tiny" / "main", list[float]()
+    shutil.copytree(folder, repository)
+    monkeypatch.setattr(hub, "Retry", functools.partial(hub.Retry, sleep=waits.append))
+    hashed = hub.content_hash
+    wrong = iter(["0" * 64])
+    monkeypatch.setattr(hub, "content_hash", lambda path, like: next(wrong, hashed(path, like)))
+    with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):
+        files = ModelFiles("org/tiny")
+        assert waits == [1]  # the config arrived with another hash
+        for shard in folder.glob("*.safetensors"):
+            assert files.fetch(shard.name).read_bytes() == shard.read_bytes()
+        assert not files.has("no such file")
+        with pytest.raises(InputError, match="no such file cannot be had from the Hub") as raised:
+            files.fetch("no such file")
+        assert isinstance(raised.value.__cause__, FileNotFoundError)
