@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from lit_layers import schema
 from lit_layers.errors import refuse_pipe, refused
-from lit_layers.files.durable import no_link, sync
+from lit_layers.files.durable import sync
 
 T = TypeVar("T")
 RESTORE = "restore the file from a copy, or delete that line to go on without it"
@@ -40,7 +40,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
-        with open(path, "a+b", buffering=0, opener=no_link) as file:
+        with open(path, "a+b", buffering=0) as file:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)

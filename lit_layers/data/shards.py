@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import no_link, sync, write_json
+from lit_layers.files.durable import sync, write_json
 from lit_layers.schema import Count
 
 FORMAT, VERSION = "lit_layers token shards", 1
@@ -140,7 +140,7 @@ class ShardWriter:
         self._files = {}
         for name, size in self.sizes.items():
             with refused(f"cannot write to {folder}"):
-                file = self._files[name] = open(folder / f"{name}.partial", "ab", opener=no_link)  # noqa: SIM115
+                file = self._files[name] = open(folder / f"{name}.partial", "ab")  # noqa: SIM115
             if file.tell() < size:
                 raise InputError(f"{file.name} has {file.tell()} bytes of {size}: remove {folder} and prepare it again")
             file.truncate(size)  # what came after the last closed part is done again

@@ -1,7 +1,6 @@
 """Files that survive a kill or a power cut."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -9,8 +8,6 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from lit_layers.errors import InputError
 
 _OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
@@ -42,20 +39,6 @@ def own_draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
 
 
-def no_link(path: str, flags: int) -> int:
-    """An opener for files that are written in place: a link that came with somebody's folder leads nowhere.
-
-    Raises:
-        InputError: for a link.
-    """
-    try:
-        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
-            raise InputError(f"{path} is a link, and nothing is written through links: remove it") from error
-        raise
-
-
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """An error of the system inside that names no file, as that of a write, or a draft, names this file or folder.
@@ -76,20 +59,11 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _write_new(draft: Path, content: str | bytes) -> None:
-    """A file of its own, whatever lay there: a link, too."""
-    while True:
-        draft.unlink(missing_ok=True)
-        with contextlib.suppress(FileExistsError), open(draft, "xb") as file:  # by another process, just now
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            return
-
-
 def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
     """Replaces a file as a whole: a reader sees the old content or the new."""
     draft, text = draft_of(path), json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n"
     with naming(path):
-        _write_new(draft, text)
+        draft.write_text(text, encoding="utf-8")
         with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
             draft.chmod(0o644)
         sync(draft)
@@ -102,7 +76,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     draft = own_draft_of(path)
     try:
         with naming(path):
-            _write_new(draft, content)
+            draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
             sync(draft)
             draft.replace(path)
     finally:

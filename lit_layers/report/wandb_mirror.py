@@ -12,7 +12,6 @@ from typing import IO, Any, Literal
 
 from lit_layers import records
 from lit_layers.errors import InputError, first_line, refused
-from lit_layers.files.durable import no_link
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
@@ -260,7 +259,7 @@ class WandbMirror:
         folder = self.root / "wandb"
         with refused(f"cannot write {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / ".mirror.lock", "a", opener=no_link)  # noqa: SIM115
+            self._lock = open(folder / ".mirror.lock", "a")  # noqa: SIM115
         if fcntl is not None:
             try:
                 # Unlike flock, not shared with forked children, which may outlive a killed parent.

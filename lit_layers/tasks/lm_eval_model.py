@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import no_link
 from lit_layers.functional.block_schedules import Schedule, format_schedule
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.running_order import SharedPrefixes
@@ -71,7 +70,7 @@ class OrderLikelihoods:
         line = json.dumps({"requests": [_key(request) for request in requests], "orders": orders})
         with refused(f"results: cannot write {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"\n{line}\n")  # a line that was cut off ends before it
                 file.flush()
                 os.fsync(file.fileno())
