@@ -70,7 +70,7 @@ def sample_report() -> bytes:
     """The page that `lit-layers report` makes of one run of the study."""
     with tempfile.TemporaryDirectory() as folder:
         run, page = Path(folder) / "run", Path(folder) / REPORT
-        study = [sys.executable, str(ROOT / "benchmarks" / "four_papers.py"), "--run", str(run)]
+        study = [sys.executable, str(ROOT / "docs" / "studies" / "four_papers.py"), "--run", str(run)]
         subprocess.run(study, check=True, cwd=ROOT)
         report = [sys.executable, "-m", "lit_layers.cli.main", "report", str(run), "--out", str(page)]
         subprocess.run(report, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

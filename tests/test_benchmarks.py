@@ -20,8 +20,6 @@ SMALLEST = {
     "checkpoints": "--steps 20",
     "emergence": "--curves 12 --errors stderr",
     "interventions": "--layers 3 --width 32 --vocabulary 64 --tokens 8",
-    "lead_lag": "--pairs 4",
-    "many_runs": "--runs 2 --steps 4 --numbers 620",
     "measuring_pass": "--share 16",
     "quickstart": "--wall --steps 2",
     "record_probes": "--rows 200 --dim 16 --classes 5",

@@ -517,7 +517,6 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("confidence: expected", [run, "--confidence", "95"]),
         ("confidence: expected at most 0.999", [run, "--confidence", "0.9999"]),
         ("seed: expected at least 0, got -1", [run, "--seed", "-1"]),
-        ("loss: expected a name or a path, got ''", [run, "--loss", ""]),
         ("is a file", [run, "--out", tmp_path / "other.json"]),
         ("settings: nothing was measured with 'abc'", [run, "--settings", "abc"]),
     ):

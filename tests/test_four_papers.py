@@ -1,12 +1,23 @@
 """The study of four papers: its tables follow from its measurements, and some of them by other code."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
+
+from lit_layers import measure
+from lit_layers.analyses import PooledStates
+from lit_layers.functional import linear_cka
+from lit_layers.prompt_values import ValueFiles, read_states
+from lit_layers.records import Store
+from tests.support.random_text import RandomText
+from tests.support.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "studies" / "four_papers.md"
@@ -18,10 +29,16 @@ def measured():
     return pd.read_parquet(PAGE.with_suffix(".parquet"))
 
 
+def written(name: str) -> str:
+    """Return a table as it stands on the page."""
+    return PAGE.read_text(encoding="utf-8").split(f"<!-- table: {name} -->\n")[1].split("<!-- end of table -->")[0]
+
+
 def table(name: str) -> pd.DataFrame:
-    """A table of the page, its first column the index."""
-    text = PAGE.read_text(encoding="utf-8").split(f"<!-- table: {name} -->\n")[1].split("<!-- end of table -->")[0]
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()]
+    """Return a table of the page, its first column the index."""
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in written(name).strip().splitlines()
+    ]
     return pd.DataFrame(rows, columns=head)
 
 
@@ -124,16 +141,65 @@ def half_way(curve: pd.Series) -> float:
     return 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1
 
 
-@pytest.mark.soak
-def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
-    """As numbers: another CPU may draw another curve, or round a last digit to the other side."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import four_papers as study
+def printed(name: str) -> str:
+    """Return what a script of the study prints."""
+    script = PAGE.with_name(f"{name}.py")
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
-    page = PAGE.read_text(encoding="utf-8")
-    tables = study.tables_of(study.Study.of(study.unpack(study.DATA)))
-    mechanism = study.mechanism_of(study.four_papers_mechanism.DATA)
-    again = study.with_tables(page, tables | study.four_papers_mechanism.mechanism_tables(*mechanism))
+
+def assert_same_tables(again: str, page: str) -> None:
+    """As numbers: another CPU may draw another curve, or round a last digit to the other side."""
     words = [NUMBER.sub("#", text).replace("p < #", "p #") for text in (again, page)]  # around p = 0.001
     assert words[0] == words[1]
     assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("forecasts", ["forecasts"]),
+        ("block_prediction", ["blocks", "blocks given depth", "over training"]),
+        ("lead_lags", ["lead lags"]),
+    ],
+)
+def test_a_script_prints_the_tables_of_the_page(script, names):
+    rows = [line for line in printed(script).splitlines() if line.startswith("|")]
+    assert_same_tables("\n".join(rows) + "\n", "".join(map(written, names)))
+
+
+@pytest.mark.soak
+def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(str(PAGE.parent))
+    import four_papers as study
+    import mechanism
+
+    tables = study.tables_of(study.curves_by_group(study.unpack(study.DATA)))
+    tables |= mechanism.mechanism_tables(*study.mechanism_of(study.OF_MECHANISM))
+    for name, rows in tables.items():
+        assert_same_tables(study.as_markdown(rows), written(name))
+
+
+@pytest.mark.soak
+def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(PAGE.parent))
+    import state_similarity
+
+    roots, steps = [tmp_path / f"seed{seed}" for seed in range(2)], (0, 8)
+    for seed, root in enumerate(roots):
+        store = Store(root / "measurements.jsonl", values=ValueFiles(root, 8, checkpoints=len(steps)))
+        for step in steps:
+            analysis = PooledStates(batches=RandomText(num_batches=3))
+            store.add(measure(tiny("gpt2", seed=seed + step), analysis, run=root.name, step=step, raises=True))
+    table = state_similarity.similar_states(roots)
+    line = {root.name: [*Store(root / "measurements.jsonl")] for root in roots}
+    for row in table[table["metric"] == "linear_cka"].to_dict("records"):
+        sides = [
+            read_states(tmp_path / row[run], line[row[run]][steps.index(row[step])])[row["layer"]]
+            for run, step in (("run", "step"), ("other_run", "other_step"))
+        ]
+        x, y = (torch.from_numpy(side).double() for side in sides)
+        assert row["value"] == pytest.approx(linear_cka(x, y, debiased=True).item(), abs=1e-9)
+        assert row["low"] <= row["value"] <= row["high"]
+    pairs = table.groupby(["run", "other_run", "step", "other_step"]).ngroups
+    assert pairs == 4  # of each seed the two checkpoints, of each step the two seeds

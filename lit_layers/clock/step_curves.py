@@ -159,31 +159,6 @@ def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[st
     return apart
 
 
-def loss_curves(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]:
-    """Returns of each run that has it the curve of a loss: the whole model's, else its last layer's.
-
-    A perplexity counts by its log.
-
-    Raises:
-        InputError: several curves of one run.
-    """
-    of_run: dict[str, StepCurve] = {}
-    for curve in (each for each in curves if is_asked(each, [loss])):
-        other = of_run.setdefault(curve.run, curve)
-        if curve is not other and curve.layer == other.layer:
-            raise InputError(f"loss: {curve.run} has several curves of {loss}: expected one; choose with --where")
-        if other.layer is not None and (curve.layer is None or curve.layer > other.layer):
-            of_run[curve.run] = curve
-    return {run: _log(curve) for run, curve in of_run.items()} if loss.endswith(("ppl", "perplexity")) else of_run
-
-
-def _log(curve: StepCurve) -> StepCurve:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        stderr = None if curve.stderr is None else curve.stderr / curve.values
-        seeds = None if curve.seeds is None else np.log(curve.seeds)
-        return replace(curve, values=np.log(curve.values), stderr=stderr, seeds=seeds)
-
-
 def is_asked(curve: StepCurve, metrics: Sequence[str]) -> bool:
     return not metrics or curve.metric in metrics or f"{curve.analysis}/{curve.metric}" in metrics
 

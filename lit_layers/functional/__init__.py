@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from lit_layers.functional.coupling import *
     from lit_layers.functional.curves import *
     from lit_layers.functional.emergence.curve_times import *
-    from lit_layers.functional.emergence.forecast import *
-    from lit_layers.functional.emergence.lead_lag import *
     from lit_layers.functional.entropy import *
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *

@@ -1,10 +1,8 @@
 """Correlation over models: coefficients, their intervals, and what is left of them once something else is held fixed.
 
 All in float64. The rows are models (or tasks), never layers of one model: those are alike, and no p-value would hold.
-Blocks of a model have a test of their own, `block_correlation`, which permutes whole blocks.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -48,23 +46,6 @@ class LeaveOneOut(NamedTuple):
     values: list[float]
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] - a name as old as the published tables
     change: float
-
-
-class BlockCorrelation(NamedTuple):
-    """A rank correlation over blocks, a mean over checkpoints and runs: see `block_correlation`.
-
-    `null` are the ends of what 95% of permutations give. `low` and `high` are a 95% interval `over` "runs" or "blocks".
-    Of `num_cells` checkpoints of runs all have a coefficient but `num_undefined`.
-    """
-
-    value: float
-    p: float
-    null: tuple[float, float]
-    low: float
-    high: float
-    over: str
-    num_cells: int
-    num_undefined: int
 
 
 class Line(NamedTuple):
@@ -190,99 +171,6 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
         means = np.bincount(places, centered) / np.bincount(places)
         left.append(_kept(name, centered - means[places], centered, "is constant within every group"))
     return _tested(_cosine(*left), len(x), df)
-
-
-def block_correlation(
-    x: Sequence[NDArray[np.float64]],
-    y: Sequence[NDArray[np.float64]],
-    given: Sequence[Sequence[NDArray[np.float64]]] = (),
-    *,
-    permutations: int = 9999,
-    seed: int = 0,
-) -> BlockCorrelation:
-    """Whether one number of a block goes with another: Spearman's rho over blocks, averaged over checkpoints and runs.
-
-    rho of a checkpoint is Pearson's r of the ranks of its blocks, with covariates that of the residuals of the ranks
-    (with an intercept); the mean is over a run's checkpoints, then over runs. The null: which block has which x is
-    chance. Blocks of x are permuted within each run, in the same way at all its checkpoints, since a block goes on
-    being itself; p is two-sided, over all permutations of a single run where they are no more than `permutations`, else
-    over so many draws, the data counted as one. With covariates the residuals of x are permuted, which is approximate.
-
-    The interval is over runs, by Student's t, where three or more have a value. Else it is over blocks, by Fisher's z
-    with Bonett and Wright's variance (1 + rho²/2) / (blocks - 3 - covariates), NaN where that has no denominator.
-
-    Args:
-        x, y: a table (checkpoints, blocks) of each run.
-        given: covariates, each as x.
-        permutations: how many are drawn.
-        seed: of the draws.
-
-    Raises:
-        UndefinedError: no checkpoint with a coefficient: NaN, ties throughout, too few blocks for the covariates.
-        ValueError: tables of unlike shapes.
-    """
-    runs, undefined, cells, blocks = [], 0, 0, 0
-    for run, (one, other) in enumerate(zip(x, y, strict=True)):
-        tables = [np.asarray(table, dtype=np.float64) for table in (one, other, *(each[run] for each in given))]
-        if len({table.shape for table in tables}) > 1 or tables[0].ndim != 2:
-            raise ValueError(f"expected tables of one shape, got {', '.join(str(table.shape) for table in tables)}")
-        products = []
-        for checkpoint in zip(*tables, strict=True):
-            try:
-                products.append(np.outer(*_rank_residuals(*checkpoint)))
-            except UndefinedError:
-                undefined += 1
-        cells, blocks = cells + len(tables[0]), max(blocks, tables[0].shape[1])
-        if products:
-            runs.append(np.mean(products, axis=0))  # [i, j]: x of block i beside y of block j
-    if not runs:
-        raise UndefinedError(f"no checkpoint of {cells} has a rank correlation over {blocks} blocks")
-    values = np.array([np.trace(run) for run in runs])
-    value, null = float(np.clip(values.mean(), -1, 1)), _permuted(runs, permutations, seed)
-    reached = (np.abs(null) >= abs(values.mean()) * (1 - 1e-12)).sum()
-    exact = len(null) != permutations
-    p = reached / len(null) if exact else (1 + reached) / (1 + len(null))
-    low, high, over = _over_runs(values) if len(runs) > 2 else _over_blocks(value, len(runs[0]) - 3 - len(given))
-    ends = np.quantile(null, [0.025, 0.975])
-    return BlockCorrelation(value, float(p), (float(ends[0]), float(ends[1])), low, high, over, cells, undefined)
-
-
-def _rank_residuals(*columns: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Of x and y, of length 1."""
-    if not all(np.isfinite(column).all() for column in columns):
-        raise UndefinedError("a value is not finite")
-    x, y, *given = map(_ranks, columns)
-    basis = _basis(given, len(x))
-    if len(x) - 2 - basis.shape[1] < 1:
-        raise UndefinedError(f"{len(x)} blocks are too few for {basis.shape[1]} covariates")
-    left = [_residual(name, _centered(name, column), basis) for name, column in (("x", x), ("y", y))]
-    return [column / np.linalg.norm(column) for column in left]
-
-
-def _permuted(runs: Sequence[NDArray[np.float64]], permutations: int, seed: int) -> NDArray[np.float64]:
-    rng, total = np.random.default_rng(seed), np.zeros(1)
-    for table in runs:
-        blocks = len(table)
-        if len(runs) == 1 and math.factorial(blocks) <= permutations:
-            orders = np.array([*itertools.permutations(range(blocks))])
-        else:
-            orders = rng.permuted(np.tile(np.arange(blocks), (permutations, 1)), axis=1)
-        total = total + table[orders, np.arange(blocks)].sum(1)
-    return total / len(runs)
-
-
-def _over_runs(values: NDArray[np.float64]) -> tuple[float, float, str]:
-    from scipy.special import stdtrit
-
-    half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / math.sqrt(len(values))
-    return max(-1.0, values.mean() - half), min(1.0, values.mean() + half), "runs"
-
-
-def _over_blocks(value: float, left: int) -> tuple[float, float, str]:
-    if left < 1:
-        return math.nan, math.nan, "blocks"
-    center, half = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12)), 1.96 * math.sqrt((1 + value**2 / 2) / left)
-    return math.tanh(center - half), math.tanh(center + half), "blocks"
 
 
 def leave_one_out(x: Values, y: Values) -> LeaveOneOut:

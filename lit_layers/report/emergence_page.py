@@ -8,16 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.clock.block_prediction import BlockTable, prediction_charts, prediction_table
-from lit_layers.clock.block_prediction import sentences as block_sentences
 from lit_layers.clock.layer_statistics import LayerCurve, layer_table
-from lit_layers.clock.lead_lags import lead_lag_chart, lead_lag_rows
-from lit_layers.clock.lead_lags import sentences as lead_lag_sentences
-from lit_layers.clock.model_forecasts import ModelForecasts, error_chart, error_rows
-from lit_layers.clock.model_forecasts import sentences as forecast_sentences
-from lit_layers.clock.state_similarity import CKA, kept_states, run_maps, similarity_of_steps, step_maps
-from lit_layers.clock.state_similarity import COLUMNS as SIMILARITY_COLUMNS
-from lit_layers.clock.state_similarity import sentences as state_sentences
 from lit_layers.clock.step_curves import AxisName
 from lit_layers.clock.times_and_order import (
     COLUMNS,
@@ -32,7 +23,7 @@ from lit_layers.clock.times_and_order import (
     times_of_run,
     times_table,
 )
-from lit_layers.figures.chart import Chart, Panels
+from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import p_text, value
 from lit_layers.figures.vega import write_pictures
 from lit_layers.records import Measurement
@@ -52,7 +43,6 @@ ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
     "what another seed would, and are too narrow for that."
 )
-OTHER_SIMILARITIES = "The Procrustes distance, the overlap of subspaces, and other seeds: lit-layers emerge."
 RISING = (
     "1: each layer has a better value than the one before it, or a higher one where none is better. The band is over "
     "seeds, or what errors of the layers make of it: drawn curves are rougher, so that it may lie beside the line."
@@ -65,38 +55,23 @@ def write_emergence(
     *,
     axis: AxisName = "step",
     layers: Sequence[LayerCurve] = (),
-    blocks: Sequence[BlockTable] = (),
-    seeds: bool = False,
-    leads: pd.DataFrame | None = None,
-    forecasts: ModelForecasts | None = None,
-    states: pd.DataFrame | None = None,
 ) -> list[Path]:
-    """Writes emergence.html, times and order as .csv and .parquet, agreement.csv, and the figures as .png, .svg, .pdf.
+    """Write emergence.html, tables as .csv and .parquet, and figures as .png, .svg and .pdf; return their paths.
 
-    Of numbers with `layers` also layers.csv and .parquet; of runs that say what single blocks are worth blocks.csv and
-    .parquet, over these runs, too, where they are `seeds` of one. Of `leads` lead_lag.csv and .parquet; of `forecasts`
-    forecast.csv and .parquet, and forecast_errors.csv; of `states`, as `similar_states` compares them, states.csv and
-    .parquet.
-
-    Returns their paths, the page first. Files of these names are replaced.
+    The page comes first. The tables are times, order, layer_order, layers (of numbers with `layers`) and agreement
+    (only .csv). Files of these names are replaced.
 
     Raises:
         InputError: the folder cannot be written.
     """
     times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
-    predicted = prediction_table(blocks, pooled=seeds)
-    leads = pd.DataFrame({"run": []}) if leads is None else leads
-    states = pd.DataFrame(columns=[*SIMILARITY_COLUMNS]) if states is None else states
     files = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
-    both = {"layer_order": layer_order_table(clock), "layers": layer_table(layers), "blocks": predicted}
-    both |= {"lead_lag": leads, "states": states, **({} if forecasts is None else {"forecast": forecasts.table})}
-    for name, table in both.items():
-        if len(table) or name == "forecast":
+    for name, table in {"layer_order": layer_order_table(clock), "layers": layer_table(layers)}.items():
+        if len(table):
             files |= {f"{name}.csv": table, f"{name}.parquet": table}
     files |= {"agreement.csv": agreement} if len(agreement) else {}
-    files |= {} if forecasts is None else {"forecast_errors.csv": forecasts.errors}
     paths = records.write_files(folder, files)
-    content, charts = _figures(clock, axis, layers, blocks, predicted, leads, forecasts, states)
+    content, charts = _figures(clock, axis, layers)
     pictures = write_pictures(charts, folder)
     page = _page(clock, axis, agreement, content)
     return [*records.write_files(folder, {"emergence.html": page}), *pictures, *paths]
@@ -121,17 +96,10 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
 
 
 def _figures(
-    clock: Clock,
-    axis: AxisName,
-    layers: Sequence[LayerCurve],
-    blocks: Sequence[BlockTable],
-    predicted: pd.DataFrame,
-    leads: pd.DataFrame,
-    forecasts: ModelForecasts | None,
-    states: pd.DataFrame,
-) -> tuple[dict[str, Any], list[tuple[str, Chart | Panels]]]:
-    """What the page shows, by its parts, and what the files of each figure are called after: each is drawn once."""
-    several, first, named = len(clock.runs) > 1, list[Block](), list[tuple[str, Chart | Panels]]()
+    clock: Clock, axis: AxisName, layers: Sequence[LayerCurve]
+) -> tuple[dict[str, Any], list[tuple[str, Chart]]]:
+    """Return what the page shows, by its parts, and each figure with the name of its files."""
+    several, first, named = len(clock.runs) > 1, list[Block](), list[tuple[str, Chart]]()
     if any(times.emerges for times in clock.times):
         chart = timeline(clock, axis=axis)
         first.append(_block("Timeline", chart, kind="named"))
@@ -140,42 +108,19 @@ def _figures(
     named += [(f"order {run}", chart) for run, chart in orders.items()]
     rising = monotonicity_charts(layers, clock, axis=axis)
     named += [(f"monotonicity {name}", chart) for name, chart in rising]
-    harms = {run: prediction_charts(predicted, blocks, run, axis=axis) for run in predicted["run"].unique()}
-    named += [(f"blocks {run}", Panels(title="", charts=of, columns=1, width=640)) for run, of in harms.items()]
-    lags = {run: lead_lag_chart(leads, run) for run in leads["run"].unique()}
-    named += [(f"lead_lag {run}", chart) for run, chart in lags.items() if chart is not None]
-    errors = error_chart(forecasts) if forecasts is not None and len(forecasts.errors) else None
-    named += [("forecast", errors)] if errors is not None else []
     fronts = layer_fronts(clock, axis=axis)
     named += [(f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart) for curve, chart in fronts]
-    similar = _state_blocks(states, several=several)
-    for block in similar:
-        charts = [each["chart"] for choice in block["choices"] for each in choice["figures"]]
-        named.append((f"states {block['title']}", Panels(title="", charts=charts, columns=3, width=300)))
     for title, note, each in (
         ("Which layer first", "", fronts),
         ("Does it rise over the layers?", RISING, rising),
     ):
         if each:
             first.append(block_of(title, [(chart.title.split(":")[0], chart) for _, chart in each], note))
-    spared = [
-        {
-            "run": run,
-            "lines": block_sentences(predicted, run),
-            "blocks": [_block(chart.title.split(":")[0], chart) for chart in charts],
-        }
-        for run, charts in harms.items()
-    ]
     content = {
         "blocks": first,
         "orders": [
             _block(f"Order{f', {run}' if several else ''}", chart, kind="scrolled") for run, chart in orders.items()
         ],
-        "spared": spared,
-        "leads": [_leads(leads, run, chart) for run, chart in lags.items()],
-        "forecast": None if forecasts is None else _forecast(forecasts, errors),
-        "alike": state_sentences(states),
-        "states": similar,
     }
     return content, named
 
@@ -202,48 +147,6 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
         confidence=f"{100 * clock.confidence:g}%",
         **content,
     )
-
-
-def _state_blocks(states: pd.DataFrame, *, several: bool) -> list[Block]:
-    if not len(states):
-        return []
-    within = states["run"] == states["other_run"]
-    maps = [*step_maps(states[within], several=several), *run_maps(states[~within & (states["over"] == "prompts")])]
-    return [block_of(title, charts, note, wide=False) for title, note, charts in maps]
-
-
-def states_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Returns the section of a run's own page on how alike its checkpoints are; None of a run that keeps no states.
-
-    By the CKA alone, which takes milliseconds.
-    """
-    tables = [similarity_of_steps(kept, (CKA,)) for kept in kept_states(root, run, measurements)]
-    blocks = [block for table in tables for block in _state_blocks(table, several=False)]
-    if not blocks:
-        return None
-    note = " ".join([*(f"{line}." for table in tables for line in state_sentences(table)), OTHER_SIMILARITIES])
-    return {"name": "states", "title": "How alike the checkpoints are", "note": note, "metrics": blocks}
-
-
-def _leads(leads: pd.DataFrame, run: str, chart: Chart | None) -> dict[str, Any]:
-    rows = lead_lag_rows(leads, run)
-    columns = ("Pair", "Octaves", "r", "p", "q", "Given the loss: octaves", "r", "p", "q")
-    return {
-        "run": run,
-        "lines": lead_lag_sentences(leads, run),
-        "blocks": [_block(chart.title, chart, kind="scrolled")] if chart is not None else [],
-        "table": table_of(columns, [("", rows)]) if rows else None,
-    }
-
-
-def _forecast(forecasts: ModelForecasts, chart: Chart | None) -> dict[str, Any]:
-    columns = ("Forecast by", "Mean error", "Of the baseline's", "Of the loss's", "80% intervals that hold", "Width")
-    rows = error_rows(forecasts)
-    return {
-        "lines": forecast_sentences(forecasts),
-        "blocks": [_block(chart.title, chart)] if chart is not None else [],
-        "errors": table_of(columns, rows) if rows else None,
-    }
 
 
 def _block(title: str, chart: Chart, *, kind: str = "") -> Block:

@@ -97,8 +97,6 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     shown += variant_sections.sections(frame, medians.notes)
     if not comparing and (surfaces := sections.surface_section(frame)) is not None:
         shown.append(surfaces)
-    if not comparing and (states := emergence_page.states_of_run(run.name, drawable, run.root)) is not None:
-        shown.append(states)
     return frame, shown
 
 

@@ -7,7 +7,7 @@
 #             15% of the training's, most of it next_token_probe.
 # Time:       5 minutes a run on one CPU core of two; 8 to 27 beside much other work.
 # Run:        bash recipes/studies/four_papers_mechanism.sh
-# Then:       python benchmarks/four_papers.py --pack-mechanism checkpoints/four_papers_mechanism
+# Then:       python docs/studies/four_papers.py --pack-mechanism checkpoints/four_papers_mechanism
 #             lit-layers emerge checkpoints/four_papers_mechanism/shuffle_tokens=False*/ --seeds --out four_papers_mechanism
 root=checkpoints/four_papers_mechanism
 source "$(dirname "$0")/../sweeps/loop.sh"

@@ -93,7 +93,7 @@ def trouble(home: Home, folder: Path, argv: list[str]) -> str | None:  # noqa: F
 
 def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
-    assert {"metrics", "forecast", "confidence", "seeds"} < set(tried["emerge"])
+    assert {"metrics", "confidence", "seeds"} < set(tried["emerge"])
     assert {"values_mb", "shard", "engine"} < set(tried["analyze"])
     assert {"budget", "resume_every", "measure"} < set(tried["fit"])
     assert {"trainer.gradient_clip_val", "analyses", "wandb"} < set(tried["fit"])

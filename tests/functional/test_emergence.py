@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
-from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, flat_p_value, step_pairs
+from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, step_pairs
 from lit_layers.functional.emergence.curve_times import SHORTEST, _Lines, _pelt
 from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
 from lit_layers.functional.emergence.replicates import drawn_together
@@ -153,10 +153,10 @@ def test_few_seeds_of_coarse_accuracies_emerge_no_more_often_than_the_level_says
     rng, false = np.random.default_rng(0), 0
     for _ in range(100):
         rows = rng.binomial(10, 0.5, (2, 6)) / 10
-        false += flat_p_value(range(6), rows.mean(0), replicates=rows) <= 0.05
+        false += emergence_times(range(6), rows.mean(0), replicates=rows).emerges
     assert false <= 12  # more than 12 of 100 at 5%: 1 in 500
     step = np.tile([0.0, 0, 0, 1, 1, 1], (2, 1))
-    assert flat_p_value(range(6), step[0], replicates=step) == 0
+    assert emergence_times(range(6), step[0], replicates=step).p_value == 0
 
 
 def test_the_p_value_over_replicates_is_that_of_students_tests():

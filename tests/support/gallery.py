@@ -60,8 +60,8 @@ def drawn(code: str) -> Any:
 @cache
 def tables() -> dict[str, Any]:
     """What the page's lines draw, by the names that they have there."""
-    if (benchmarks := str(ROOT / "benchmarks")) not in sys.path:
-        sys.path.append(benchmarks)
+    if (studies := str(ROOT / "docs" / "studies")) not in sys.path:
+        sys.path.append(studies)
     study: Any = importlib.import_module("four_papers")
     run = records.frame(study.unpack(study.DATA, study.SAMPLE)[study.SAMPLE])
     return {"run": run, "points": _points(run), "models": pd.read_parquet(RELEASED), **_made_up()}

@@ -113,12 +113,6 @@ MUTANTS = (
         "functional/test_correlation.py functional",
     ),
     Mutant(
-        "functional/correlation.py",
-        "(1 + reached) / (1 + len(null))",
-        "reached / len(null)",
-        "functional/test_correlation.py functional/test_block_correlation.py",
-    ),
-    Mutant(
         "functional/block_schedules.py",
         "return range(start + 2, num_blocks - start + 1)",
         "return range(start + 1, num_blocks - start + 1)",

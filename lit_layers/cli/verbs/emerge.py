@@ -1,7 +1,7 @@
 """`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Names, Pairs
@@ -12,10 +12,7 @@ from lit_layers.schema import SEED, Range
 if TYPE_CHECKING:
     from lit_layers.clock import Clock
 
-WRITTEN = (  # without their endings
-    *("times", "order", "layer_order", "layers", "blocks", "lead_lag", "states", "agreement", "forecast"),
-    *("forecast_errors", "emergence"),
-)
+WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
 CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
 NO_TAGS = Pairs()
 MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
@@ -29,8 +26,6 @@ def emerge(
     seeds: bool = False,
     axis: Literal["step", "tokens"] = "step",
     confidence: Annotated[float, CONFIDENCE] = 0.95,
-    forecast: float | None = None,
-    loss: str | None = None,
     settings: Names | None = None,
     allow_suspect: bool = False,
     seed: Annotated[int, SEED] = 0,
@@ -46,10 +41,6 @@ def emerge(
         seeds: the runs are seeds of one training: also find times over all of them
         axis: what training is measured in: optimizer steps or tokens
         confidence: confidence of the intervals, and of the verdict that a curve emerges
-        forecast: a share of training, such as 0.1: from there forecast the end of each model by the other runs, and say
-            whether that beats persistence and the loss
-        loss: the loss, as METRIC or ANALYSIS/METRIC: lead-lags are given it, and the forecast is compared with it
-            (default: the last layer's logit-lens loss)
         settings: which settings to take of analyses that were measured with several, as in report
         allow_suspect: also take checkpoints that the audit of their series found suspect
         seed: seed of the random draws
@@ -62,20 +53,15 @@ def emerge(
     refuse_replacing(folder, runs, WRITTEN)
     from lit_layers import clock
     from lit_layers.clock.layer_statistics import MONOTONICITY
-    from lit_layers.clock.model_forecasts import sentences as forecast_sentences
     from lit_layers.report.emergence_page import write_emergence
 
-    curves, blocks = [], []
+    curves = []
+    options = {"metrics": metrics or (), "where": dict(where), "axis": axis, "settings": settings or ()}
     for place in runs:
-        asked = [*metrics, *([loss] if loss else [])] if metrics else ()
-        options = {"metrics": asked, "where": dict(where), "axis": axis, "settings": settings or ()}
         more = clock.curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
         curves += more
-        if (place / "measurements.jsonl").is_file():
-            blocks += clock.block_tables(place, settings=settings or ())
-    early = None if forecast is None else clock.early_parts(curves, forecast, loss=loss or "")
     layers = clock.layer_curves(curves)
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
     names = dict.fromkeys(curve.run for curve in curves)
@@ -93,19 +79,11 @@ def emerge(
         times = clock.measure_times(curves, confidence=confidence, seed=seed, show=show)
     if seeds and lacking:
         times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
-    forecasts = None if early is None else clock.forecast_models(early, times, confidence=confidence, seed=seed)
-    leads = clock.lead_lag_table(times, loss=loss or "", seed=seed)
-    folders = [place for place in runs if (place / "measurements.jsonl").is_file()]
-    about: dict[str, Any] = {"settings": settings or (), "allow_suspect": allow_suspect, "together": together}
-    states = clock.similar_states(folders, **about) if folders else None
-    extra: dict[str, Any] = {"layers": layers, "blocks": blocks, "leads": leads, "forecasts": forecasts}
-    extra["states"] = states
-    paths = write_emergence(times, folder, axis=axis, seeds=seeds, **extra)
+    paths = write_emergence(times, folder, axis=axis, layers=layers)
     _show(times, axis)
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     files = [path for path in paths if path not in pictures]
-    lines = forecast_sentences(forecasts) if forecasts else []
-    print(*lines, *files, f"{len(pictures)} pictures in {folder}", sep="\n")
+    print(*files, f"{len(pictures)} pictures in {folder}", sep="\n")
     return 0
 
 

@@ -6,7 +6,6 @@ from lit_layers.functional.emergence.curve_times import (
     EmergenceTimes,
     Time,
     emergence_times,
-    flat_p_value,
 )
 from lit_layers.functional.emergence.replicates import bootstrap_counts
 
@@ -17,5 +16,4 @@ __all__ = [
     "Time",
     "bootstrap_counts",
     "emergence_times",
-    "flat_p_value",
 ]

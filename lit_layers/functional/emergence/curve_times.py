@@ -137,22 +137,6 @@ def emergence_times(
     return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *numbers, curve.step(half))
 
 
-def flat_p_value(
-    steps: ArrayLike,
-    values: ArrayLike,
-    *,
-    stderr: ArrayLike | None = None,
-    replicates: ArrayLike | None = None,
-    seed: int = 0,
-) -> float:
-    """The p-value of "the curve is flat", without times: the verdict of `emergence_times`, whose arguments these are.
-
-    Raises:
-        ValueError: as `emergence_times`.
-    """
-    return _Curve.checked(steps, values, stderr, replicates, "log", 0.5).p_value(np.random.default_rng(seed))
-
-
 @dataclass(frozen=True)
 class _Curve:
     """Checked values on the axis on which they are smooth, and the covariance of their errors (None: not known)."""

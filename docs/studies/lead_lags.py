@@ -1,17 +1,26 @@
-"""Which of two curves over training moves first: cross-correlation of their increments over half octaves of steps.
+"""Which numbers lead which: cross-correlation of their increments over half octaves of steps, over the study's seeds.
 
-All in float64. How often unrelated curves are said to be related, and related ones are found, is measured in
-docs/emergence_accuracy.md.
+    python docs/studies/lead_lags.py     prints the table `lead lags` of four_papers.md
+
+Increments and not values are correlated, since any two trends correlate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import false_discovery_control
+from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
+
+from lit_layers.clock import StepCurve, measure_times, over_seeds
+from lit_layers.clock.times_and_order import emerged_in_order
+from lit_layers.figures.labels import MINUS, p_text
+from lit_layers.figures.labels import value as number_text
 
 Array = NDArray[np.float64]
-
+LOSS = "lens/logit_lens_loss"  # of the last layer, which is the model's
+LEVEL, LEAST = 0.05, 1e-3  # q-values that differ from chance, and the least that is written out
 PER_OCTAVE = 2
 MOST_LAG = 4  # half octaves
 FEWEST_INCREMENTS = 8  # that overlap at a lag
@@ -19,13 +28,15 @@ FEWEST_MOVES = 2.0
 WIDEST_GAP = 3.0  # octaves between two checkpoints, within which a straight line says nothing
 BLOCKS = (3, 8)  # half octaves whose sign is drawn together: in one run or two there would be too few of 8
 FEWEST_RUNS = 3  # for an interval over them
-FEWEST_PAIRED = 6  # runs: 720 ways of pairing them
 BATCHES = (199, 1800)  # draws; the second where the first leaves it open
 _OPEN = 20  # draws that reach the data's: beyond it p is above 0.1, and more draws say no more
 _RESAMPLES = 400
 _LARGEST = 1 - 1e-9  # of |r|, for a z that is finite
 _ROUNDING = 1e-10  # increments that vary by less than this share are those of a straight line
 _SAME = 1e-3  # a curve of which `given` leaves less than this share is that curve over again
+
+
+# ------------------------------------------------------------------------------------------------ the test
 
 
 class LeadLag(NamedTuple):
@@ -108,7 +119,6 @@ def lead_lags(
     second: ArrayLike,
     given: ArrayLike | None = None,
     *,
-    drawn: tuple[ArrayLike, ArrayLike, ArrayLike | None] | None = None,
     seed: int = 0,
 ) -> list[LeadLag]:
     """How each of some curves leads or follows another one, by their increments over half octaves.
@@ -119,9 +129,7 @@ def lead_lags(
     several runs, seeds of one recipe, their mean at each half octave is taken away, and with it all that the step alone
     does in each of them; and `given` is regressed out of both, with one slope over all runs.
 
-    The p-value is of the greatest |r| over lags. Of 6 runs or more it is that of pairing the runs anew, one's a with
-    another's b, which is exact for seeds of one recipe, whatever the curves look like. Of fewer it is the larger one of
-    two, against b redrawn:
+    The p-value is of the greatest |r| over lags: the larger one of two, against b redrawn:
 
     - random phases: b with its autocorrelation, anywhere in training;
     - random signs of each 3 neighbouring increments (8 from 3 runs on): b with its size at each place of training.
@@ -137,8 +145,6 @@ def lead_lags(
         firsts: (curves, runs, increments), or (curves, increments) of one run.
         second: (runs, increments), or (increments,).
         given: As `second`: what both are freed of, linearly and at the same half octave.
-        drawn: Of one run copies of all three with other errors, (curves, draws, increments) and (draws, increments)
-            twice, for the interval of the lag. Of 3 runs or more it is a bootstrap over runs.
         seed: Of the redrawn curves.
 
     Raises:
@@ -152,13 +158,11 @@ def lead_lags(
     moves: Array = np.fmin(np.array([num_moves(each) for each in a]), num_moves(b))
     defined = np.asarray(a.any((1, 2)) & b.any())
     p, rng = np.full(len(a), np.nan), np.random.default_rng(seed)
-    if len(b) >= FEWEST_PAIRED:
-        p[defined] = _p_of_pairings(a[defined], b, greatest[defined], rng)
-    elif (moving := defined & (moves >= FEWEST_MOVES)).any():
+    if (moving := defined & (moves >= FEWEST_MOVES)).any():
         p[moving] = np.max(
             [_p_values(a[moving], b, rest, greatest[moving], null, rng) for null in (_phases, _flips)], 0
         )
-    ends = np.stack([place, *_ends(z, drawn, rng)], 1) - middle
+    ends = np.stack([place, *_ends(z, rng)], 1) - middle
     lags = np.where(defined[:, None], ends / PER_OCTAVE, np.nan)
     r = np.where(defined, np.tanh(np.take_along_axis(z.mean(-1), place[:, None], 1)[:, 0]), np.nan)
     return [
@@ -182,25 +186,22 @@ def _checked(firsts: ArrayLike, second: ArrayLike, given: ArrayLike | None) -> t
     return a, b, rest
 
 
-def _freed(x: Array, given: Array | None, *, of_draws: bool = False) -> Array:
-    """Increments (..., runs, increments) less their mean, that over runs, and what `given` explains.
-
-    `of_draws`: the runs are draws of one, which have no mean in common and a slope each.
-    """
-    axes = -1 if of_draws else (-2, -1)
+def _freed(x: Array, given: Array | None) -> Array:
+    """Increments (..., runs, increments) less their mean, that over runs, and what `given` explains."""
+    axes = (-2, -1)
     before = np.sqrt((x**2).sum(axes, keepdims=True))
-    x = _centered(x, of_draws)
+    x = _centered(x)
     if given is not None:
-        centred = _centered(given, of_draws)
+        centred = _centered(given)
         square = (centred**2).sum(axes, keepdims=True)
         x = x - centred * ((x * centred).sum(axes, keepdims=True) / np.where(square > 0, square, 1))
     least = _ROUNDING if given is None else _SAME
     return np.where(np.sqrt((x**2).sum(axes, keepdims=True)) > least * before, x, 0.0)
 
 
-def _centered(x: Array, of_draws: bool) -> Array:
+def _centered(x: Array) -> Array:
     x = x - x.mean(-1, keepdims=True)
-    return x if of_draws or x.shape[-2] == 1 else x - x.mean(-2, keepdims=True)
+    return x if x.shape[-2] == 1 else x - x.mean(-2, keepdims=True)
 
 
 def _at_lags(a: Array, b: Array) -> Iterator[Array]:
@@ -236,18 +237,6 @@ def _p_values(
     return (1 + reached) / (1 + total)
 
 
-def _p_of_pairings(a: Array, b: Array, greatest: Array, rng: np.random.Generator) -> Array:
-    """The share of pairings of a's runs with b's whose greatest mean z over lags reaches that of the data."""
-    runs = np.arange(len(b))
-    pairings = rng.permuted(np.tile(runs, (sum(BATCHES), 1)), axis=1)
-    largest = np.zeros((len(a), len(pairings)))
-    for z in _at_lags(a.reshape(-1, 1, a.shape[-1]), b[:, None]):  # of each run of a with each of b
-        of_pairs = z.reshape(len(a), len(b), len(b))[:, runs, pairings]  # (curves, pairings, runs)
-        largest = np.maximum(largest, np.abs(of_pairs.mean(-1)))
-    reached = (largest >= greatest[:, None] * (1 - 1e-9)).sum(1)
-    return (1 + reached) / (1 + len(pairings))
-
-
 def _phases(b: Array, draws: int, rng: np.random.Generator) -> Array:
     """b (runs, increments) with random phases at each frequency, (draws, runs, increments)."""
     n = b.shape[-1]
@@ -265,16 +254,104 @@ def _flips(b: Array, draws: int, rng: np.random.Generator) -> Array:
     return b * np.take_along_axis(signs, np.broadcast_to(block, (draws, *b.shape)), -1)
 
 
-def _ends(z: Array, drawn: Any, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Of an interval of the place of the greatest mean of z (curves, lags, runs): over runs, or over draws."""
+def _ends(z: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Of an interval of the place of the greatest mean of z (curves, lags, runs): over runs."""
     curves, _, runs = z.shape
     if runs >= FEWEST_RUNS:
         resampled = z[..., rng.integers(runs, size=(_RESAMPLES, runs))].mean(-1)  # (curves, lags, draws)
-    elif runs == 1 and drawn is not None:
-        given = None if drawn[2] is None else np.asarray(drawn[2], dtype=np.float64)
-        a, b = (_freed(np.asarray(each, dtype=np.float64), given, of_draws=True) for each in drawn[:2])
-        resampled = np.stack([at_lag[:, 0] for at_lag in _at_lags(a, b[None])], 1)
     else:
         return np.full(curves, np.nan), np.full(curves, np.nan)
     low, high = np.quantile(np.abs(resampled).argmax(1), (0.025, 0.975), axis=1, method="inverted_cdf")
     return low, high
+
+
+# ------------------------------------------------------------------------------------------------ of the study
+
+
+def lead_lag_rows(seeds: Sequence[StepCurve], loss: str = LOSS, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return a row a pair of what emerges over some seeds, the earlier half-way point first.
+
+    `lag` in octaves of 1 + step is positive where a leads. `q_value` is that of Benjamini and Hochberg over the pairs,
+    of which those without a p-value count as 1. The same stands once more `given_loss_`.
+    """
+    clock = measure_times(over_seeds(seeds, "seeds"))
+    curves = [curve for curve, _ in emerged_in_order(clock, "seeds")]
+    given = loss_of_runs(clock.curves, loss)["seeds"]
+    rows: list[dict[str, Any]] = []
+    for number, second in enumerate(curves):
+        firsts = curves[:number]
+        both = [_with_second(firsts, second, each, seed) for each in (None, given)]
+        for first, alone, freed in zip(firsts, *both, strict=True):
+            row: dict[str, Any] = {"a": first.title, "b": second.title}
+            rows.append(row | _numbers("", alone) | _numbers("given_loss_", freed))
+    for prefix in ("", "given_loss_"):
+        p = np.array([row[f"{prefix}p_value"] for row in rows])
+        q = np.where(np.isfinite(p), false_discovery_control(np.where(np.isfinite(p), p, 1.0)), np.nan)
+        for row, adjusted in zip(rows, q, strict=True):
+            row[f"{prefix}q_value"] = adjusted
+    return rows
+
+
+def _with_second(
+    firsts: Sequence[StepCurve], second: StepCurve, loss: StepCurve | None, seed: int
+) -> list[LeadLag | None]:
+    """Return how each first curve leads the second, None where they share too few half octaves."""
+    by_range: dict[tuple[int, int], list[int]] = {}
+    for number, first in enumerate(firsts):
+        ranges = [
+            octave_range(curve.at, _values(curve).mean(0)) for curve in (first, second, loss) if curve is not None
+        ]
+        start, end = max(start for start, _ in ranges), min(end for _, end in ranges)
+        if end - start >= FEWEST_INCREMENTS:
+            by_range.setdefault((start, end), []).append(number)
+    results: list[LeadLag | None] = [None] * len(firsts)
+    for (start, end), numbers in by_range.items():
+        within = lambda curve: octave_increments(curve.at, _values(curve), start, end)  # noqa: B023, E731
+        given = None if loss is None else within(loss)
+        found = lead_lags([within(firsts[number]) for number in numbers], within(second), given, seed=seed)
+        for number, result in zip(numbers, found, strict=True):
+            results[number] = result
+    return results
+
+
+def _values(curve: StepCurve) -> Array:
+    """Return the values of each seed (seeds, checkpoints), scaled to at most 1."""
+    assert curve.seeds is not None
+    return curve.seeds / np.abs(curve.seeds).max()
+
+
+def _numbers(prefix: str, result: LeadLag | None) -> dict[str, float]:
+    names = LeadLag._fields[:6]
+    return {f"{prefix}{name}": np.nan if result is None else getattr(result, name) for name in names}
+
+
+def lead_lag_table(curves: Mapping[str, Mapping[str, Sequence[StepCurve]]]) -> Table:
+    """Yield the pairs of numbers of the models on data that differ from chance, alone or given the loss."""
+    yield ["of, one then the other", "octaves", "r", "p", "q", "given the loss: octaves", "r", "p", "q"]
+    for group in ("GPT-2", "ViT"):
+        rows = lead_lag_rows([curve for asked in ASKED for curve in seeds_of(curves[group], asked)])
+        surest = [row for row in rows if _least_q(row) <= LEVEL]
+        for row in sorted(surest, key=lambda row: (_least_q(row), -abs(row["correlation"]))):
+            a, b, side = (row["a"], row["b"], 1) if row["lag"] >= 0 else (row["b"], row["a"], -1)
+            cells = [cell for prefix in ("", "given_loss_") for cell in _cells(row, prefix, side)]
+            yield [f"{group}: {a}, then {b}" if row["lag"] else f"{group}: {a} and {b}", *cells]
+        tested = sum(np.isfinite(row["p_value"]) for row in rows)
+        yield [f"{group}: {len(surest)} of {len(rows)} pairs; {tested} have a p-value", *[""] * 8]
+
+
+def _least_q(row: Mapping[str, float]) -> float:
+    return float(np.fmin(row["q_value"], row["given_loss_q_value"]))
+
+
+def _cells(row: Mapping[str, float], prefix: str, side: int) -> list[str]:
+    """Return lag, r, p and q as text, from the side of the one that leads."""
+    if np.isnan(row[f"{prefix}lag"]):
+        return [""] * 4
+    low, high = sorted(side * row[f"{prefix}{end}"] for end in ("low", "high"))
+    lag = f"{side * row[f'{prefix}lag'] + 0:g} ({low + 0:g} to {high + 0:g})".replace("-", MINUS)
+    p, q = (p_text(row[f"{prefix}{name}"], LEAST) for name in ("p_value", "q_value"))
+    return [lag, number_text(row[f"{prefix}correlation"]), p, q]
+
+
+if __name__ == "__main__":
+    print(as_markdown(lead_lag_table(curves_by_group(unpack(DATA)))))

@@ -1,31 +1,31 @@
-"""What the beginning of training says of its end: final values and half-way points of models held out whole."""
+"""What the beginning of training says of its end: final values and half-way points of models held out whole.
 
+python docs/studies/forecasts.py         prints the table `forecasts` of four_papers.md: a CPU minute
+"""
+
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
 
-from lit_layers.clock.step_curves import StepCurve, is_asked, loss_curves
-from lit_layers.clock.times_and_order import Clock
-from lit_layers.errors import InputError
-from lit_layers.figures.axes import Axis
-from lit_layers.figures.chart import Chart, Series
+from lit_layers.clock import Clock, StepCurve, measure_times
 from lit_layers.figures.labels import value as number_text
-from lit_layers.figures.models import in_rows, row_ends
-from lit_layers.figures.theme import COLORS, MUTED, rounded
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
-from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, flat_p_value
-from lit_layers.functional.emergence.forecast import fewest_groups, forecast_held_out
-from lit_layers.metrics import look_up
+from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, emergence_times
 
 Array = NDArray[np.float64]
+LOSS = "lens/logit_lens_loss"
 LEVEL = 0.8
-FEWEST_MODELS = fewest_groups(LEVEL)
+PENALTIES = 10.0 ** np.arange(4, -10.1, -0.5)  # the strongest first, added to a sum over models
+_ROUNDING = 1e-12  # a feature that varies by less than this share of its size is constant
+FEWEST_MODELS = 5  # for the intervals: see fewest_groups
 MOST = 1e300  # of a value: the line through larger ones has no number
 FITTED = {"curve": "early curve", "loss": "loss alone", "both": "both"}
 METHODS = {**FITTED, "others": "others' median", "persistence": "persistence"}
@@ -36,7 +36,122 @@ COLUMNS = (*COLUMNS, "others", "persistence")
 UNITS = {"final": "standard deviations over models", "halfway": "octaves"}
 _BASELINE = {"final": "persistence", "halfway": "others"}
 _SIZE = re.compile(r".*?(?<![\d.])\d+(\.\d+)?[mb](?![a-z0-9])", re.IGNORECASE)
-_MOST_METRICS = 20  # in the figure
+
+
+# ------------------------------------------------------------------------------------------------ regression
+
+
+class HeldOutForecasts(NamedTuple):
+    """Of each model the forecast by the others, and the ends of its interval, each (models,)."""
+
+    values: Array
+    low: Array
+    high: Array
+
+
+def forecast_held_out(
+    features: ArrayLike,
+    targets: ArrayLike,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    confidence: float = 0.8,
+) -> HeldOutForecasts:
+    """Each model's target by ridge regression on the models of all other groups, with a jackknife+ interval.
+
+    With mu_-S the regression that has not seen the groups S, g(i) the group of model i and n that of the training
+    models, the forecast is mu_-g(i)(x_i), and the interval goes from the lower to the upper quantile of
+
+        mu_-{g(i), g(j)}(x_i) -+ |y_j - mu_-{g(i), g(j)}(x_j)|    over the training models j,
+
+    at the level `confidence` (1 + 1 / groups in training), a group weighing as much as any other. A target is thus in
+    no fit, no scale, no penalty and no residual behind its own forecast. Features are standardised over the training
+    models; the penalty is that of the lowest error of these, each left out in closed form.
+
+    The guarantee: of exchangeable groups (without groups: models) at least 2 `confidence` - 1 of the intervals hold,
+    0.6 for 0.8, whatever the distribution; for a regression that is stable about `confidence` of them do. Models of
+    very different sizes are not exchangeable: nothing is guaranteed of the smallest and the largest.
+
+    Source: Barber et al. 2021, "Predictive inference with the jackknife+", equation 1.3 and theorem 1; of groups Lee,
+    Barber & Willett, arXiv 2306.06342.
+
+    Args:
+        features: (models, dim), at least one.
+        targets: (models,).
+        groups: Of each model what it is held out with, as the same size or recipe; without any each stands alone.
+        confidence: Of the intervals, in (0, 1).
+
+    Raises:
+        ValueError: fewer groups than the interval needs (5 for 0.8), shapes that do not fit, values that are not
+            finite, a confidence outside (0, 1).
+    """
+    x, y = np.asarray(features, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    if x.ndim != 2 or not x.shape[1] or y.shape != x.shape[:1]:
+        raise ValueError(f"expected features (models, dim) of targets (models,), got {x.shape} of {y.shape}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("expected finite features and targets")
+    fewest = fewest_groups(confidence)
+    names = list(range(len(y))) if groups is None else list(groups)
+    if len(names) != len(y):
+        raise ValueError(f"expected a group for each of {len(y)} models, got {len(names)}")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    of, count = np.array([numbers[name] for name in names]), len(numbers)
+    if count < fewest:
+        raise ValueError(f"expected at least {fewest} groups of models for {confidence:g} intervals, got {count}")
+    # By powers of two, which change no forecast, no square overflows or vanishes.
+    x = np.ldexp(x, -np.frexp(np.abs(x).max(0))[1])
+    y = np.ldexp(y, -(unit := int(np.frexp(np.abs(y).max())[1])))
+    left, right = np.triu_indices(count)
+    table = np.empty((count, count, len(y)))  # what the regression without two groups says of all models
+    table[left, right] = table[right, left] = _ridge((of != left[:, None]) & (of != right[:, None]), x, y)
+    ends = []
+    for i, mine in enumerate(of):
+        others = np.flatnonzero(of != mine)
+        residuals = np.abs(y[others] - table[mine, of[others], others])
+        weights, level = 1 / np.bincount(of)[of[others]] / (count - 1), confidence * count / (count - 1)
+        center = table[mine, of[others], i]
+        ends.append((-_quantile(residuals - center, weights, level), _quantile(center + residuals, weights, level)))
+    return HeldOutForecasts(*np.ldexp([table[of, of, np.arange(len(y))], *np.array(ends).T], unit))
+
+
+def fewest_groups(confidence: float) -> int:
+    """Returns how many groups of models an interval needs, one of them held out: 5 for 0.8.
+
+    Raises:
+        ValueError: a confidence outside (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
+    return max(4, 1 + math.ceil(confidence / (1 - confidence) - 1e-9))
+
+
+def _ridge(training: NDArray[np.bool_], x: Array, y: Array) -> Array:
+    """What regressions on some of the models (fits, models) say of all of them (fits, models)."""
+    t = training.astype(np.float64)
+    count = t.sum(1, keepdims=True)
+    centered = x - (t @ x / count)[:, None]  # (fits, models, dim)
+    scale = np.sqrt((t[..., None] * centered**2).sum(1) / count)[:, None]
+    varies = scale > _ROUNDING * np.abs(x).max(0)
+    z = np.where(varies, centered / np.where(varies, scale, 1.0), 0.0)
+    mean = t @ y[:, None] / count
+    residual = t * (y - mean)
+    u, d, v = np.linalg.svd(z * t[..., None], full_matrices=False)
+    along = np.einsum("fmr,fm->fr", u, residual)
+    kept = d**2 / (d**2 + PENALTIES[:, None, None])  # (penalties, fits, rank)
+    error = residual - np.einsum("fmr,pfr->pfm", u, kept * along)
+    leverage = t / count + np.einsum("fmr,pfr->pfm", u**2, kept)
+    errors = (t * (error / np.maximum(1 - leverage, _ROUNDING)) ** 2).sum(2)
+    penalty = PENALTIES[errors.argmin(0)][:, None]
+    weight: Any = np.einsum("frk,fr->fk", v, d / (d**2 + penalty) * along)
+    return mean + np.einsum("fmk,fk->fm", z, weight)
+
+
+def _quantile(values: Array, weights: Array, level: float) -> float:
+    """The smallest value at or below which there is so much of the weight."""
+    order = values.argsort()
+    return float(values[order][min(np.searchsorted(weights[order].cumsum(), level - 1e-9), len(values) - 1)])
+
+
+# ------------------------------------------------------------------------------------------------ early parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,35 +201,34 @@ def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") ->
     over log2(1 + step) in the last third of the early values (at least 3). A perplexity counts as a loss by its log.
 
     Raises:
-        InputError: a share outside (0, 1), fewer than 5 models or 6 early checkpoints of all curves, no such loss.
+        ValueError: a share outside (0, 1), fewer than 5 models or 6 early checkpoints of all curves, no such loss.
     """
     if not 0 < share < 1:
-        raise InputError(f"forecast: expected a share of training above 0 and below 1, got {share:g}")
+        raise ValueError(f"forecast: expected a share of training above 0 and below 1, got {share:g}")
     curves = [curve for curve in curves if curve.seeds is None]
     bounded = [bool(curve.at.min(initial=0) >= 0 and not (np.abs(curve.values) > MOST).any()) for curve in curves]
     odd, curves = bounded.count(False), [curve for curve, is_bounded in zip(curves, bounded, strict=True) if is_bounded]
     if (runs := len({curve.run for curve in curves})) < FEWEST_MODELS:
-        raise InputError(f"forecast: expected {FEWEST_MODELS} models or more, of which one is held out, got {runs}")
+        raise ValueError(f"forecast: expected {FEWEST_MODELS} models or more, of which one is held out, got {runs}")
     left_out = Counter({f"a step is below 0 or a value beyond {MOST:g}": odd})
     losses = _losses(curves, share, loss) if loss else {}
     groups: dict[Any, list[StepCurve]] = {}
     for curve in curves:
-        if not (loss and is_asked(curve, [loss])):
+        if not loss or loss not in (curve.metric, f"{curve.analysis}/{curve.metric}"):
             groups.setdefault(curve.key, []).append(curve)
     parts = [part for group in groups.values() if (part := _part(group, share, losses, left_out)) is not None]
     if not parts:
         reason, _ = (+left_out or Counter({"there is none but the loss": 1})).most_common(1)[0]
-        raise InputError(f"forecast: no curve can be forecast: {reason}")
+        raise ValueError(f"forecast: no curve can be forecast: {reason}")
     return EarlyParts(share, parts, dict(+left_out), loss)
 
 
 def _losses(curves: Sequence[StepCurve], share: float, loss: str) -> dict[str, Array]:
     """Level and slope of each run's early loss: the whole model's, else that of its last layer."""
-    of_run = loss_curves(curves, loss)
-    part = _part(list(of_run.values()), share, {}, counts := Counter[str]())
+    part = _part(list(loss_of_runs(curves, loss).values()), share, {}, counts := Counter[str]())
     if part is None:
         reason = next(iter(+counts), "no run has such a curve")
-        raise InputError(f"loss: expected ANALYSIS/METRIC of a curve of {FEWEST_MODELS} models, got {loss}: {reason}")
+        raise ValueError(f"loss: expected ANALYSIS/METRIC of a curve of {FEWEST_MODELS} models, got {loss}: {reason}")
     return {curve.run: row for curve, row in zip(part.curves, part.features, strict=True)}
 
 
@@ -193,7 +307,9 @@ def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95
 def _emerges_early(curve: StepCurve, until: float, confidence: float, seed: int) -> bool:
     early = curve.at <= until
     stderr = None if curve.stderr is None else curve.stderr[early]
-    return flat_p_value(curve.at[early], curve.values[early], stderr=stderr, seed=seed) <= 1 - confidence
+    return emergence_times(
+        curve.at[early], curve.values[early], stderr=stderr, confidence=confidence, seed=seed
+    ).emerges
 
 
 def _forecasts(
@@ -233,7 +349,7 @@ def _forecasts(
 
 
 def _errors(table: Any) -> Any:
-    """A row a method, over all curves of a target ("") and by metric: see docs/emergence.md."""
+    """A row a method, over all curves of a target ("") and by metric."""
     columns = ["held_out", "of", "metric", "method", "error", "coverage", "width", "ratio", "ratio_low", "ratio_high"]
     columns += ["to_loss", "to_loss_low", "to_loss_high", "num_models", "num_groups", "num_curves", "num_forecasts"]
     rows = []
@@ -284,57 +400,11 @@ def _ratio(error: Array, baseline: Array, units: Any) -> tuple[float, float, flo
         return np.nan, np.nan, np.nan
 
 
-# ------------------------------------------------------------------------------------------------ in words and a figure
-
-
-def sentences(forecasts: ModelForecasts) -> list[str]:
-    """Returns of each target how far off the early curve is, what it beats and what it does not, and counts."""
-    lines, first = [], f"From the first {100 * forecasts.early.share:.3g}% of training"
-    for target, name in TARGETS.items():
-        rows: dict[str, Any] = {row["method"]: row for row in _strict(forecasts.errors, target).to_dict("records")}
-        if not rows:
-            lines.append(f"{first} no {name} is forecast: no {FEWEST_MODELS} models have one, not all the same.")
-            continue
-        row, baseline = rows["curve"], "persistence" if target == "final" else "the others' median"
-        alike = ", each with all of its size" if row["held_out"] == "group" else ""
-        counts = f"{row['num_curves']} curves, {row['num_forecasts']:,} forecasts"
-        text = f"{first} the {name} of {row['num_models']} held-out models{alike} ({counts}) is forecast by the early "
-        text += f"curve with a mean error of {number_text(row['error'])} {UNITS[target]}."
-        for column, other in (("ratio", baseline), ("to_loss", "the loss alone")):
-            if np.isfinite(row[column]):
-                beats = "beats" if row[f"{column}_high"] < 1 else "does not beat"
-                text += f" It {beats} {other} ({_interval(row, column)} of its error)."
-        text += f" Of its {LEVEL:.0%} intervals {row['coverage']:.0%} hold."
-        lines.append(text)
-    if not np.isfinite(forecasts.errors["to_loss"].to_numpy(dtype=np.float64)).any():
-        loss = forecasts.early.loss
-        why = f"Not all models of any curve have the early {loss}" if loss else "No loss was named (--loss)"
-        lines.append(f"{why}, so that nothing is said against the loss alone.")
-    counts = dict(forecasts.counts)
-    soon, later, never = (counts.pop(f"emerge {when}") for when in ("early", "later", "never"))
-    return [
-        *lines,
-        f"Of {soon + later + never:,} curves of single models {soon:,} emerge within that part, {later:,} later and "
-        f"{never:,} never; half-way points are of those that emerge later, where {FEWEST_MODELS} models or more do.",
-        *(
-            f"Not forecast: {number} curves of single models: {why}."
-            for why, number in {**forecasts.early.left_out, **counts}.items()
-        ),
-    ]
-
-
-def _strict(errors: Any, target: str, metric: str | None = "") -> Any:
-    """The rows of the stricter way of holding out, groups where there are some."""
-    rows = errors[(errors["of"] == target) & ((errors["metric"] == metric) | (metric is None))]
-    return rows[rows["held_out"] == ("group" if (rows["held_out"] == "group").any() else "model")]
-
-
-def _interval(row: Mapping[str, Any], column: str) -> str:
-    return f"{row[column]:.2f} [{row[f'{column}_low']:.2f}, {row[f'{column}_high']:.2f}]"
+# ------------------------------------------------------------------------------------------------ the table
 
 
 def error_rows(forecasts: ModelForecasts) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Returns for a table, of each target and way of holding out, a row a method: text alone."""
+    """Return, for each target and way of holding out, a row of text for each method."""
     tables = []
     whole: Any = forecasts.errors[forecasts.errors["metric"] == ""]
     for (held_out, target), rows in whole.groupby(["held_out", "of"], sort=False):
@@ -349,35 +419,19 @@ def error_rows(forecasts: ModelForecasts) -> list[tuple[str, list[tuple[str, ...
     return tables
 
 
-def error_chart(forecasts: ModelForecasts) -> Chart:
-    """Returns errors as shares of the baseline's, with 95% intervals: a row a target and metric, a colour a method."""
-    rows = [
-        (f"{TARGETS[target].split()[0]}: {look_up(metric).title}" if metric else TARGETS[target], part)
-        for target in TARGETS
-        for metric, part in _strict(forecasts.errors, target, None).groupby("metric", sort=False)
-    ][: _MOST_METRICS + 2]
-    shown = [name for name in METHODS if name != "persistence"]
-    level = {"name": "baseline", "color": MUTED, "width": 1.5, "dash": "dash", "hover": False}
-    series = [Series(x=row_ends(rows), y=[1.0, 1.0], **level)]
-    for number, name in enumerate(shown):
-        points = [(at, part[part["method"] == name].to_dict("records")) for at, (_, part) in enumerate(rows)]
-        drawn = [(at, each[0]) for at, each in points if each and np.isfinite(each[0]["ratio"])]
-        series.append(
-            Series(
-                x=[at + 0.6 * (number + 0.5) / len(shown) - 0.3 for at, _ in drawn],
-                y=rounded(row["ratio"] for _, row in drawn),
-                low=rounded(row["ratio_low"] for _, row in drawn),
-                high=rounded(row["ratio_high"] for _, row in drawn),
-                texts=[f"{METHODS[name]}: {_interval(row, 'ratio')}" for _, row in drawn],
-                name=METHODS[name],
-                color=COLORS[number],
-                mark="circle",
-                size=6.5,
-                interval="bars",
-                legend=True,
-                tells_texts=True,
-            )
-        )
-    title = "Mean error as a share of persistence's; of half-way points, of the others' median's"
-    texts = [name[0].upper() + name[1:] for name, _ in rows]
-    return in_rows(title, texts, Axis(title="Share of the error", zero=True), series, height=140 + 60 * len(rows))
+def _interval(row: Mapping[str, Any], column: str) -> str:
+    return f"{row[column]:.2f} [{row[f'{column}_low']:.2f}, {row[f'{column}_high']:.2f}]"
+
+
+def forecast_table(curves: Mapping[str, Mapping[str, Sequence[StepCurve]]]) -> Table:
+    """Yield the errors of forecasts from the first tenth of training, each seed held out."""
+    yield ["of, forecast by", "mean error", "of the baseline's", "of the loss's", "80% intervals that hold", "width"]
+    for group in ("GPT-2", "ViT"):
+        mine = [curve for asked in ASKED for curve in seeds_of(curves[group], asked)]
+        found = forecast_models(early_parts(mine, 0.1, loss=LOSS), measure_times(mine))
+        for heading, rows in error_rows(found):
+            yield from ([f"{group}: {heading.split(',')[0]}, {name}", *cells] for name, *cells in rows)
+
+
+if __name__ == "__main__":
+    print(as_markdown(forecast_table(curves_by_group(unpack(DATA)))))

@@ -1,8 +1,15 @@
-"""Similarity of kept states, between two checkpoints of a run and between seeds at one step: tables, and heat maps."""
+"""How alike the states of two checkpoints of a run are, and those of two runs at one step.
 
+    python docs/studies/state_similarity.py RUN RUN ...                   prints the CKA with the last checkpoint
+    python docs/studies/state_similarity.py RUN RUN ... --csv states.csv  also writes every number
+
+RUN is the folder of a run that was measured with the analysis `PooledStates`, which keeps the states of its prompts.
+"""
+
+import argparse
 import itertools
-import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +17,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 from scipy.special import stdtrit
+from study_data import Table, as_markdown
 
 from lit_layers import prompt_values, run_data
-from lit_layers.figures.axes import Axis
-from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import count
-from lit_layers.figures.labels import value as number_text
-from lit_layers.figures.maps import as_matrix, slider_map
+from lit_layers.analyses.statistics import complete
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
-from lit_layers.identity import Measurement, Settings, settings_of
+from lit_layers.functional import similarity
+from lit_layers.functional.entropy import participation_ratio
+from lit_layers.identity import Measurement, settings_of
 from lit_layers.records import is_suspect
 
 Array = NDArray[np.float32]
-logger = logging.getLogger(__name__)
 CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
 PROMPT_SUBSPACE = "prompt_subspace_overlap"
 COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric")
@@ -56,7 +62,7 @@ class KeptStates:
 def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> list[KeptStates]:
     """Returns the states that a run keeps of its curves' measurements, of at most `MOST_STEPS` checkpoints.
 
-    What a folder holds in place of states is told in one warning.
+    What a folder holds in place of states is printed to standard error.
     """
     with_states = [
         m for m in measurements if m.step is not None and any(r.metric == prompt_values.DIMENSION for r in m.records)
@@ -78,31 +84,27 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
         elif shapes:
             about = {"run": run, "analysis": analysis, "settings": settings_of(there[0])}
             kept.append(KeptStates(steps=[*by_step], layers=_by_layer(by_step, *shapes), **about))
-    if unread:
-        logger.warning("%s: states are not compared: %s%s", root, unread[0], _more(len(unread) - 1))
+    for sentence in unread:
+        print(f"{root}: states are not compared: {sentence}", file=sys.stderr)
     return kept
 
 
-def similar_states(
-    roots: Sequence[Path], *, settings: Settings = (), allow_suspect: bool = False, together: str = ""
-) -> pd.DataFrame:
-    """Returns the tables of `similarity_of_steps` of each run's folder, and of `similarity_of_runs` of all, as one.
+def similar_states(roots: Sequence[Path]) -> pd.DataFrame:
+    """Return the tables of `similarity_of_steps` of each run, and of `similarity_of_runs` of all, as one.
 
-    A folder without files of states is not read. With a name for all runs `together`, which are then seeds of one, of
-    three or more also what they have on average, as `over_the_runs`.
+    Of three runs or more, seeds of one, also what they have on average (`over_the_runs`), called `3 seeds`.
     """
-    roots = [root for root in roots if any((root / prompt_values.FOLDER).glob(f"*/*{prompt_values.STATES}"))]
-    runs = [run_data.read_run(root, settings=settings) for root in roots]
+    runs = [run_data.read_run(root) for root in roots]
     several = [
         kept
         for root, run in zip(roots, runs, strict=True)
-        for kept in kept_states(root, run.name, [m for m in run.measurements if allow_suspect or not is_suspect(m)])
+        for kept in kept_states(root, run.name, [m for m in run.measurements if not is_suspect(m)])
     ]
     tables = [*map(similarity_of_steps, several), similarity_of_runs(several)]
     table = pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
-    if not together or len(roots) < FEWEST_SEEDS:
+    if len(roots) < FEWEST_SEEDS:
         return table
-    return pd.concat([over_the_runs(table, len(roots), together), table], ignore_index=True)
+    return pd.concat([over_the_runs(table, len(roots), f"{len(roots)} seeds"), table], ignore_index=True)
 
 
 def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUSTES, SUBSPACE)) -> pd.DataFrame:
@@ -163,31 +165,10 @@ def over_the_runs(table: pd.DataFrame, num_runs: int, name: str) -> pd.DataFrame
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
-def settling_steps(table: pd.DataFrame, *, threshold: float = 0.9) -> pd.DataFrame:
-    """Returns of each run, analysis and layer the step from which the CKA with the last checkpoint stays that high.
-
-    The columns are run, analysis, layer, step and last; a layer that has a gap in between is judged by the others.
-    """
-    rows = []
-    within = table[(table["run"] == table["other_run"]) & (table["metric"] == CKA)]
-    for key, part in within.groupby(["run", "analysis", "layer"], sort=False):
-        last = part["other_step"].max()
-        to_last = part[part["other_step"] == last].sort_values("step")
-        below = to_last.loc[to_last["value"] < threshold, "step"]
-        near = to_last.loc[to_last["step"] > below.max(), "step"] if len(below) else to_last["step"]
-        rows.append((*key, int(near.min()) if len(near) else int(last), int(last)))
-    return pd.DataFrame(rows, columns=["run", "analysis", "layer", "step", "last"])
-
-
 def _compared(
     states: Array, metrics: Sequence[str]
 ) -> Iterator[tuple[int, int, str, float, float, float, str, float, int]]:
     """Of states (places, prompts, dim) both places, the metric, its value, low, high, over, chance and prompts."""
-    import torch  # which pages without states do without
-
-    from lit_layers.analyses.statistics import complete  # with torch
-    from lit_layers.functional import similarity  # with torch
-
     tensor = torch.from_numpy(states)
     _, kept = complete(tensor.isfinite().all(-1))
     rows, number = tensor[:, kept].double(), int(kept.sum())
@@ -229,11 +210,6 @@ def _ends(metric: str, value: float, stderr: float, number: int) -> tuple[float,
 
 def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
     """Why the states by layer are not those that were measured: of other prompts, or of another dimension."""
-    import torch  # which pages without states do without
-
-    from lit_layers.analyses.statistics import complete  # with torch
-    from lit_layers.functional.entropy import participation_ratio  # with torch
-
     if not states:
         return f"none of {measurement.analysis} at step {measurement.step} can be read"
     tensors = {layer: torch.from_numpy(values) for layer, values in states.items()}
@@ -259,116 +235,54 @@ def _shape(kept: KeptStates) -> tuple[int, ...]:
     return tuple(next(iter(kept.layers.values())).shape[1:])
 
 
-def _more(number: int) -> str:
-    return f"; and {number} more" if number > 0 else ""
+# ------------------------------------------------------------------------------------------------ in text
 
 
-# ------------------------------------------------------------------------------------------------ as maps
-
-TITLES = {
-    CKA: "CKA of pooled states",
-    PROCRUSTES: "Procrustes distance of pooled states",
-    SUBSPACE: "Overlap of leading subspaces of pooled states",
-    PROMPT_SUBSPACE: "Overlap of leading subspaces over prompts",
-}
-_BEST = {CKA: 1.0, PROCRUSTES: 0.0, SUBSPACE: 1.0, PROMPT_SUBSPACE: 1.0}  # of states with themselves
-_LAYERS = 9  # that a reader chooses from: the tables have all
-_TICKS = 9
-
-Maps = tuple[str, str, list[tuple[str, Chart]]]  # a title, a note, and the map of each layer with its name
+def with_the_last(table: pd.DataFrame) -> Table:
+    """Yield the CKA of each checkpoint with the last one, a row a run and layer."""
+    within = table[(table["run"] == table["other_run"]) & (table["metric"] == CKA)]
+    steps = sorted(within["step"].unique())
+    yield ["CKA with the last checkpoint", *(f"step {step}" for step in steps)]
+    for (run, analysis, layer), part in within.groupby(["run", "analysis", "layer"], sort=False):
+        to_last: Any = part[part["other_step"] == part["other_step"].max()].set_index("step")
+        yield [f"{run}, {analysis}, layer {layer}", *(_interval(to_last, step) for step in steps)]
 
 
-def step_maps(table: pd.DataFrame, *, several: bool = False) -> Iterator[Maps]:
-    """Yields for each run, analysis and metric of a table of steps a map of steps by steps, for a choice of layers.
-
-    With `several` runs the titles say which.
-    """
-    for (run, analysis, metric), part in table.groupby(["run", "analysis", "metric"], sort=False):
-        where = ", ".join([*([str(run)] if several else []), *([] if analysis == "pooled_states" else [str(analysis)])])
-        title = f"{TITLES[str(metric)]}{f', {where}' if where else ''}"
-        charts = [(f"Layer {layer}", _steps(title, layer, of_layer)) for layer, of_layer in _shown_layers(part)]
-        yield title, _chance(part), charts
-
-
-def run_maps(table: pd.DataFrame) -> Iterator[Maps]:
-    """Yields for each analysis and metric of a table of runs a map of runs by runs, with a slider over the steps."""
-    for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
-        title = f"{TITLES[str(metric)]}, runs at equal steps"
-        title += "" if analysis == "pooled_states" else f", {analysis}"
-        charts = [(f"Layer {layer}", _runs(title, layer, of_layer)) for layer, of_layer in _shown_layers(part)]
-        yield title, _chance(part), charts
+def between_runs(table: pd.DataFrame) -> Table:
+    """Yield the CKA of every two runs at their last common step, a row a pair of runs and layer."""
+    pairs = table[(table["run"] != table["other_run"]) & (table["metric"] == CKA)]
+    yield ["CKA of two runs at their last common step", "step", "CKA", "by chance"]
+    for (run, other, analysis, layer), part in pairs.groupby(["run", "other_run", "analysis", "layer"], sort=False):
+        last: Any = part[part["step"] == part["step"].max()].set_index("step")
+        chance = f"{last['chance'].iloc[0]:.3f}"
+        yield [
+            f"{run} and {other}, {analysis}, layer {layer}",
+            f"{last.index[0]}",
+            _interval(last, last.index[0]),
+            chance,
+        ]
 
 
-def sentences(table: pd.DataFrame) -> list[str]:
-    """Returns of each run from which step on its first, middle and last layer are what they are in the end."""
-    lines = []
-    for (run, _), part in settling_steps(table).groupby(["run", "analysis"], sort=False):
-        part = part[part["layer"] > 0]
-        places = spread(part.to_dict("records"), 3)
-        steady = [f"layer {row['layer']} from step {count(row['step'])}" for row in places]
-        if steady and part["step"].min() < part["last"].max():
-            lines.append(
-                f"{run}: the CKA with step {count(part['last'].max())} stays above 0.9 at {', '.join(steady)} on"
-            )
-    return lines
+def _interval(rows: Any, step: int) -> str:
+    if step not in rows.index:
+        return ""
+    row = rows.loc[step]
+    return f"{row['value']:.3f}" + ("" if np.isnan(row["low"]) else f" [{row['low']:.3f}, {row['high']:.3f}]")
 
 
-def _shown_layers(table: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    for layer in spread(sorted(table["layer"].unique()), _LAYERS):
-        yield int(layer), table[table["layer"] == layer]
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--csv", type=Path, help="also write every number to this file")
+    options = parser.parse_args()
+    table = similar_states(options.runs)
+    if options.csv is not None:
+        table.to_csv(options.csv, index=False)
+    print(as_markdown(with_the_last(table)))
+    if len(options.runs) > 1:
+        print(as_markdown(between_runs(table)))
+    return 0
 
 
-def _chance(table: pd.DataFrame) -> str:
-    low, high = table["chance"].min(), table["chance"].max()
-    between = (
-        number_text(low) if number_text(low) == number_text(high) else f"{number_text(low)} to {number_text(high)}"
-    )
-    return f"By chance {between}."
-
-
-def _steps(title: str, layer: int, table: pd.DataFrame) -> Chart:
-    keys = sorted({*table["step"], *table["other_step"]})
-    axis = Axis(title="Optimizer step", keys=keys, labels={at: count(at) for at in spread(keys, _TICKS)}, grid=False)
-    look = {
-        "hover": "step {y}, step {x}{w}",
-        "notes": [_intervals(table, "step", "other_step", keys)],
-        **_colors(table),
-    }
-    matrix = _matrix(table, "step", "other_step", keys)
-    return slider_map(f"{title}, layer {layer}", {0: matrix}, axis, axis, look, height=420, square=True)
-
-
-def _runs(title: str, layer: int, table: pd.DataFrame) -> Chart:
-    names = list(dict.fromkeys([*table["run"], *table["other_run"]]))
-    by_step = {step: table[table["step"] == step] for step in sorted(table["step"].unique().tolist())}
-    matrices = {step: _matrix(part, "run", "other_run", names) for step, part in by_step.items()}
-    notes = [_intervals(part, "run", "other_run", names) for part in by_step.values()]
-    down = {number: f"{name}  {number + 1}" for number, name in enumerate(names)}
-    across = {number: str(number + 1) for number in down}
-    x, y = (Axis(title="Run", keys=range(len(names)), labels=labels, grid=False) for labels in (across, down))
-    look = {"hover": "{t}{w}", "texts": names, "notes": notes, **_colors(table)}
-    return slider_map(f"{title}, layer {layer}", matrices, x, y, look, height=420)
-
-
-def _colors(table: pd.DataFrame) -> dict[str, Any]:
-    """Bright is alike; the ends are those of all layers' checkpoints of the map."""
-    if best := _BEST[str(table["metric"].iloc[0])]:
-        return {"ends": (min(table["value"].min(), 0.999), best), "scheme": "viridis"}
-    return {"ends": (best, max(table["value"].max(), 1e-3)), "scheme": {"name": "viridis", "extent": [1, 0]}}
-
-
-def _matrix(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[Any]]:
-    pairs = {(row[down], row[across]): row["value"] for row in table.to_dict("records")}
-    pairs |= {(b, a): each for (a, b), each in pairs.items()}
-    best = _BEST[str(table["metric"].iloc[0])]
-    return as_matrix({**pairs, **{(key, key): best for key in keys}}, keys, keys)
-
-
-def _intervals(table: pd.DataFrame, down: str, across: str, keys: Sequence[Any]) -> list[list[str]]:
-    """What touching a place of the matrix says of its interval: nothing where there is none."""
-    texts = {
-        (row[down], row[across]): f"\n95% {number_text(row['low'])} to {number_text(row['high'])}, over {row['over']}"
-        for row in table[table["low"].notna()].to_dict("records")
-    }
-    texts |= {(b, a): each for (a, b), each in texts.items()}
-    return [[texts.get((row, column), "") for column in keys] for row in keys]
+if __name__ == "__main__":
+    raise SystemExit(main())

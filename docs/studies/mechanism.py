@@ -1,6 +1,6 @@
 """Mechanism beside geometry in docs/studies/four_papers.md: tables and timelines, from four_papers_mechanism.parquet.
 
-`python benchmarks/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the runs first.
+`python docs/studies/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the runs first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,7 @@ from lit_layers.functional.emergence import EmergenceTimes
 from lit_layers.report.emergence_charts import LEAST_P, axis_text, time_text, timeline
 from lit_layers.report.side_by_side import Line, difference, over_training
 
-DATA = Path(__file__).parents[1] / "docs" / "studies" / "four_papers_mechanism.parquet"
-TIMELINE = DATA.parents[1] / "images" / "four_papers_mechanism.png"
+TIMELINE = Path(__file__).parents[1] / "images" / "four_papers_mechanism.png"
 CONTROL = TIMELINE.with_name("four_papers_mechanism_control.png")
 TOGETHER = "all seeds"
 STEPS = (0, 32, 192)  # beside the last one: untrained, collapsed, and on the way back
