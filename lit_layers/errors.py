@@ -3,9 +3,6 @@
 import difflib
 import errno
 import os
-import re
-import stat
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,44 +58,13 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{attempt}: {reason}{remedy}") from error
 
 
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Inside, a library in Rust that panics over what it reads raises a ValueError: its own is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise ValueError(str(error)) from error
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust stopped, which no class that can be imported stands for."""
-    return type(error).__name__ == "PanicException"
-
-
-def refuse_pipe(name: str | os.PathLike[str], option: str = "") -> None:
-    """Refuses a name that is there and neither a file nor a folder: to read a pipe, socket or device may never end.
-
-    What a shell makes of `<(COMMAND)` is read; inside of a command only where its own words name it.
-
-    Raises:
-        InputError: naming it.
-    """
-    name = os.fspath(name)
-    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name) and not _is_of_shell(name):
-        raise InputError(f"{option}{_no_file(name)}")
-
-
-# What somebody reads of a folder with a model, beside its weights, and the most that one of them may take.
+# Files of a model's folder that a reader of models looks for, without its weights.
 _OF_A_MODEL = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "trainer_state.json"),
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json"),
 )
-_LARGEST_OF_A_MODEL = 2**28  # bytes: the largest tokenizers take 2**25
-_LARGEST_STATE = 2**31  # a trainer's, with a row for each step that it logged
 
 
 def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
@@ -131,10 +97,6 @@ def _refuse_odd_file(path: str) -> None:
         raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
     if os.path.isdir(path):
         raise InputError(f"expected a file, {path} is a folder")
-    refuse_pipe(path)
-    most = _LARGEST_STATE if path.endswith("trainer_state.json") else _LARGEST_OF_A_MODEL
-    if (size := os.path.getsize(path)) > most:
-        raise InputError(f"{path} has {size:,} bytes, at most {most:,} are read of such a file")
     with refused(f"cannot read {path}"), open(path, "rb") as file:
         file.read(1)
 
@@ -149,54 +111,3 @@ def whole_path(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise InputError(f"expected a whole path, got {str(path)!r}, and there is no such user") from error
-
-
-@contextmanager
-def refusing_pipes(words: Iterable[str] = ()) -> Iterator[None]:
-    """Inside, no Python code opens a pipe, or a device to read from, whoever named it: a recipe, an index, a link.
-
-    `words` are the user's own, which may name what a shell makes of `<(COMMAND)`.
-
-    Raises:
-        InputError: naming it.
-    """
-    global _guarded, _is_hooked, _of_shell
-    if not _guarded:  # a command inside of another has the words of a recipe
-        _of_shell = {part for word in words for part in (word, word.partition("=")[2])}
-    if not _is_hooked:  # hooks stay for good
-        sys.addaudithook(_refuse_to_open)
-        _is_hooked = True
-    _guarded += 1
-    try:
-        yield
-    finally:
-        _guarded -= 1
-
-
-_guarded, _is_hooked = 0, False
-_of_shell = set[str]()
-_DESCRIPTOR = re.compile(r"/(?:dev|proc/[^/]+)/fd/(\d+)")
-
-
-def _is_of_shell(name: str) -> bool:
-    number = _DESCRIPTOR.fullmatch(name)
-    return number is not None and (not _guarded or f"/dev/fd/{number[1]}" in _of_shell)
-
-
-def _refuse_to_open(event: str, details: tuple[object, ...]) -> None:
-    if event != "open" or not _guarded or not isinstance(details[0], str | bytes):
-        return
-    name = os.fsdecode(details[0])
-    if name == os.devnull or _is_of_shell(name):
-        return
-    try:
-        mode = os.stat(name).st_mode
-    except (OSError, ValueError):
-        return
-    # A terminal is opened to write, too.
-    if stat.S_ISFIFO(mode) or (stat.S_ISCHR(mode) and not int(str(details[2])) & (os.O_WRONLY | os.O_RDWR)):
-        raise InputError(_no_file(name))
-
-
-def _no_file(name: str) -> str:
-    return f"expected a file or folder, {name} is a pipe, a socket or a device"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from pydantic_core import from_json
 
 from lit_layers import schema
-from lit_layers.errors import refuse_pipe, refused
+from lit_layers.errors import refused
 from lit_layers.files.durable import sync
 
 T = TypeVar("T")
@@ -35,7 +35,6 @@ except ImportError:  # no advisory locks on Windows: one writer a file is then t
 @contextmanager
 def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
     """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
-    refuse_pipe(path)
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -77,7 +76,6 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
     """Yields each whole line as `kind`."""
     if not path.exists():
         return
-    refuse_pipe(path)
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size  # what is there now: a writer may add faster than this reads
         for number, line in enumerate(file, start=1):

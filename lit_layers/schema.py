@@ -6,10 +6,8 @@ configurations. pydantic does both in less time than Python's own parser takes w
 
 import dataclasses
 import functools
-import itertools
 import math
 import numbers
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +26,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict
 
-from lit_layers.errors import InputError, refuse_pipe, refused
+from lit_layers.errors import InputError, refused
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
 OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
-_MOST_VALUES = 1_000_000  # of a YAML file
 _LONG = 80  # characters of a value that a sentence shows
 _WORDS = {
     "string_type": "text",
@@ -103,7 +100,6 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
     Raises:
         InputError: for a file that is none, or cannot be read.
     """
-    refuse_pipe(path)
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
     return parse(text, kind, path, remedy)
@@ -117,42 +113,13 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     """
     import yaml
 
-    refuse_pipe(path)
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
-    refuse_many_aliases(text, str(path))
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates, nesting
+    except (yaml.YAMLError, ValueError) as error:  # bytes, dates
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return check(content, kind, path, remedy)
-
-
-def refuse_many_aliases(content: str | bytes, place: str = "a recipe") -> None:
-    """Refuses YAML of which a few lines, by aliases of aliases, are more values than memory holds.
-
-    Raises:
-        InputError: saying so.
-    """
-    import yaml
-
-    sizes: dict[int, float] = {}
-
-    def size(node: Any) -> float:
-        if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # for a node within itself
-            pairs = node.value if isinstance(node, yaml.CollectionNode) else ()
-            parts = itertools.chain(*pairs) if isinstance(node, yaml.MappingNode) else pairs
-            sizes[id(node)] = 1 + sum(map(size, parts))
-        return sizes[id(node)]
-
-    try:
-        has_aliases = b"*" in content if isinstance(content, bytes) else "*" in content
-        whole = yaml.compose(content, Loader=yaml.SafeLoader) if has_aliases else None
-    except (yaml.YAMLError, ValueError, RecursionError):  # told by what reads it
-        return
-    if whole is not None and size(whole) > _MOST_VALUES:
-        raise InputError(f"{place} stands for too many values by its aliases: expected at most {_MOST_VALUES:,}")
 
 
 def mapping_of(kind: type[T]) -> Any:
@@ -202,22 +169,8 @@ def _complaint(error: ErrorDetails) -> str:
 
 def beginning(value: Any) -> str:
     """Returns as much of a wrong value as a sentence shows."""
-    text = _Beginning().repr(value)
+    text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
-
-
-class _Beginning(reprlib.Repr):
-    """Writes no more of a value than is needed: with aliases some lines of YAML are a value of gigabytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxlist = 3, _LONG // 3
-        self.maxstring = self.maxlong = self.maxother = 3 * _LONG
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """In its own order, which the library's is not."""
-        items = itertools.islice(x.items(), self.maxlist if level else 0)
-        return f"{{{', '.join(f'{self.repr1(key, 0)}: {self.repr1(value, level - 1)}' for key, value in items)}}}"
 
 
 # Ranges of options: one table for each class that has them.

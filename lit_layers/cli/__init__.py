@@ -1,3 +1,3 @@
 """The commands of `lit-layers`, and the codes that they end with."""
 
-FAILED, REFUSED, DIVERGED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+FAILED, REFUSED, DIVERGED, INTERRUPTED, READER_GONE, TERMINATED = 1, 2, 3, 130, 141, 143

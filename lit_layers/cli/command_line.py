@@ -9,10 +9,10 @@ import sys
 from importlib.metadata import version
 from types import ModuleType
 
-from lit_layers.cli import INTERRUPTED, REFUSED, TERMINATED, threads
-from lit_layers.cli.console import plainly, printable, without_verbosity
-from lit_layers.cli.stopping import stopping
-from lit_layers.errors import InputError, did_you_mean, is_full, is_panic, refuse_pipe, refusing_pipes
+from lit_layers.cli import INTERRUPTED, READER_GONE, REFUSED, TERMINATED, threads
+from lit_layers.cli.console import one_line, without_verbosity
+from lit_layers.cli.stopping import reader_is_gone, stopping
+from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
@@ -52,6 +52,10 @@ def run(argv: list[str], *, is_own_process: bool) -> int:
     with stopping(ends_process=is_own_process) as stop:
         try:
             code = run_verb(command, rest)
+        except BrokenPipeError:
+            if not reader_is_gone():
+                raise
+            code = READER_GONE
         except SystemExit:
             if not stop.asked:
                 raise
@@ -78,18 +82,13 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
     Raises:
         InputError, OSError: a disk takes no more, which with `passes_full` ends the command around this one, too.
     """
-    code = 0
     try:
-        for word in rest:
-            refuse_pipe(word)
-            refuse_pipe(word.partition("=")[2])
         threads.settle()
-        with refusing_pipes(rest), plainly(rest, results=command != "fit"):
-            verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
-            # its parser takes a quarter of a second to load, which `lit-layers --help` does without
-            from lit_layers.cli import options
+        verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
+        # its parser takes a quarter of a second to load, which `lit-layers --help` does without
+        from lit_layers.cli import options
 
-            code = options.run(options.Recipe(verb, rest))
+        return options.run(options.Recipe(verb, rest))
     except InputError as error:
         if passes_full and is_full(error):
             raise
@@ -109,16 +108,11 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         then = ": run the same command again to go on" if command in GO_ON else ""
         print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        return _refuse(f"a library stopped, as over a damaged tokenizer.json: {error}", command)
-    return code
 
 
 def _refuse(sentence: str, command: str | None = None) -> int:
     prog = f"lit-layers {command}" if command else "lit-layers"
-    print(f"{prog}: error: {printable(sentence)}", file=sys.stderr)
+    print(f"{prog}: error: {one_line(sentence)}", file=sys.stderr)
     return REFUSED
 
 

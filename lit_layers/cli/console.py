@@ -1,17 +1,15 @@
 """What a command shows: tables, and on standard error how far a measurement has come, unless -q or -v changes it."""
 
+import io
 import logging
 import math
-import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError
 
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 LINE = 60.0  # seconds between two lines where no bar can be seen
 _STEPS = 6  # of a finding, at each end
-_LONGEST, _LONGEST_WORD = 3000, 500  # characters of a sentence, and of what is one name in it
-# What a terminal obeys, but for the end of a line and the tab; what turns the order of letters round, or ends a line;
-# bytes of a name that are no text, which cannot be printed. Blanks and joiners of scripts are parts of names.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
@@ -48,7 +42,7 @@ def without_verbosity(words: Sequence[str]) -> list[str]:
     package.setLevel(logging.DEBUG if is_verbose else logging.NOTSET)
     if is_verbose and not package.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(_OneLine("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         package.addHandler(handler)
     return [word for word in words[:end] if word not in QUIET + VERBOSE] + list(words[end:])
 
@@ -60,109 +54,14 @@ def verbosity() -> int:
     return _verbosity
 
 
-def printable(sentence: str) -> str:
-    """One line, whatever it quotes: without control characters, which a terminal would obey, and with the two ends of
-    an endless word or sentence."""
-    words = re.sub(
-        rf"\S{{{_LONGEST_WORD},}}",
-        lambda word: f"{word[0][:100]}...({len(word[0]):,} characters)...{word[0][-20:]}",
-        sentence,
-    )
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
-    if len(shown) <= _LONGEST:
-        return shown
-    half = _LONGEST // 2
-    return f"{shown[:half]} ... ({len(sentence):,} characters) ... {shown[-half:]}"
-
-
-def _without_controls(text: str) -> str:
-    return _CONTROLS.sub(lambda each: repr(each[0])[1:-1], text)
+def one_line(text: str) -> str:
+    """Return a text on one line, so that a row of a table and a sentence stay one."""
+    return " ".join(text.splitlines())
 
 
 def note(sentence: str) -> None:
-    """Prints a line to standard error that may quote a name nobody typed, such as one of a downloaded folder."""
-    print(_line_of(sentence), file=sys.stderr)
-
-
-def _line_of(text: str) -> str:
-    return _without_controls(text).replace("\n", r"\n")
-
-
-class _OneLine(logging.Formatter):
-    """What is logged on one line, whatever it quotes; a traceback below it keeps its own."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _line_of(super().formatMessage(record))
-
-
-@contextmanager
-def _logged_plainly() -> Iterator[None]:
-    """For the handler that Python takes where there is no other."""
-    handler = logging.lastResort
-    before = None if handler is None else handler.formatter
-    if handler is not None:
-        handler.setFormatter(_OneLine())
-    try:
-        yield
-    finally:
-        if handler is not None:
-            handler.setFormatter(before)
-
-
-@contextmanager
-def plainly(words: Iterable[str], *, results: bool) -> Iterator[None]:
-    """Inside, no name makes a terminal do anything: not those of the command line, whatever shows them, and with
-    `results` nothing that is printed to standard output, whoever named it; what draws itself anew does so elsewhere.
-    A line that is logged quotes none either. A recipe that is printed to be run is left alone: YAML has escapes of its
-    own, and its names are those of folders.
-    """
-    words = [*words]
-    if any(word.partition("=")[0] == "--print_config" for word in words):
-        yield
-        return
-    names = {name.strip("\n") for word in words for name in re.split(f"[={re.escape(os.sep)}]", word)}
-    written = {name: _without_controls(name).replace("\n", r"\n") for name in sorted(names, key=len, reverse=True)}
-    odd = {name: text for name, text in written.items() if text != name}
-    with _logged_plainly(), _written_out("stdout", odd, results), _written_out("stderr", odd, False):
-        yield
-
-
-@contextmanager
-def _written_out(name: Literal["stdout", "stderr"], words: Mapping[str, str], controls: bool) -> Iterator[None]:
-    stream, redirect = getattr(sys, name), {"stdout": redirect_stdout, "stderr": redirect_stderr}[name]
-    if isinstance(stream, _Plain):  # of the command around this one, which may be a training that draws itself anew
-        before = stream.words, stream.controls
-        stream.words, stream.controls = {**stream.words, **words}, controls
-        try:
-            yield
-        finally:
-            stream.words, stream.controls = before
-    elif stream is not None and (words or controls):  # None: it was closed
-        with redirect(cast("TextIO", _Plain(stream, words, controls))):
-            yield
-    else:
-        yield
-
-
-@dataclass
-class _Plain:
-    """A stream in which some words, and with `controls` all characters that a terminal obeys, are written out."""
-
-    stream: TextIO
-    words: Mapping[str, str]
-    controls: bool
-
-    def write(self, text: str) -> int:
-        shown = text
-        for word, written in self.words.items():
-            shown = shown.replace(word, written)
-        if self.controls:
-            shown = _without_controls(shown)
-        self.stream.write(shown)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    """Print one line to standard error."""
+    print(one_line(sentence), file=sys.stderr)
 
 
 def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
@@ -179,15 +78,15 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
         is_text = name in (columns[0], *text)
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        table.add_row(*(_line_of(str(row.get(name, ""))) for name in columns))  # of a name: a row is a line
-    console = Console(highlight=False, markup=False, color_system=None)  # names may hold what colours are made of
+        table.add_row(*(one_line(str(row.get(name, ""))) for name in columns))  # of a name: a row is a line
+    shown = io.StringIO()  # rich ends the process itself where its own stream is no longer read
+    console = Console(file=shown, highlight=False, markup=False, color_system=None)  # names may look like markup
     # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
     width, console.width = console.width, 10_000
     if sys.stdout is not None and sys.stdout.isatty():
         console.width = max(width, console.measure(table).minimum)
-    with console.capture() as shown:
-        console.print(table)
-    print(*(line.rstrip() for line in shown.get().splitlines()), sep="\n")
+    console.print(table)
+    print(*(line.rstrip() for line in shown.getvalue().splitlines()), sep="\n")
 
 
 def show_audit(result: "Audit") -> None:
@@ -255,7 +154,7 @@ def bar(
         def show(done: int | None, total: int | None, what: str) -> None:
             nonlocal last
             raise_it()
-            changes: dict[str, Any] = {"description": _line_of(what)} if what else {}
+            changes: dict[str, Any] = {"description": one_line(what)} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)
             if says_lines and console.get_time() - last >= LINE:
                 last = console.get_time()

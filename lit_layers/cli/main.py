@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,13 +16,17 @@ def main(argv: list[str] | None = None) -> int:
     return command_line.run(argv, is_own_process=is_own_process)
 
 
-def run_and_end() -> int:
-    """What `lit-layers` on a command line is: `main`, and the process ends with it."""
-    code = main()
+def run_and_end() -> NoReturn:
+    """Run the command line, and end the process with its exit code."""
+    try:
+        code = main()
+    except SystemExit as end:  # of a parser, after its help
+        if end.code:
+            raise
+        code = 0
     from lit_layers.cli import stopping
 
     stopping.end_process(code)
-    return code
 
 
 def _leave_working_directory() -> None:
@@ -40,4 +45,4 @@ def _leave_working_directory() -> None:
 if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]  # where `python -m` puts the working directory
-    sys.exit(run_and_end())
+    run_and_end()

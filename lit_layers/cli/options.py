@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.own_code import blaming_classes, trust_code
-from lit_layers.cli.recipes import HELP, TOO_DEEP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
+from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
 from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
@@ -254,13 +254,11 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
     """What a command line and its recipes say.
 
     Raises:
-        InputError: a recipe that is no YAML, not UTF-8, nested without end, or with a `${...}` for nothing.
+        InputError: a recipe that is no YAML, not UTF-8, or with a `${...}` for nothing.
     """
     try:
         with blaming_classes(made=False):
             return parser.parse_args(_spelt(parser, argv))
-    except RecursionError as error:
-        raise InputError(TOO_DEEP) from error
     except (OmegaConfBaseException, YAMLError) as error:
         sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
         sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")

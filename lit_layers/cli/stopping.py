@@ -2,19 +2,17 @@
 
 import atexit
 import contextlib
-import gc
-import io
 import multiprocessing
 import os
 import select
 import signal
-import stat
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
-from lit_layers.cli import TERMINATED
+from lit_layers.cli import READER_GONE, TERMINATED
 
 LIMIT = 50.0  # seconds
 _ONE = 1.0  # torchrun passes on what SLURM sends to all processes, too: two signals within this time are one
@@ -118,52 +116,34 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
 
 
-def end_process(code: int) -> None:
-    """Ends this process as Python does, threads, what is registered for the end and output, but for taking apart all
-    that was imported: with torch and transformers that takes a second or two.
+def end_process(code: int) -> NoReturn:
+    """End this process as Python does, but without taking apart all that was imported, which takes seconds.
 
-    Returns, for Python to end it, where output cannot be written or more than this command goes on here.
+    Python itself ends a process with the user's own code or with other ranks, and tells of a full disk.
     """
-    if _is_looked_into():
-        return
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the next write would fail again
+        code = READER_GONE
+    except OSError:
+        sys.exit(code)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with contextlib.suppress(OSError, ValueError):
-            _flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the user's next Ctrl-C ends the process by itself
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C from here on ends the process without a traceback
+    own, ranks = map(sys.modules.get, ("lit_layers.cli.own_code", "torch.distributed"))
+    if (own is not None and own.own_code) or (ranks is not None and ranks.is_available() and ranks.is_initialized()):
+        sys.exit(code)
     aside = sys.modules.get("lit_layers.report.wandb_aside")
-    if aside is None or not aside.abandoned:  # W&B would wait at the end for what it was given up for
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - the one that also ends pools of threads
+    if aside is None or not aside.abandoned:  # an abandoned W&B would be waited for
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - it also ends pools of threads
         atexit._run_exitfuncs()
-    _write_out_files()
-    with contextlib.suppress(OSError, ValueError):
-        _flush()
-        os._exit(code)
+    with contextlib.suppress(OSError):
+        print(end="", flush=True)
+    os._exit(code)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None: it was closed before Python started
-            stream.flush()
-
-
-def _write_out_files() -> None:
-    """Of files that somebody's code left open, as Python does when it takes them apart."""
-    for each in gc.get_objects():
-        if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with contextlib.suppress(OSError, ValueError):
-                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe might be waited for
-                    each.flush()
-
-
-def _is_looked_into() -> bool:
-    """Whether this process is more than the command: ranks may need one another until Python itself ends, and a
-    debugger, a profiler or a prompt goes on behind the last line."""
-    distributed = sys.modules.get("torch.distributed")
-    tools = getattr(sys, "monitoring", None)
-    return bool(
-        (distributed is not None and distributed.is_available() and distributed.is_initialized())
-        or sys.gettrace()
-        or sys.getprofile()
-        or (tools is not None and any(map(tools.get_tool, range(6))))
-        or sys.flags.interactive
-    )
+def reader_is_gone() -> bool:
+    """Return whether standard output is a pipe that is no longer read, as behind `head`."""
+    state = select.poll()
+    state.register(sys.stdout, 0)
+    return bool(state.poll(0))

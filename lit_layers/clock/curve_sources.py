@@ -151,7 +151,7 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
     """Rows of a file of results of lm-eval or of MTEB, or of a list of rows; of a folder's other files none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if isinstance(content, list) and all(isinstance(row, dict) for row in content) and not of_folder:
         return content

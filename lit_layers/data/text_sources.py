@@ -380,7 +380,7 @@ class LocalText(Source):
                     continue
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise InputError(
                         f"{file} has no JSON object at byte {start} ({error}): mend or remove that line"
                     ) from error

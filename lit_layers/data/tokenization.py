@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lit_layers.errors import InputError, panics_as_errors, refuse_odd_files
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import naming
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import asking_the_hub
@@ -180,8 +180,7 @@ def one_thread() -> Iterator[None]:
 
 def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     try:
-        with panics_as_errors():
-            tokenizer = Tokenizer.from_file(str(main))
+        tokenizer = Tokenizer.from_file(str(main))
     except Exception as error:  # the library raises bare Exception
         raise InputError(
             f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
@@ -219,7 +218,7 @@ def _download(spec: str) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is no JSON ({error}): mend it or copy it again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected keys and values, got {str(content)[:80]}: mend it or copy it again")

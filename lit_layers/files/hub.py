@@ -42,7 +42,7 @@ def named_shards(content: str | bytes) -> dict[str, str]:
         shards = json.loads(content)["weight_map"]
         names = [PurePosixPath(shard) for shard in shards.values()]
         longest = max((len(os.fsencode(part)) for name in names for part in name.parts), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("is damaged") from error
     for name in names:  # links are followed: in a cache of the Hub every file is one
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
-from lit_layers.errors import InputError, panics_as_errors
+from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Store
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
@@ -259,8 +259,7 @@ class SeriesMeasurements:
             return None
         if listed.hash not in self._tokenizers:
             try:
-                with panics_as_errors():
-                    tokenizer = Tokenizer.from_str(checkpoint.source.read(TOKENIZER).decode())
+                tokenizer = Tokenizer.from_str(checkpoint.source.read(TOKENIZER).decode())
             except InputError:
                 raise
             except Exception as error:  # the library raises bare Exception

@@ -221,7 +221,7 @@ class Checkpoint:
         """What config.json says; nothing where it is damaged, which loading the model refuses."""
         try:
             config = json.loads(self.source.read("config.json"))
-        except (ValueError, LookupError, OSError, RecursionError):
+        except (ValueError, LookupError, OSError):
             return {}
         return config if isinstance(config, dict) else {}
 

@@ -130,7 +130,7 @@ class FolderSource(Source):
     def recorded_step(self) -> int | None:
         try:
             state = json.loads((self.folder / _TRAINER_STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return None
         step = state.get("global_step") if isinstance(state, dict) else None
         return step if isinstance(step, int) else None

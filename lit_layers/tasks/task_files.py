@@ -163,7 +163,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(line)  # which takes halves of characters, too
-            except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+            except ValueError as error:  # also of bytes that are not UTF-8
                 raise InputError(f"{path} has no JSON object in line {number} ({error}): mend or remove it") from error
             if not isinstance(row, dict):
                 raise InputError(f"{path} has a {type(row).__name__}, no JSON object, in line {number}: mend it")

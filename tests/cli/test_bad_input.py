@@ -75,14 +75,8 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         refused(["fit", "--config", str(recipe), *option.split(" ")], sentence, capsys)
     (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "r", "trainer": 3}))
     refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "trainer: expected the options of a Trainer", capsys)
-    (recipe.parent / "odd.yaml").write_text(yaml.safe_dump({**RECIPE, "corpus": "c", "root": "a\0b"}))
-    refused(
-        ["fit", "--config", str(recipe.parent / "odd.yaml")], "root: expected text without the character NUL", capsys
-    )
     for verb in ("analyze", "intervene"):
         refused([verb, "model", "--root="], "root: expected a file or folder or null, got ''", capsys)
-    (recipe.parent / "odd.yaml").write_text("x" * 500_000)
-    refused(["fit", "--config", str(recipe.parent / "odd.yaml")], "expected", capsys)
     assert not (recipe.parent / "run").exists()
 
 

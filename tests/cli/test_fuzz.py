@@ -183,7 +183,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]
-    wrong = str(chance.choice([value for value in WRONG_VALUES if "\0" not in str(value)]))
+    wrong = str(chance.choice(WRONG_VALUES))
     place = chance.randrange(1, len(argv))
     if chance.random() < 0.5:
         argv[place] = wrong

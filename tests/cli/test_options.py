@@ -192,14 +192,12 @@ def test_a_recipe_writes_where_its_root_is_or_the_command_line_says(tmp_path: Pa
         ("audit", "json"),
         ("mteb", "cache"),
     ):
-        for place in (str(elsewhere / "x.csv"), "~/x.csv", "x/../../x.csv", "a\0b"):
+        for place in (str(elsewhere / "x.csv"), "~/x.csv", "x/../../x.csv"):
             recipe.write_text(yaml.safe_dump({name: place}))
             assert main([verb, "run", "--config", str(recipe)]) == 2
             sentence = f"{name}: a recipe reaches only its root and folders that the command line names, got"
             if place.startswith("~"):
                 sentence = f"{name}: expected a whole path, got '~/x.csv', with ~ not written out"
-            if "\0" in place:
-                sentence = f"{name}: expected text without the character NUL, got"
             assert capsys.readouterr().err.startswith(f"lit-layers {verb}: error: {sentence}"), (verb, place)
     recipe.write_text(yaml.safe_dump({"out": str(elsewhere / "page.html"), "export": "run/all.csv"}))
     options = Recipe(function_of("report"), ["run", "--config", str(recipe), "--pictures", str(elsewhere)]).read()

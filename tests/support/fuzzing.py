@@ -18,7 +18,7 @@ REFUSED = {1, 2}  # 1: some steps or analyses failed, each with its sentence
 
 WRONG_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 2.5, -0.5, 1e20, -1e20, 10**20, 10**10, 2**63, math.nan, math.inf, -math.inf),
-    *("", "text", "0", "1e20", "nan", "é\u2028\U0001f600", "../..", "/nowhere/at/all", "${nowhere}", "a" * 5000),
+    *("", "text", "0", "1e20", "nan", "é\u2028\U0001f600", "../..", "/nowhere/at/all", "${nowhere}"),
     *([], {}, [[]], [1, "a", None], {"a": {"b": [1]}}, {"class_path": "nowhere.Nothing"}, [{}], {"": ""}),
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def mutated(content: Any, chance: random.Random) -> Any:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Changes bytes: cut, flipped, doubled, of another encoding, with zeros, one endless line, or nothing left."""
+    """Changes bytes: cut, flipped, doubled, of another encoding, with zeros, or nothing left."""
     place = chance.randrange(len(data) + 1)
     text = data.decode("utf-8", "replace")
     return chance.choice(
@@ -115,8 +115,6 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
             lambda: data[:place] + b"\0" * 64 + data[place:],
             lambda: data[:place] + b"\xff\xfe" + data[place:],
             lambda: b"",
-            lambda: b"x" * 3_000_000,
-            lambda: b"[" * 3000,
             lambda: data.replace(b"\n", b"\r\n"),
         ]
     )()

@@ -1,0 +1,52 @@
+"""What lies beside a model's weights and is no file that can be read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.errors import InputError
+from lit_layers.models.saved import load, open_plainly
+from lit_layers.models.shard_files import ShardFiles
+from lit_layers.series.checkpoint_sources import FolderSource
+from tests.hostile.test_recipes import refused
+from tests.support.labelled_texts import saved_gpt2
+
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (Path.mkdir, "expected a file, {} is a folder"),
+    "link to nothing": (lambda path: path.symlink_to("nowhere"), "{} is a link to nothing"),
+}
+READ = "config.json tokenizer_config.json generation_config.json model.safetensors.index.json preprocessor_config.json"
+READ += " vocab.json merges.txt special_tokens_map.json tokenizer.json"
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_lies_beside_weights_and_is_no_file_is_named_and_not_taken_for_missing(kind, tmp_path, capsys):
+    """A tokenizer whose config is left out silently ends its documents with another token."""
+    make, said = NO_FILES[kind]
+    for name in READ.split():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        for there in ("config.json", "tokenizer.json"):
+            (folder / there).write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        assert said.format(folder / name) in str(FolderSource(folder).damage())
+        assert name not in FolderSource(folder).files
+        for reads in (load, open_plainly, ShardFiles, load_tokenizer):
+            reader = str if reads is load_tokenizer else Path
+            with pytest.raises(InputError) as sentence:
+                reads(reader(folder))
+            assert said.format(folder / name) in str(sentence.value), reads
+    for name in ("config.json", "tokenizer_config.json"):
+        folder = tmp_path / name.replace(".", "-")
+        assert said.format(folder / name) in refused(["analyze", str(folder), "--root", str(tmp_path / "out")], capsys)
+
+
+def test_a_model_with_all_that_may_lie_beside_it_is_opened(tmp_path):
+    saved_gpt2(tmp_path)
+    (tmp_path / "vocab.json").symlink_to("tokenizer.json")
+    (tmp_path / "README.md").symlink_to("nowhere")
+    assert load_tokenizer(str(tmp_path)).companions.keys() == {"tokenizer_config.json", "vocab.json"}
+    assert load(tmp_path).config.n_layer == 3
