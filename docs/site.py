@@ -72,7 +72,7 @@ def sample_report() -> bytes:
         run, page = Path(folder) / "run", Path(folder) / REPORT
         study = [sys.executable, str(ROOT / "docs" / "studies" / "four_papers.py"), "--run", str(run)]
         subprocess.run(study, check=True, cwd=ROOT)
-        report = [sys.executable, "-m", "lit_layers.cli.main", "report", str(run), "--out", str(page)]
+        report = [sys.executable, "-m", "lit_layers.cli.main", "report", str(run), "--root", str(page)]
         subprocess.run(report, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         return page.read_bytes()
 

@@ -32,8 +32,7 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-OUT: dict[str, str] = dict.fromkeys(("correlate", "emerge", "report", "select"), "out")  # what names the results
-OUT |= dict.fromkeys(("analyze", "fit", "intervene", "mteb"), "root")
+VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # the steps of a recipe
 COMMAND_LINE = ("code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
 OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
 _Printed = Annotated[float, Field(allow_inf_nan=False), Expected("a finite number")]
@@ -136,7 +135,7 @@ class Step(NamedTuple):
         """The words of the command, whose options lie in `file`."""
         configs = [word for config in [*self.configs, str(file)] for word in ("--config", config)]
         resumed = ["--resume", "last"] if self.verb == "fit" else []
-        return [self.verb, *configs, f"--{OUT[self.verb]}", str(self.folder), *resumed]
+        return [self.verb, *configs, "--root", str(self.folder), *resumed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,17 +192,15 @@ class PaperRecipe:
         steps = []
         for number, step in enumerate(self.steps, start=1):
             where = f"steps: {number}"
-            if len(step) != 1 or (verb := next(iter(step))) not in OUT:
-                raise InputError(
-                    f"{where}: expected one of {', '.join(sorted(OUT))}, got {', '.join(step) or 'nothing'}"
-                )
+            if len(step) != 1 or (verb := next(iter(step))) not in VERBS:
+                raise InputError(f"{where}: expected one of {', '.join(VERBS)}, got {', '.join(step) or 'nothing'}")
             options = _filled(step[verb], names, f"{where}, {verb}")
             for name in COMMAND_LINE:
                 if options.get(name):
                     raise InputError(f"{where}, {verb}: {name}: a recipe of a paper does not say it")
-            folder = Path(str(options.pop(OUT[verb], root / f"{number}-{verb}")))
+            folder = Path(str(options.pop("root", root / f"{number}-{verb}")))
             if not folder.resolve().is_relative_to(root.resolve()):
-                raise InputError(f"{where}, {verb}: {OUT[verb]}: expected a folder below <root>, got {folder}")
+                raise InputError(f"{where}, {verb}: root: expected a folder below <root>, got {folder}")
             configs = options.pop("config", [])
             if not (isinstance(configs, list) and all(isinstance(each, str) for each in configs)):
                 raise InputError(

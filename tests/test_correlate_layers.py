@@ -341,7 +341,7 @@ def test_the_metric_is_picked_on_the_other_models_too(tmp_path):
 def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     root = series(tmp_path / "runs")
     out = tmp_path / "out"
-    command = ["correlate", str(root), "--metrics", "prompt_entropy", "--scores", "mteb", "--out", str(out)]
+    command = ["correlate", str(root), "--metrics", "prompt_entropy", "--scores", "mteb", "--root", str(out)]
     assert cli.main([*command, "--resamples", "100"]) == 0
     told = capsys.readouterr().out
     assert "mean over tasks of the coefficient" in told
@@ -397,7 +397,7 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
         (["--metrics", "a"], "scores: expected --scores"),
         (["--scores", "mteb"], "metrics: expected --metrics"),
         (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
-        (["x.csv", "--metrics", "a", "--scores", "mteb"], "give files as --scores and --metrics-file"),
+        (["x.csv", "--metrics", "a", "--scores", "mteb"], "give files as --scores and --metrics_file"),
     ],
 )
 def test_the_options_of_the_two_modes_do_not_mix(arguments, message, capsys):

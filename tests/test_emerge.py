@@ -189,7 +189,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
     assert {len(curve.seeds) for curve in merged} == {3}
     assert "prompt_entropy" not in {curve.metric for curve in merged}
     out = tmp_path / "out"
-    arguments = ["--seeds", "--confidence", "0.9", "--metrics", "coupling,prompt_entropy", "--out", str(out)]
+    arguments = ["--seeds", "--confidence", "0.9", "--metrics", "coupling,prompt_entropy", "--root", str(out)]
     assert main(["emerge", *map(str, roots), *arguments]) == 0
     said, page = capsys.readouterr().out, (out / "emergence.html").read_text()
     assert "left out: 1 curve: over 3 seeds: not all of them have it" in said
@@ -199,7 +199,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
     assert "of 6 flat curves some 0.6 would" in page
     assert "<h1>3 runs</h1>" in page  # their mean is none
     called = write_run(tmp_path / "2 seeds", 5)
-    assert main(["emerge", str(roots[0]), str(called), "--seeds", "--out", str(out)]) == 2
+    assert main(["emerge", str(roots[0]), str(called), "--seeds", "--root", str(out)]) == 2
     assert "expected no run to be called 2 seeds" in capsys.readouterr().err
 
 
@@ -208,7 +208,7 @@ def test_runs_of_other_settings_are_no_seeds_of_one_and_settings_left_out_are_to
     path = roots[1] / "measurements.jsonl"
     path.write_text(path.read_text().replace("c" * 16, "d" * 16))
     for verb in ("emerge", "report"):
-        assert main([verb, *map(str, roots), "--seeds", "--out", str(tmp_path / "out")]) == 2
+        assert main([verb, *map(str, roots), "--seeds", "--root", str(tmp_path / "out")]) == 2
         assert "s0 and s1 measured coupling with other settings, cccccccc and dddddddd" in capsys.readouterr().err
     lines = [
         line.replace("d" * 16, ("e" if '"step":8,' in line else "c") * 16) for line in path.read_text().splitlines()
@@ -263,7 +263,7 @@ def test_the_page_says_how_many_values_are_missing(tmp_path):
     table = pd.DataFrame({"step": STEPS * 2, "task": ["a"] * 12 + ["b"] * 12, "value": [*rise(5), *rise(7)]})
     table.loc[[4, 7], "value"] = np.nan
     table.to_csv(tmp_path / "scores.csv", index=False)
-    assert main(["emerge", str(tmp_path / "scores.csv"), "--out", str(tmp_path / "out")]) == 0
+    assert main(["emerge", str(tmp_path / "scores.csv"), "--root", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "emergence.html").read_text()
     assert "Missing values: 2, in 1 of 2 curves" in page
 
@@ -403,7 +403,7 @@ def test_a_value_with_a_comma_is_asked_for_as_it_is(tmp_path, spelt):
     rows = scores()[["step", "value", "shots"]].query("shots == 0").iloc[: len(STEPS)]
     table = pd.concat([rows.assign(run=f"GPT-2, seed {seed}", value=rows["value"] + seed / 100) for seed in (1, 2)])
     table.to_csv(tmp_path / "scores.csv", index=False)
-    command = ["emerge", str(tmp_path / "scores.csv"), "--where", spelt, "--out", str(tmp_path / "out")]
+    command = ["emerge", str(tmp_path / "scores.csv"), "--where", spelt, "--root", str(tmp_path / "out")]
     assert main(command) == 0
     assert set(pd.read_csv(tmp_path / "out" / "times.csv")["run"]) == {"GPT-2, seed 1"}
 
@@ -440,7 +440,7 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
     other = write_run(tmp_path / "other", 1, shift=0.1)
     out = tmp_path / "out"
     assert (
-        main(["emerge", str(run), str(other), "--seeds", "--metrics", "coupling,probe/accuracy", "--out", str(out)])
+        main(["emerge", str(run), str(other), "--seeds", "--metrics", "coupling,probe/accuracy", "--root", str(out)])
         == 0
     )
     times = pd.read_csv(out / "times.csv")
@@ -517,7 +517,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("confidence: expected", [run, "--confidence", "95"]),
         ("confidence: expected at most 0.999", [run, "--confidence", "0.9999"]),
         ("seed: expected at least 0, got -1", [run, "--seed", "-1"]),
-        ("is a file", [run, "--out", tmp_path / "other.json"]),
+        ("is a file", [run, "--root", tmp_path / "other.json"]),
         ("settings: nothing was measured with 'abc'", [run, "--settings", "abc"]),
     ):
         assert main(["emerge", *map(str, arguments)]) == 2, sentence_
@@ -567,7 +567,7 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
         path = tmp_path / f"step3_{number}" / "a.json"
         path.parent.mkdir()
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        assert main(["emerge", str(path), "--out", str(tmp_path / "out")]) == 2, sentence_
+        assert main(["emerge", str(path), "--root", str(tmp_path / "out")]) == 2, sentence_
         error = capsys.readouterr().err
         assert (sentence_ in error, error.count("\n")) == (True, 1), (sentence_, error)
         assert len(error) < 500
@@ -602,7 +602,7 @@ def test_names_and_layers_of_a_strangers_run_are_drawn_and_escaped(tmp_path):
         ]
         at = {"run": f"\0{script}", "step": step, "tokens": None, "seconds": 0.1, "provenance": {}}
         records.append(root / "measurements.jsonl", Measurement(analysis="=1+1", records=parts, **at))
-    assert main(["emerge", str(root), "--out", str(tmp_path / "out")]) == 0
+    assert main(["emerge", str(root), "--root", str(tmp_path / "out")]) == 0
     assert main(["report", str(root), "--pictures", str(tmp_path / "pictures")]) == 0
     for page in (tmp_path / "out" / "emergence.html", root / "report.html"):
         assert (script in page.read_text(), "&lt;script&gt;alert(1)" in page.read_text()) == (False, True)

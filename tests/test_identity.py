@@ -142,7 +142,7 @@ def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Pa
     assert told in (run / "report.html").read_text()
     assert f"lit-layers report {run} --settings NAME" in (run / "report.html").read_text()
     asked = tmp_path / "asked.html"
-    assert main(["report", str(run), "--settings", "aaaa", "--out", str(asked)]) == 0
+    assert main(["report", str(run), "--settings", "aaaa", "--root", str(asked)]) == 0
     assert "aaaa0000.bbbb1111 is shown, not 00000000.00ff00ff at steps 0, 1, 2, 4" in asked.read_text()
     assert figures(asked) != before
     for wrong, sentence in (("cccc", "nothing was measured with 'cccc'"), ("all", "a curve shows one of them")):

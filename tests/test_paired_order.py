@@ -139,7 +139,7 @@ def paired_of(folder) -> set[frozenset[str]]:
 @pytest.mark.soak
 def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_path, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
-    assert main(["emerge", str(run), "--out", str(tmp_path / "out"), "--metrics", "shown,unkept"]) == 0
+    assert main(["emerge", str(run), "--root", str(tmp_path / "out"), "--metrics", "shown,unkept"]) == 0
     assert paired_of(tmp_path / "out") == {frozenset(("a/shown", "b/shown"))}
     layers = pd.read_csv(tmp_path / "out" / "layer_order.csv")
     assert layers["paired"].tolist() == [True] * 3
@@ -150,7 +150,7 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
             np.testing.assert_allclose(curve.prompts.mean(0, dtype=np.float64), curve.values, rtol=1e-5, atol=1e-6)
     for path in run.glob("values/*/*"):
         path.unlink()
-    assert main(["emerge", str(run), "--out", str(tmp_path / "old"), "--metrics", "shown"]) == 0
+    assert main(["emerge", str(run), "--root", str(tmp_path / "old"), "--metrics", "shown"]) == 0
     assert paired_of(tmp_path / "old") == set()
     assert "are taken as independent" in (tmp_path / "old" / "emergence.html").read_text()
     assert capsys.readouterr().err == ""

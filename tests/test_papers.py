@@ -27,7 +27,7 @@ from tests.support.papers_place import FILES, recipes_of
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 FIELDS = {"paper": "coupling", "item": "Figure 0", "shows": "nothing", "status": "here"}
-STEPS = [{"correlate": {"data": "published", "out": "<root>/c"}}]
+STEPS = [{"correlate": {"data": "published", "root": "<root>/c"}}]
 PLACE = {"root": "run", "analysis": "coupling", "metric": "coupling"}
 
 
@@ -263,8 +263,8 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
         ({"steps": [{"rm": {}}]}, "steps: 1: expected one of analyze, correlate, "),
         ({"steps": [{"correlate": {}, "report": {}}]}, "got correlate, report"),
         ({"steps": [{"correlate": {"data": "<who>"}}]}, "steps: 1, correlate: <who> stands for nothing"),
-        ({"steps": [{"correlate": {"out": "/etc"}}]}, "out: expected a folder below <root>, got /etc"),
-        ({"steps": [{"correlate": {"out": "<root>/../x"}}]}, "out: expected a folder below <root>"),
+        ({"steps": [{"correlate": {"root": "/etc"}}]}, "root: expected a folder below <root>, got /etc"),
+        ({"steps": [{"correlate": {"root": "<root>/../x"}}]}, "root: expected a folder below <root>"),
         ({"steps": [{"analyze": {"code": ["x"]}}]}, "analyze: code: a recipe of a paper does not say it"),
         ({"steps": [{"select": {"export": "/x"}}]}, "select: export: a recipe of a paper does not say it"),
         (
@@ -324,7 +324,7 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     rows = [f"m{n},{n},{n + n % 2}" for n in range(5)]
     (tmp_path / "points.csv").write_text("\n".join(["model,metric,score", *(f"m{n},{n},{-n}" for n in range(5)), ""]))
     (tmp_path / "few.csv").write_text("\n".join(["model,metric,score", *rows, ""]))
-    step = {"models": ["<here>/<file>.csv"], "metric": "metric", "score": "score", "resamples": 100, "out": "<root>/c"}
+    step = {"models": ["<here>/<file>.csv"], "metric": "metric", "score": "score", "resamples": 100, "root": "<root>/c"}
     place = {"file": "c/correlation.csv", "row": {"of": "metric", "name": "Pearson r"}, "column": "value"}
     recipe = {**FIELDS, "differs": "in all", "sizes": {"file": "points"}, "reduced": {"file": "few"}}
     recipe |= {"steps": [{"correlate": step}], "published": [{"what": "r", "at_least": 0.5, "measured": place}]}
@@ -385,4 +385,4 @@ def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     (one,) = replace(read_recipe(tmp_path / "r.yaml")).commands(Path("out"), Path("where"), reduced=False)
     assert one.options == {"metric": "a/b", "models": ["x", "y"], "seed": 3, "score": "where/a/b.csv:x"}
-    assert one.argv(Path("o.yaml")) == ["correlate", "--config", "o.yaml", "--out", "out/1-correlate"]
+    assert one.argv(Path("o.yaml")) == ["correlate", "--config", "o.yaml", "--root", "out/1-correlate"]

@@ -406,10 +406,10 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
     series: Path, tmp_path: Path, capsys
 ) -> None:
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.csv"
-    assert main(["report", str(series), "--out", str(page), "--export", str(numbers)]) == 0
+    assert main(["report", str(series), "--root", str(page), "--export", str(numbers)]) == 0
     said = capsys.readouterr()
     assert said.err == (
-        "left out as suspect (equal to the final step): steps 1,000, 2,000; --allow-suspect draws them\n"
+        "left out as suspect (equal to the final step): steps 1,000, 2,000; --allow_suspect draws them\n"
     )
     assert said.out.splitlines() == [str(numbers), str(page)]
     grids = [figure.steps for figure in page_figures(page)]
@@ -419,7 +419,7 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
     text = shown(page)
     assert "2 suspect checkpoints left out" in text
     assert "steps 1,000, 2,000: equal to the final step" in text
-    assert f"lit-layers report {series} --allow-suspect" in text
+    assert f"lit-layers report {series} --allow_suspect" in text
     table = pd.read_csv(numbers)
     assert len(table) == len(records.frame(series / "measurements.jsonl")), "a table leaves nothing out"
     assert set(table[table["audit"].str.startswith("suspect")]["step"]) == {1000, 2000}
@@ -428,7 +428,7 @@ def test_suspect_checkpoints_are_left_out_of_every_curve_and_the_page_and_the_co
 def test_suspect_checkpoints_are_drawn_where_that_is_asked_for_and_the_page_says_so(tmp_path: Path, capsys) -> None:
     root = make_series(tmp_path / "pythia", steps=(0, 512, 1000, 2000, 3000, 143000), suspect=(1000, 2000))
     page = tmp_path / "page.v2.html"
-    assert main(["report", str(root), "--out", str(tmp_path / "page.v2"), "--allow-suspect"]) == 0
+    assert main(["report", str(root), "--root", str(tmp_path / "page.v2"), "--allow_suspect"]) == 0
     assert capsys.readouterr() == (f"{page}\n", "")
     grids = [figure.steps for figure in page_figures(page)]
     assert {1000, 2000} <= {step for steps in grids for step in steps}
@@ -549,7 +549,7 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     records.append(root / "measurements.jsonl", bad)
     assert main(["report", str(root)]) == 0
     assert capsys.readouterr().err == (
-        "left out as suspect (identical weights): models gpt2, tiny; --allow-suspect draws them\n"
+        "left out as suspect (identical weights): models gpt2, tiny; --allow_suspect draws them\n"
     )
     text = shown(root / "report.html")
     assert "2 suspect models left out" in text
@@ -628,7 +628,7 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
 
 def test_the_command_prints_where_the_page_and_the_table_are(full: Path, tmp_path: Path, capsys) -> None:
     page, table = tmp_path / "p.html", tmp_path / "t.parquet"
-    assert main(["report", str(full), "--out", str(page), "--export", str(table)]) == 0
+    assert main(["report", str(full), "--root", str(page), "--export", str(table)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(table), str(page)]
     assert page.stat().st_size > 1e6
     assert table.stat().st_size > 1e4
@@ -817,7 +817,7 @@ def test_pictures_are_written_beside_the_page(
 ) -> None:
     for number, root in enumerate((layerwise, layerwise_models)):
         folder, page = tmp_path / str(number) / "new", tmp_path / "page.html"
-        assert main(["report", str(root), "--pictures", str(folder), "--out", str(page)]) == 0
+        assert main(["report", str(root), "--pictures", str(folder), "--root", str(page)]) == 0
         names = {path.stem for path in folder.iterdir()}
         assert {path.name for path in folder.iterdir()} == {f"{n}{s}" for n in names for s in (".png", ".svg", ".pdf")}
         assert len(names) == len(page_figures(page)), "each figure is a picture"
@@ -861,7 +861,7 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
     root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
     run = _run_id(run_data.read_run(root))
     rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
-    for options, steps in (([], {0, 4}), (["--allow-suspect"], {0, 1, 2, 4})):
+    for options, steps in (([], {0, 4}), (["--allow_suspect"], {0, 1, 2, 4})):
         assert main(["report", str(root), "--wandb", *options]) == 0
         read_finished(root)  # waits until W&B's process has written its files
         files = run_files(root, run)

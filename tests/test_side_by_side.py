@@ -280,13 +280,13 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
     }
     capsys.readouterr()
     for out, page in (("two", "two.html"), ("pictures", "pictures/report.html")):
-        assert main(["report", str(roots[0]), str(roots[3]), "--out", out]) == 0
+        assert main(["report", str(roots[0]), str(roots[3]), "--root", out]) == 0
         assert capsys.readouterr().out.splitlines() == [page]
     page = (tmp_path / "two.html").read_text()
     assert "over prompts (or test rows)" in page
     assert "<dt>real0</dt>" in page
     assert "<dd>data.shuffle_tokens False</dd>" in page
-    assert main(["report", *map(str, roots[:2]), "--out", "two"]) == 0
+    assert main(["report", *map(str, roots[:2]), "--root", "two"]) == 0
     assert "data.shuffle_tokens" not in (tmp_path / "two.html").read_text(), "they differ in nothing"
 
 
@@ -313,7 +313,7 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
     sentence = (
         "coupling had other options or other data: aaaaaaaa.bbbbbbbb in first, second; dddddddd.bbbbbbbb in third."
     )
-    assert main(["report", *map(str, roots), "--out", str(tmp_path / "runs.html")]) == 0
+    assert main(["report", *map(str, roots), "--root", str(tmp_path / "runs.html")]) == 0
     assert sentence in " ".join(capsys.readouterr().err.split())
     assert sentence in (tmp_path / "runs.html").read_text()
     assert read_side_by_side([*roots[:2], roots[3]]).notes == []
@@ -360,8 +360,11 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ([one, other, "--provenance"], "provenance: expected one run, got 2"),
         ([one, other, "--wandb"], "wandb: expected one run, got 2"),
         ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
-        ([one, other, "--out", str(tmp_path / "no" / "folder.html")], "cannot write"),
-        ([one, other, "--out", "x" * 300], f"cannot write {'x' * 300}: file name too long; --out names another place"),
+        ([one, other, "--root", str(tmp_path / "no" / "folder.html")], "cannot write"),
+        (
+            [one, other, "--root", "x" * 300],
+            "file name too long; --root names another place",
+        ),
     ):
         assert main(["report", *command]) == 2, command
         assert sentence in " ".join(capsys.readouterr().err.split()), command

@@ -46,7 +46,7 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root,
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
     files = {"--workspace": tmp_path / "workspace.json", "--wandb_report": tmp_path / "report.json"}
     words = [str(word) for option in files.items() for word in option]
-    assert main(["report", str(root), *words, "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["report", str(root), *words, "--root", str(tmp_path / "page.html")]) == 0
     for file in files.values():
         panels = panels_in(json.loads(file.read_text()))
         lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]

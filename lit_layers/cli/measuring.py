@@ -192,7 +192,7 @@ def outcomes(
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
-            print(f"left out as suspect: {names}; --allow-suspect measures them")
+            print(f"left out as suspect: {names}; --allow_suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
         yield Outcome(root=target.root, result=result, steps=steps)
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
-from jsonargparse import SUPPRESS, ActionConfigFile, DefaultHelpFormatter, Namespace
+from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
 from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
+from lit_layers.cli.help import MOST_USED, HelpFormatter
 from lit_layers.cli.own_code import blaming_classes, trust_code
 from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
 from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
@@ -30,8 +31,7 @@ from lit_layers.schema import Range, refuse_outside
 T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-# Besides its root, which is `out` where it has no other.
-WRITTEN = ("out", "export", "pictures", "json", "cache", "offload")
+WRITTEN = ("export", "pictures", "json", "cache", "offload")  # besides its root
 
 
 class Names(tuple[str, ...]):
@@ -136,7 +136,7 @@ class Recipe:
             words = self.typed(action.dest) if is_written or kind in (str | None, Path | None, Path) else []
             named = words[-1] if words else str(options.get(action.dest) or "") if is_written else ""
             if named.startswith("~" if is_written else "~/") and (is_written or kind != str | None):
-                # a shell leaves it so behind `--out=`, and nobody looks for a folder that is called so
+                # a shell leaves it so behind `--root=`, and nobody looks for a folder that is called so
                 raise InputError(f"{action.dest}: expected a whole path, got {named!r}, with ~ not written out")
             if words and options[action.dest] is None and words[-1] != "null":
                 if kind == Path | None:
@@ -163,7 +163,7 @@ class Recipe:
         for name in WRITTEN:
             value = options.get(name)
             if value is not None and value != self.parser.get_default(name):
-                roots = [options.root] if "root" in options else options.get("runs", [options.get("out")]) or []
+                roots = [options.get("root"), *(options.get("runs") or [])]
                 refuse_place(name, str(value), roots, self.argv)
         return options
 
@@ -205,11 +205,12 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
         prog=verb.__name__ if _is_group(verb) else f"lit-layers {verb.__name__}",
         description=" ".join(filter(None, [doc.short_description, doc.long_description])),
         epilog=epilog,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
         exit_on_error=False,
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
+    parser.most_used = () if _is_group(verb) else MOST_USED.get(verb.__name__, ())
     _add_options(parser, verb)
     parser.add_argument(
         "-c",
@@ -217,6 +218,7 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
         action=_RecipeFile,
         help="a YAML recipe with values for these options; of several, later ones win",
     )
+    parser._actions[-1].help = "print the recipe that these options make, and end"
     heeded: Any = {"action": _Heeded, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS}
     parser.add_argument(*QUIET, help="print only results, warnings and refusals", **heeded)
     parser.add_argument(*VERBOSE, help="print a line for everything that is done, and tracebacks of failures", **heeded)
@@ -291,8 +293,6 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
     """Adds an option for each parameter of a function, or each field of a dataclass, to a parser."""
     doc, *inherited = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
     words = {each.arg_name: each.description for part in (*inherited, doc) for each in part.params}
-    if _is_group(function):
-        parser = parser.add_argument_group((doc.short_description or "").rstrip("."))
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         (kind, allowed), default = _with_range(parameter.annotation), parameter.default
         if get_origin(kind) is list and default is not parameter.empty:  # of a dataclass a factory
@@ -330,7 +330,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
             elif not is_required:
                 options["nargs"] = "?"
         action = parser.add_argument(*names, **options)
-        action.allowed = allowed
+        action.allowed, action.is_needed = allowed, is_required  # `required` is unset as it parses
         if action.nargs == "*":
             action.required, action.default = False, []
 
@@ -389,34 +389,3 @@ def _spelt(parser: RecipeParser, argv: list[str]) -> list[str]:
     }
     parts = [word.partition("=") for word in argv]
     return [f"{option}{'+' if option in lists else ''}{equals}{value}" for option, equals, value in parts]
-
-
-def _by_name(extra: str) -> str:
-    """The classes of the package by the names that recipes may call them by, in order; none that is not public."""
-    _, is_list, paths = extra.partition("known subclasses: ")
-    if not is_list:
-        return extra
-    public = [path for path in paths.split(", ") if not path.startswith("lit_layers.") or path.count(".") == 2]
-    return f"classes: {', '.join(sorted(re.sub(r'^lit_layers[.].*[.]', '', path) for path in public))}"
-
-
-class _HelpFormatter(DefaultHelpFormatter):
-    """Shows the default of an option where the signature has one, and no types: the words say what is meant."""
-
-    def _format_action_invocation(self, action: Any) -> str:
-        value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
-        options = ", ".join(action.option_strings)
-        if value.startswith("\b"):  # jsonargparse would have a terminal take the blank before it back
-            return options + value.removeprefix("\b")
-        return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
-
-    def _get_help_string(self, action: Any) -> str:
-        if "." in action.dest:  # of a class of a library, whose words leave that to the type
-            return super()._get_help_string(action) or ""
-        words = (super()._get_help_string(action) if action.help is None else action.help) or ""
-        if extra := getattr(action, "extra_help", str)():
-            words = f"{words.removesuffix('.')} ({_by_name(extra.lstrip(', '))})"  # the classes that may be named
-        default = action.default
-        if default in (None, [], SUPPRESS) or action.nargs == 0 or not str(default) or "(default" in words:
-            return words
-        return f"{words} (default: %(default)s)"

@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
+from lit_layers.cli.help import sections, usage
 from lit_layers.cli.own_code import is_under, own_code
 from lit_layers.errors import InputError
 
@@ -90,22 +91,21 @@ class RecipeParser(ArgumentParser):
     field that takes any value, and no function but of the user's own code.
 
     The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone. `classes` are
-    their names, `shown` the one whose help is asked for.
+    their names, `shown` the one whose help is asked for. `most_used` are the options that the help shows first.
     """
 
     classes: tuple[str, ...] = ()
     shown: str = ""
+    most_used: tuple[str, ...] = ()
 
     def format_help(self) -> str:
-        aside = [action for action in self._actions if (self._class_of(action) or "") != self.shown]
-        words = [action.help for action in aside]
-        for action in aside:
-            action.help = argparse.SUPPRESS
-        try:
+        if not self.most_used:
             return super().format_help()
-        finally:
-            for action, text in zip(aside, words, strict=True):
-                action.help = text
+        shown = [action for action in self._actions if (self._class_of(action) or "") == self.shown]
+        start = f"{self.prog} [RECIPE ...]" if self.prog == "lit-layers fit" else self.prog
+        self.usage = usage(start, shown)
+        self._action_groups = sections(shown, () if self.shown else self.most_used)
+        return super().format_help()
 
     def _class_of(self, action: Any) -> str | None:
         option = next(iter(action.option_strings), "").removeprefix("--").partition(".")[0]

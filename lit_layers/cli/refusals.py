@@ -43,4 +43,4 @@ def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: I
     for path in map(Path, filter(None, read)):
         is_replaced = path.stem in written and path.resolve().parent == folder.resolve()
         if is_replaced and not path.is_dir():  # of a run, which a file of that name leaves alone
-            raise InputError(f"out: {path}, which is read, would be replaced in {folder}: name another folder")
+            raise InputError(f"root: {path}, which is read, would be replaced in {folder}: name another folder")

@@ -119,7 +119,7 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
         are, them = ("is", "it") if len(steps) == 1 else ("are", "them")
         raise InputError(
             f"{root}: {listing('step', steps)} {are} suspect ({next(iter(suspect))}): measure {them} anew, or say "
-            "--allow-suspect"
+            "--allow_suspect"
         )
     return run
 

@@ -180,7 +180,7 @@ def write_page(page: str, out: Path) -> Path:
     Raises:
         InputError: it cannot be written there.
     """
-    with refused(f"cannot write {out}", "; --out names another place"):
+    with refused(f"cannot write {out}", "; --root names another place"):
         path = out / "report.html" if out.is_dir() else out
         if path.suffix.lower() not in (".html", ".htm"):
             path = path.with_name(f"{path.name}.html")

@@ -7,7 +7,7 @@
 # Time:       8 to 10 minutes a run on one CPU core of two.
 # Run:        bash recipes/studies/four_papers.sh
 # Then:       lit-layers report checkpoints/four_papers/*/ --group data.shuffle_tokens
-#             lit-layers emerge checkpoints/four_papers/shuffle_tokens=False*/ --seeds --out four_papers
+#             lit-layers emerge checkpoints/four_papers/shuffle_tokens=False*/ --seeds --root four_papers
 root=checkpoints/four_papers
 source "$(dirname "$0")/../sweeps/loop.sh"
 

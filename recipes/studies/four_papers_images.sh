@@ -7,7 +7,7 @@
 # Time:       4 to 5 minutes a run on one CPU core of two.
 # Run:        bash recipes/studies/four_papers_images.sh
 # Then:       lit-layers report checkpoints/four_papers_images/*/ --group data.shuffle_labels
-#             lit-layers emerge checkpoints/four_papers_images/shuffle_labels=False*/ --seeds --out four_papers_images
+#             lit-layers emerge checkpoints/four_papers_images/shuffle_labels=False*/ --seeds --root four_papers_images
 root=checkpoints/four_papers_images
 source "$(dirname "$0")/../sweeps/loop.sh"
 

@@ -8,7 +8,7 @@
 # Time:       5 minutes a run on one CPU core of two; 8 to 27 beside much other work.
 # Run:        bash recipes/studies/four_papers_mechanism.sh
 # Then:       python docs/studies/four_papers.py --pack-mechanism checkpoints/four_papers_mechanism
-#             lit-layers emerge checkpoints/four_papers_mechanism/shuffle_tokens=False*/ --seeds --out four_papers_mechanism
+#             lit-layers emerge checkpoints/four_papers_mechanism/shuffle_tokens=False*/ --seeds --root four_papers_mechanism
 root=checkpoints/four_papers_mechanism
 source "$(dirname "$0")/../sweeps/loop.sh"
 

@@ -130,15 +130,15 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     assert "interrupted: run the same command again to go on" in capsys.readouterr().err
     assert list(found(tmp_path / "out")) == [(s, name) for s in steps[:5] for name in ("trajectory", "representation")]
     loads.clear()
-    assert main([*command, "--keep-downloads", "false"]) == 0
+    assert main([*command, "--keep_downloads", "false"]) == 0
     said = capsys.readouterr().out
     assert "lab/tiny: 8 checkpoints, suspect: 16, 32" in said
-    assert "left out as suspect: step16, step32; --allow-suspect measures them" in said
+    assert "left out as suspect: step16, step32; --allow_suspect measures them" in said
     assert "2 measured, 10 were known" in said
     clean = [step for step in steps if step not in (16, 32)]
     expected = measured_on_the_spot(repository, corpus, tmp_path / "local", steps)
     assert found(tmp_path / "out") == {key: numbers for key, numbers in expected.items() if key[0] in clean}
-    assert main([*command, "--allow-suspect"]) == 0
+    assert main([*command, "--allow_suspect"]) == 0
     assert found(tmp_path / "out") == expected
     verdicts = {m.step: m.provenance["audit"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
     assert {step for step, verdict in verdicts.items() if verdict.split(" ")[0] != "clean"} == {16, 32}

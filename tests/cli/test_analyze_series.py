@@ -111,9 +111,9 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
     shutil.copy(root / "step-000000003" / "model.safetensors", root / "step-000000002")
     out = tmp_path / "out"
     assert analyze(root, "--config", recipe, "--root", out) == 0
-    assert "left out as suspect: step-000000002; --allow-suspect measures them" in capsys.readouterr().out
+    assert "left out as suspect: step-000000002; --allow_suspect measures them" in capsys.readouterr().out
     assert {m.step for m in records.read(out / "measurements.jsonl")} == {0, 3}
-    assert analyze(root, "--config", recipe, "--root", out, "--allow-suspect", "--shard", "1/3") == 0
+    assert analyze(root, "--config", recipe, "--root", out, "--allow_suspect", "--shard", "1/3") == 0
     assert {m.step for m in records.read(out / "measurements.jsonl")} == {0, 2, 3}
 
 
@@ -125,7 +125,7 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
         (["--shard", "3"], "shard: expected auto or i/n, such as 0/4, got '3'"),
         (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
         (["--revision", "step0"], "revision: step0 is one model"),
-        (["--keep-downloads", "perhaps"], "perhaps"),
+        (["--keep_downloads", "perhaps"], "perhaps"),
         (["--series", "Models", "--series.models", "[a]"], "model and series: expected one of them, got "),
         (["--analyses.k", "[99]"], "99"),
     ],
@@ -140,7 +140,7 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
 
 
 def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
-    assert analyze(trained / "step-000000002", "--allow-suspect") == 2
+    assert analyze(trained / "step-000000002", "--allow_suspect") == 2
     assert "allow_suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
 
 

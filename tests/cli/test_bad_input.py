@@ -86,28 +86,28 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         ("correlate MODELS --metric coupling --score score --seed -1", "seed: expected at least 0, got -1"),
         ("emerge RUN --confidence=", "confidence: expected a number, got ''"),
         ("emerge RUN --seeds=x", "--seeds: it takes no value, got 'x'"),
-        ("emerge RUN --out NOWHERE", "out: cannot write to NOWHERE"),
+        ("emerge RUN --root NOWHERE", "root: cannot write to NOWHERE"),
         ("emerge EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
-        ("correlate MODELS --metric coupling --score score --out NOWHERE", "out: cannot write to NOWHERE"),
-        ("select nothing --task MODELS --out NOWHERE", "out: cannot write to NOWHERE"),
+        ("correlate MODELS --metric coupling --score score --root NOWHERE", "root: cannot write to NOWHERE"),
+        ("select nothing --task MODELS --root NOWHERE", "root: cannot write to NOWHERE"),
         ("select nothing --task MODELS --export NOWHERE", "export: cannot write to NOWHERE"),
         ("select nothing --task MODELS --cache NOWHERE", "cache: cannot write to NOWHERE"),
         ("select nothing --task MODELS --text=", "text: expected a name or a path, got ''"),
         ("report RUN --workspace=", "workspace: expected a name or a path, got ''"),
         ("audit RUN --model=", "model: expected a name or a path, got ''"),
         ("mteb nothing --tokenizer=\t", r"tokenizer: expected a name or a path, got '\t'"),
-        ("prepare --source= --tokenizer bpe:300 --out FOLDER", "source: expected a name or a path, got ''"),
+        ("prepare --source= --tokenizer bpe:300 --root FOLDER", "source: expected a name or a path, got ''"),
         ("select nothing --task MODELS --by x", "by: expected a metric with a better direction"),
         ("correlate MODELS --metric coupling --score score --group=", "group: expected a name or a path, got ''"),
         ("correlate NAMELESS --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
         ("correlate VAST --metric coupling --score score", "got -1e+308, beyond 1e+100, for a"),
         ("mteb nothing --tasks local --folder RUN --cache NOWHERE", "cache: cannot write to NOWHERE"),
-        ("correlate MODELS --metric coupling --score score --out FOLDER", "out: MODELS, which is read, would be"),
-        ("correlate RUN --metric coupling --score MODELS:score --out FOLDER", "out: MODELS, which is read, would"),
-        ("correlate RUN --metrics coupling --scores CURVES --out FOLDER", "out: CURVES, which is read, would"),
-        ("emerge CURVES FOLDER/times.parquet --out=FOLDER", "times.parquet, which is read, would be replaced"),
-        ("select nothing --task MODELS --out FOLDER", "out: MODELS, which is read, would be replaced in FOLDER"),
-        ("correlate MODELS --metric coupling --score score --out=~", "out: expected a whole path, got '~'"),
+        ("correlate MODELS --metric coupling --score score --root FOLDER", "root: MODELS, which is read, would be"),
+        ("correlate RUN --metric coupling --score MODELS:score --root FOLDER", "root: MODELS, which is read, would"),
+        ("correlate RUN --metrics coupling --scores CURVES --root FOLDER", "root: CURVES, which is read, would"),
+        ("emerge CURVES FOLDER/times.parquet --root=FOLDER", "times.parquet, which is read, would be replaced"),
+        ("select nothing --task MODELS --root FOLDER", "root: MODELS, which is read, would be replaced in FOLDER"),
+        ("correlate MODELS --metric coupling --score score --root=~", "root: expected a whole path, got '~'"),
         ("analyze MODELS --root=~", "root: expected a whole path, got '~', with ~ not written out"),
         ("analyze MODELS --root ~nobody", "root: expected a whole path, got '~nobody', with ~ not written out"),
         (
@@ -175,7 +175,7 @@ def test_a_run_whose_files_are_of_another_shape_is_refused_by_every_reader(
 
 def test_a_vocabulary_beyond_reason_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Some text.\n" * 20)
-    argv = ["prepare", "--source", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--tokenizer"]
+    argv = ["prepare", "--source", str(tmp_path / "text.txt"), "--root", str(tmp_path / "out"), "--tokenizer"]
     for size in ("99999999999", "2000001", "256", "-300", "٣٠٠"):
         refused([*argv, f"bpe:{size}"], "expected bpe:SIZE with a size over 256", capsys)
 

@@ -97,7 +97,7 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
     # What a server would take is written to a file.
     stands_for = {"1a2b3c4d": sorted(settings)[0], "ENTITY/PROJECT": "made.json"}
     words = [stands_for.get(word, word) for word in words]
-    out = words[words.index("--out") + 1] if "--out" in words else ""
+    out = words[words.index("--root") + 1] if "--root" in words else ""
     page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
     if words[0] == "report" and words[1] in ("checkpoints/quickstart", "checkpoints/study"):  # a run alone
         page = Path(words[1], "report.html")

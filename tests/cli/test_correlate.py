@@ -28,7 +28,7 @@ def published(tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("published") / "correlation"
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
         patched.setenv("COLUMNS", "120")
-        assert main(["correlate", "--data", "published", "--out", str(folder), *QUICK]) == 0
+        assert main(["correlate", "--data", "published", "--root", str(folder), *QUICK]) == 0
     return folder, printed.getvalue()
 
 
@@ -140,7 +140,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(["model,m,acc,kind", *rows]))
     out = tmp_path / "out"
     file = str(tmp_path / "t.csv")
-    command = ["correlate", file, "--metric", "m", "--score", "acc", "--group", "kind", "--out", str(out)]
+    command = ["correlate", file, "--metric", "m", "--score", "acc", "--group", "kind", "--root", str(out)]
     assert main([*command, *QUICK]) == 0
     text = (out / "correlation.html").read_text()
     assert NASTY not in text
@@ -175,7 +175,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
-        ("--data published --out scores.csv", "out: expected a folder, scores.csv is a file"),
+        ("--data published --root scores.csv", "root: expected a folder, scores.csv is a file"),
         ("--data published --given size", "given: no column 'size'"),
         ("--data published --take mean", "take: expected one of 'last', 'highest', 'lowest', null, got mean"),
     ],

@@ -66,14 +66,14 @@ CASES = {
     "mteb": Case(
         "mteb {home}/model --tasks STSBenchmark,Banking77Classification --folder {home}/data --root {disk}/out"
     ),
-    "prepare": Case("prepare --source {home}/text.jsonl --tokenizer bpe:300 --out {disk}/shards"),
+    "prepare": Case("prepare --source {home}/text.jsonl --tokenizer bpe:300 --root {disk}/shards"),
     "reproduce": Case("reproduce {home}/points.yaml --root {disk}/figures"),
     "correlate": Case(
-        "correlate {home}/models.csv --metric coupling --score score --resamples 100 --out {disk}/correlation"
+        "correlate {home}/models.csv --metric coupling --score score --resamples 100 --root {disk}/correlation"
     ),
-    "emerge": Case("emerge {home}/scores.csv --out {disk}/emergence"),
+    "emerge": Case("emerge {home}/scores.csv --root {disk}/emergence"),
     "select": Case(
-        "select {home}/model --task {home}/songs.csv --rounds 1 --out {disk}/chosen --export {disk}/cut --overwrite"
+        "select {home}/model --task {home}/songs.csv --rounds 1 --root {disk}/chosen --export {disk}/cut --overwrite"
     ),
     "audit": Case("audit {home}/series --json {disk}/audit.json"),
     "report": Case("report {disk}/run --export {disk}/all.csv", inputs=("run",)),

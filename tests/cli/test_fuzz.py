@@ -115,7 +115,7 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
             ["report", "run"],
             ["report", "run", "--provenance"],
             ["report", "run", "--export", "all.csv"],
-            ["correlate", "run", "--metric", "coupling", "--score", "validation/loss", "--out", "out"],
+            ["correlate", "run", "--metric", "coupling", "--score", "validation/loss", "--root", "out"],
             ["analyze", str(home.root / "model"), "--root", "run"],
         ]
     )
@@ -127,23 +127,26 @@ def files(home: Home, folder: Path, chance: random.Random) -> Result:
     settings = watched(home)
     name, argv = chance.choice(
         [
-            ("text.txt", ["prepare", "--source", "text.txt", "--tokenizer", "bpe:300", "--out", "out"]),
-            ("text.jsonl", ["prepare", "--source", "text.jsonl", "--tokenizer", "bpe:300", "--out", "out"]),
-            ("songs.csv", ["select", str(home.root / "model"), "--task", "songs.csv", "--out", "out"]),
-            ("models.csv", ["correlate", "models.csv", "--metric", "coupling", "--score", "score", "--out", "out"]),
+            ("text.txt", ["prepare", "--source", "text.txt", "--tokenizer", "bpe:300", "--root", "out"]),
+            ("text.jsonl", ["prepare", "--source", "text.jsonl", "--tokenizer", "bpe:300", "--root", "out"]),
+            ("songs.csv", ["select", str(home.root / "model"), "--task", "songs.csv", "--root", "out"]),
+            ("models.csv", ["correlate", "models.csv", "--metric", "coupling", "--score", "score", "--root", "out"]),
             ("manifest.yaml", ["audit", "manifest.yaml"]),
             ("model/config.json", ["analyze", "model", "--root", "out"]),
             ("model/tokenizer.json", ["analyze", "model", "--root", "out"]),
             ("model/model.safetensors", ["analyze", "model", "--root", "out", "--corpus", str(home.corpus)]),
             ("series/run.json", ["audit", "series"]),
             ("shards/meta.json", ["analyze", str(home.root / "model"), "--corpus", "shards", "--root", "out"]),
-            ("scores.csv", ["emerge", "scores.csv", "--out", "out"]),
-            ("scores.jsonl", ["emerge", "scores.jsonl", "--out", "out"]),
-            ("scores.parquet", ["emerge", "scores.parquet", "--out", "out"]),
+            ("scores.csv", ["emerge", "scores.csv", "--root", "out"]),
+            ("scores.jsonl", ["emerge", "scores.jsonl", "--root", "out"]),
+            ("scores.parquet", ["emerge", "scores.parquet", "--root", "out"]),
             ("series/step-000000001/config.json", ["analyze", "series", *settings]),
             ("series/step-000000001/model.safetensors", ["analyze", "series", *settings]),
             ("series/step-000000000/tokenizer.json", ["analyze", "series", *settings]),
-            ("tasks", ["select", str(home.root / "model"), "--task", "banking77", "--folder", "tasks", "--out", "out"]),
+            (
+                "tasks",
+                ["select", str(home.root / "model"), "--task=banking77", "--folder=tasks", "--root=out"],
+            ),
         ]
     )
     source = home.corpus if name.startswith("shards") else home.root / name.split("/")[0]
@@ -171,15 +174,15 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
     starts = {
         "analyze": [model, "--root", "out"],
         "audit": [str(home.root / "series")],
-        "correlate": [str(home.root / "models.csv"), "--metric", "coupling", "--score", "score", "--out", "out"],
-        "emerge": [str(home.root / "run"), "--out", "out"],
+        "correlate": [str(home.root / "models.csv"), "--metric", "coupling", "--score", "score", "--root", "out"],
+        "emerge": [str(home.root / "run"), "--root", "out"],
         "fit": ["--root", "out", "--trainer.max_steps", "1"],
         "intervene": [model, "--speed", "--root", "out", "--num_tokens", "8"],
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
-        "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--out", "out"],
-        "report": [str(home.root / "run"), "--out", "page.html"],
+        "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--root", "out"],
+        "report": [str(home.root / "run"), "--root", "page.html"],
         "reproduce": [str(POINTS), "--root", "out", "--compare"],
-        "select": [model, "--task", str(home.root / "songs.csv"), "--out", "out"],
+        "select": [model, "--task", str(home.root / "songs.csv"), "--root", "out"],
     }
     command = chance.choice(sorted(COMMANDS))
     argv = [command, *starts[command]]

@@ -55,9 +55,9 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
     root = home.root
     on_ray = ("--config", str(root / "analyses.yaml"), "--root=out", "--engine=ray")
     return [
-        Base("emerge a run", ("emerge", str(root / "run"), "--out=out")),
-        Base("emerge scores", ("emerge", str(root / "scores.csv"), "--out=out")),
-        Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--out=out", "--rounds=1")),
+        Base("emerge a run", ("emerge", str(root / "run"), "--root=out")),
+        Base("emerge scores", ("emerge", str(root / "scores.csv"), "--root=out")),
+        Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--root=out", "--rounds=1")),
         Base("follow", ("analyze", str(root / "series"), *watched(home))),
         Base("audit", ("audit", str(root / "series"))),
         Base("fit beside", ("fit", "--config=recipe.yaml", "--measure=async"), kept=("root",)),

@@ -1,13 +1,18 @@
 """What `--help` of a verb shows."""
 
 import contextlib
+import importlib
+import re
 from inspect import isabstract
 
 import pytest
 
 from lit_layers import analyses
 from lit_layers.analyses import Analysis
+from lit_layers.cli.command_line import COMMANDS
+from lit_layers.cli.help import MOST_USED
 from lit_layers.cli.main import main
+from lit_layers.cli.options import parser_of
 
 
 def help_of(capsys, *words):
@@ -18,7 +23,7 @@ def help_of(capsys, *words):
 
 @pytest.mark.parametrize("verb", ["analyze", "fit"])
 def test_classes_are_listed_by_the_names_that_recipes_may_call_them_by(verb, capsys):
-    words = " ".join(help_of(capsys, verb, "--help").split("--analyses+ [ITEM,...]")[1].split())
+    words = " ".join(help_of(capsys, verb, "--help").split("--analyses [ITEM,...]")[1].split())
     listed = words.partition("(classes: ")[2].partition(")")[0].split(", ")
     kinds = {name: kind for name, kind in vars(analyses).items() if isinstance(kind, type)}
     assert {*listed} >= {n for n, kind in kinds.items() if Analysis in kind.__mro__ and not isabstract(kind)}
@@ -40,3 +45,20 @@ def test_the_trainers_options_are_told_by_their_own_help_alone(capsys):
 def test_an_unknown_option_is_refused_with_the_nearest(word, near, capsys):
     assert main(["fit", f"{word}=3", "--root=x"]) == 2
     assert f"unknown option {word}; {f'did you mean {near}?' if near else ''}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+def test_at_most_ten_options_come_first_and_each_has_one_spelling(verb):
+    parser = parser_of(getattr(importlib.import_module(f"lit_layers.cli.verbs.{verb}"), verb))
+    first, more = parser.format_help().split("\noptions:\n")[1].split("\nmore:\n")
+    names = [re.findall(r"^  (?:-\w, )?--([\w.]+)", part, re.MULTILINE) for part in (first, more)]
+    assert names[0] == [*MOST_USED[verb]]
+    assert len(names[0]) <= 10
+    assert len({*names[0], *names[1]}) == len(names[0]) + len(names[1])
+    assert {"help", "print_config", "quiet", "verbose"} <= {*names[1]}
+
+
+def test_the_usage_names_what_a_command_needs(capsys):
+    usage = "usage: lit-layers prepare --source SOURCE --tokenizer TOKENIZER --root ROOT [options]"
+    assert " ".join(help_of(capsys, "prepare", "--help").split()).startswith(usage)
+    assert help_of(capsys, "audit", "--help").startswith("usage: lit-layers audit series [options]")

@@ -105,7 +105,7 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_
     assert f"root: cannot write to {root} (Read-only file system); choose another folder" in said
     assert main(["report", str(root)]) == 2
     (said,) = errors(capfd.readouterr().err, "report")
-    assert f"cannot write {root}/report.html: read-only file system; --out names another place" in said
+    assert f"cannot write {root}/report.html: read-only file system; --root names another place" in said
 
 
 @pytest.mark.nightly

@@ -27,11 +27,11 @@ def corpus(tmp_path):
 
 
 def arguments(corpus, out, *more):
-    return ["prepare", "--source", str(corpus), "--tokenizer", "bpe:270", "--out", str(out), *more]
+    return ["prepare", "--source", str(corpus), "--tokenizer", "bpe:270", "--root", str(out), *more]
 
 
 def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_path, capsys):
-    options = ("--column", "body", "--validation", "0.2", "--max-documents", "50", "--workers", "1")
+    options = ("--column", "body", "--validation", "0.2", "--max_documents", "50", "--workers", "1")
     assert main(arguments(corpus, tmp_path / "out", *options)) == 0
     shards = TokenShards.open(tmp_path / "out", verify=True)
     printed = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
         (["--validation", "7"], "validation must lie between 0 and 1"),
-        (["--out", "/dev/null/out"], "cannot prepare /dev/null/out"),
+        (["--root", "/dev/null/out"], "cannot prepare /dev/null/out"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(corpus, tmp_path, capsys, more, message):
@@ -66,7 +66,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(corpus, tmp_path, capsys, m
 
 def test_options_that_are_required_are_named(capsys):
     assert main(["prepare", "--source", "python"]) == 2
-    assert "missing: tokenizer, out; give it in the recipe or on the command line" in capsys.readouterr().err
+    assert "missing: tokenizer, root; give it in the recipe or on the command line" in capsys.readouterr().err
 
 
 def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, capsys, monkeypatch):
@@ -114,7 +114,7 @@ def test_help_names_every_option(capsys):
         main(["prepare", "--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for option in ("--source", "--tokenizer", "--out", "--workers", "--max-documents", "--column", "--validation"):
+    for option in ("--source", "--tokenizer", "--root", "--workers", "--max_documents", "--column", "--validation"):
         assert option in printed
 
 

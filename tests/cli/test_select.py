@@ -71,7 +71,7 @@ def selected(home, tmp_path_factory) -> tuple[Path, Path, str]:
     with pytest.MonkeyPatch.context() as patch, said.open("w") as file:
         patch.setattr("sys.stdout", file)
         patch.setenv("COLUMNS", "120")
-        command += ["--out", str(root / "out"), "--export", str(root / "cut"), "--tolerance", "0.1", *QUICK]
+        command += ["--root", str(root / "out"), "--export", str(root / "cut"), "--tolerance", "0.1", *QUICK]
         assert main(command) == 0
     return root / "out", root / "cut", said.read_text()
 
@@ -222,7 +222,7 @@ def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
     rows = [{"text": text, "label": numbers[mood] + len(text) / 100} for text, mood in labelled(90)]
     path = write_jsonl(tmp_path / "stars.jsonl", rows)
     model = home / "run" / "step-000000400"
-    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *place)
     found = content(tmp_path / "out")
     assert "stars: mean_squared_error on validation rows" in said
@@ -241,7 +241,7 @@ def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
 def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
     import timm
 
-    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     options = ["--images", "digits", "--num_train", "200", "--num_test", "60", "--rule", "plateau"]
     said = select(capsys, home / "vit", *options, *place)
     found, layer = content(tmp_path / "out"), content(tmp_path / "out")["layer"]
@@ -258,7 +258,7 @@ def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
 
 def test_an_encoder_is_read_at_its_class_token(home, tmp_path, capsys):
     saved_bert(tmp_path / "bert")
-    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--pooling", "cls"]
     select(capsys, tmp_path / "bert", *options, *place)
     found = content(tmp_path / "out")
@@ -276,7 +276,7 @@ def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_pat
     from safetensors.torch import load_file
 
     saved_gpt2(tmp_path / "half", dtype=torch.bfloat16)
-    place = ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
     select(capsys, tmp_path / "half", *options, *place)
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "cut"))
@@ -293,7 +293,7 @@ def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_pat
 
 def test_an_export_is_replaced_when_asked_and_may_keep_its_head(home, tmp_path, capsys):
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
-    options += ["--out", tmp_path / "out", "--export", tmp_path / "cut"]
+    options += ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     for extra, name in (((), "GPT2Model"), (("--overwrite", "--keep_lm_head"), "GPT2LMHeadModel")):
         select(capsys, home / "run" / "step-000000400", *options, *extra)
         assert json.loads((tmp_path / "cut" / "config.json").read_text())["architectures"] == [name]
@@ -302,9 +302,9 @@ def test_an_export_is_replaced_when_asked_and_may_keep_its_head(home, tmp_path, 
 
 def test_features_are_kept_and_found_again(home, tmp_path, capsys, monkeypatch):
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--cache", tmp_path / "cache"]
-    first = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "a")
+    first = select(capsys, home / "run" / "step-000000400", *options, "--root", tmp_path / "a")
     monkeypatch.setattr("lit_layers.analyses.probes.task_features._write", lambda *_: pytest.fail("made again"))
-    again = select(capsys, home / "run" / "step-000000400", *options, "--out", tmp_path / "b")
+    again = select(capsys, home / "run" / "step-000000400", *options, "--root", tmp_path / "b")
     assert first.replace("/a/", "/b/") == again
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
@@ -385,15 +385,15 @@ OWN = "--text title --label mood"
         (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, and this task is a"),
         (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         (f"{M} --task emotion --folder data", "emotion"),
-        (f"{M} --task banking77 --out file", "out: expected a folder, file is a file"),
-        (f"{M} --task banking77 --out file/deep", "out: expected a folder, "),
+        (f"{M} --task banking77 --root file", "root: expected a folder, file is a file"),
+        (f"{M} --task banking77 --root file/deep", "root: expected a folder, "),
         (f"{M} --task banking77 --export file", "export: expected a folder, file is a file"),
         (
             f"{M} --task banking77 --export taken",
             "taken is there already: choose another folder, or allow to overwrite",
         ),
         (f"{M} --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
-        (f"{M} --task banking77 --out new --export new", "out: new is where the export goes: name another folder"),
+        (f"{M} --task banking77 --root new --export new", "root: new is where the export goes: name another folder"),
         (f"{M} --task banking77 --overwrite", "overwrite: is for --export DIR, which was not given: leave it out"),
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
         (f"{M} --task banking77 --tolerance nan", "tolerance: expected a number, got nan"),
@@ -471,7 +471,7 @@ def test_any_metric_with_a_row_that_was_measured_of_the_checkpoint_chooses(home,
         numbers = found("brier_score", "topics", scale) + found("banana", "topics", scale)
         line = Measurement(run="run", step=step, tokens=None, analysis="probe/topics", records=numbers, seconds=1)
         records.append(run / "measurements.jsonl", line)
-    command = [run / "step-000000400", "--task", "banking77", "--folder", home / "data", "--out", tmp_path / "out"]
+    command = [run / "step-000000400", "--task", "banking77", "--folder", home / "data", "--root", tmp_path / "out"]
     printed = select(capsys, *command, "--by", "brier_score", "--rule", "best", "--export", tmp_path / "cut")
     numbers = content(tmp_path / "out")
     assert (numbers["layer"], numbers["metric"], numbers["test_metric"]) == (2, "brier_score", "accuracy")
@@ -506,7 +506,7 @@ def test_a_metric_measured_of_several_models_in_one_folder_chooses_by_that_of_th
         line = Measurement(run=run, step=step, tokens=None, analysis="lens", records=numbers, seconds=1)
         records.append(models / "measurements.jsonl", line)
     command = [models / name, "--task", "banking77", "--folder", home / "data", "--by", "logit_lens_loss"]
-    select(capsys, *command, "--rule", "best", "--out", tmp_path / "out")
+    select(capsys, *command, "--rule", "best", "--root", tmp_path / "out")
     found = content(tmp_path / "out")
     assert found["layer"] == 1
     assert [found["validation"][str(layer)]["value"] for layer in (1, 2, 3)] == [1, 2, 3]

@@ -249,7 +249,7 @@ def test_layers_as_embeddings(command, with_models, world, tmp_path, monkeypatch
 @pytest.mark.parametrize("command", of("correlate"))
 def test_metrics_beside_scores(command, with_tables, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(with_tables)
-    if "--metrics-file" in command:
+    if "--metrics_file" in command:
         monkeypatch.chdir(tmp_path)
         values, scores = layer_scores.tables(8)
         table = pd.DataFrame({"model": "m", "task": np.repeat(layer_scores.TASKS, 9), "layer": [*range(9)] * 6})

@@ -36,7 +36,7 @@ def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(names, tmp_
             )
             records.append(root / "measurements.jsonl", drawn)
         before = files_of(tmp_path)
-        command = ["report", str(root), "--allow-suspect", "--export", str(root / "all.csv")]
+        command = ["report", str(root), "--allow_suspect", "--export", str(root / "all.csv")]
         code = main([*command, "--pictures", str(root / "pictures")])
         errors = capfd.readouterr().err
         assert (code, "Traceback" in errors) == (0, False), (name, errors)

@@ -55,7 +55,7 @@ def test_no_payload_becomes_markup(tmp_path):
 
 
 def page_of(root: Path, text: str) -> str:
-    assert main(["report", str(hostile_run(root, text)), "--allow-suspect"]) == 0
+    assert main(["report", str(hostile_run(root, text)), "--allow_suspect"]) == 0
     return (root / "report.html").read_text()
 
 

@@ -260,11 +260,11 @@ def series(s: Scenarios) -> None:
     with pytest.MonkeyPatch.context() as patch, served(s.work / "hub", s.work / "home" / "hub", patch):
         s.run("audit", "lab/tiny", "--level", "listing")
         s.run("analyze", "lab/tiny", "--steps", "all", "--root", root, *common)
-        s.run("analyze", "lab/tiny", "--steps", "all", "--root", root, *common, "--allow-suspect")
+        s.run("analyze", "lab/tiny", "--steps", "all", "--root", root, *common, "--allow_suspect")
         s.run("analyze", "lab/tiny", "--steps", "0,16", "--shard", "0/2", "--root", s.work / "shard_run", *common)
         s.run("audit", "lab/tiny", "--json", root / "audit.json")
     s.run("report", root)
-    s.run("report", root, "--allow-suspect", "--out", root / "suspect.html")
+    s.run("report", root, "--allow_suspect", "--root", root / "suspect.html")
     s.keep("series", root, s.work / "shard_run")
 
 
@@ -326,29 +326,29 @@ def select(s: Scenarios) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **options: 10**6)
         task = ["--task", "banking77", "--folder", home / "data", "--tolerance", "0.1"]
-        s.run("select", home / "model", *task, "--rounds", 2, "--out", home / "out")
+        s.run("select", home / "model", *task, "--rounds", 2, "--root", home / "out")
         songs = ["--task", home / "songs.csv", "--text", "title", "--label", "mood"]
-        s.run("select", home / "model", *songs, "--rounds", 2, "--out", home / "songs", "--rule", "best")
+        s.run("select", home / "model", *songs, "--rounds", 2, "--root", home / "songs", "--rule", "best")
         digits = ["--images", "digits", "--num_train", 60, "--num_test", 20, "--rounds", 2]
-        s.run("select", home / "vit", *digits, "--out", home / "images")
+        s.run("select", home / "vit", *digits, "--root", home / "images")
     s.keep("select", *(home / name for name in ("out", "songs", "images")))
 
 
 def correlate(s: Scenarios) -> None:
     home = s.work / "correlate"
-    s.run("correlate", "--data", "published", "--out", home / "published", "--resamples", 100)
+    s.run("correlate", "--data", "published", "--root", home / "published", "--resamples", 100)
     runs.make_models(home / "models")
     (home / "scores.csv").write_text(
         "model,arc,family\n" + "".join(f"{name},{n * n % 7},x\n" for n, name in enumerate(runs.MODELS))
     )
     wanted = ["--metric", "coupling/coupling", "--tags", "k=12", "--score", f"{home / 'scores.csv'}:arc"]
-    s.run("correlate", home / "models", *wanted, "--out", home / "over_models", "--resamples", 100)
+    s.run("correlate", home / "models", *wanted, "--root", home / "over_models", "--resamples", 100)
     for number in range(3):
         metric, scores = layer_scores.tables(6, seed=number)
         layer_scores.add(home / "layers" / f"m{number}", f"org/m{number}", None, scores=scores, metric=metric)
     folders = [home / "layers" / f"m{number}" for number in range(3)]
     over = ["--metrics", "prompt_entropy", "--scores", "mteb", "--resamples", 100]
-    s.run("correlate", *folders, *over, "--out", home / "over_layers")
+    s.run("correlate", *folders, *over, "--root", home / "over_layers")
     s.keep("correlate", *(home / name for name in ("published", "over_models", "over_layers")))
 
 
@@ -358,8 +358,8 @@ def emerge(s: Scenarios) -> None:
     for seed in range(3):
         runs.make_run(home / f"seed{seed}", run=f"seed{seed}", seed=seed)
     folders = [home / f"seed{seed}" for seed in range(3)]
-    s.run("emerge", folders[0], "--out", home / "one")
-    s.run("emerge", *folders, "--seeds", "--out", home / "together")
+    s.run("emerge", folders[0], "--root", home / "one")
+    s.run("emerge", *folders, "--seeds", "--root", home / "together")
     s.keep("emerge", home / "one", home / "together")
 
 
@@ -451,9 +451,9 @@ def refusals(s: Scenarios) -> None:
         ["select", model, "--task", missing],
         ["select", model, "--rule", "luck", "--task", "banking77"],
         ["select", model, "--tolerance", "-1", "--task", "banking77"],
-        ["prepare", "--source", missing, "--tokenizer", "bpe:300", "--out", s.work / "never"],
-        ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:3", "--out", s.work / "never"],
-        ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:300", "--out", s.work / "never", "--workers", 0],
+        ["prepare", "--source", missing, "--tokenizer", "bpe:300", "--root", s.work / "never"],
+        ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:3", "--root", s.work / "never"],
+        ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:300", "--root", s.work / "never", "--workers", 0],
         ["report", s.work / "text"],
     ]
     for words in wrong:

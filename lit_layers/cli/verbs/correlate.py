@@ -74,7 +74,7 @@ def correlate(
     step: int | None = None,
     resamples: Annotated[int, Range(100, 1_000_000, whole=True)] = 2000,
     seed: Annotated[int, SEED] = 0,
-    out: Path | None = None,
+    root: Path | None = None,
 ) -> int:
     """Correlate a metric with a score over models, and show what width alone would explain. Or correlate metrics with
     task scores over the layers of each model, and show what choosing a layer by them is worth.
@@ -84,7 +84,7 @@ def correlate(
         step: which checkpoint of training runs (default: the last that has the metric)
         resamples: how often models or tasks are resampled for intervals
         seed: seed of the resamples
-        out: folder of the page and pictures (default: correlation, over layers layer_correlation)
+        root: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
     models_given, layers_given = given(over_models), given(over_layers)
     if models_given and layers_given:
@@ -92,21 +92,21 @@ def correlate(
         raise InputError(
             f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
         )
-    out = out or Path("layer_correlation" if layers_given else "correlation")
+    root = root or Path("layer_correlation" if layers_given else "correlation")
     if not layers_given:
         _check(models, over_models, step)
-    refuse_unwritable("out", out)
+    refuse_unwritable("root", root)
     read = [*models, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
-    refuse_replacing(out, read, WRITTEN[bool(layers_given)])
+    refuse_replacing(root, read, WRITTEN[bool(layers_given)])
     if layers_given:
-        return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, out=out)
+        return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, root=root)
     from lit_layers.correlate import correlate
     from lit_layers.correlate.correlation_page import write_models
 
     options = {"resamples": resamples, "seed": seed}
     table, over = _tables(models, over_models, step, options)
     findings = correlate(table, given=over_models.given or (), group=over_models.group, **options)
-    paths = write_models(table, findings, out, over=over)
+    paths = write_models(table, findings, root, over=over)
     _show_models(table, findings)
     if over is not None:
         _show_over(over)
@@ -212,14 +212,14 @@ def _rows(table: "Table", small_text: str = " ({})") -> Iterator[dict[str, str]]
 
 
 def _over_layers(
-    models: list[Path], options: OverLayers, *, step: int | None, resamples: int, seed: int, out: Path
+    models: list[Path], options: OverLayers, *, step: int | None, resamples: int, seed: int, root: Path
 ) -> int:
     """Prints coefficients and choices of layers, writes the page, the tables and the pictures, and returns 0."""
     if not options.metrics or not options.scores:
         name = "scores" if options.metrics else "metrics"
         raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
     if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
-        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics-file")
+        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
     from lit_layers.correlate import correlate_layers, read_layers
     from lit_layers.correlate.layer_page import write_layers
     from lit_layers.correlate.run_models import split
@@ -233,7 +233,7 @@ def _over_layers(
         with_layer_0=options.with_layer_0,
     )
     findings = correlate_layers(tables, resamples=resamples, seed=seed)
-    paths = write_layers(tables, findings, out)
+    paths = write_layers(tables, findings, root)
     _show_layers(tables, findings)
     print(*paths, sep="\n")
     return 0

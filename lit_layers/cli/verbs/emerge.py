@@ -29,7 +29,7 @@ def emerge(
     settings: Names | None = None,
     allow_suspect: bool = False,
     seed: Annotated[int, SEED] = 0,
-    out: Path | None = None,
+    root: Path | None = None,
 ) -> int:
     """Find when each curve over training steps changes, in which order, and whether runs agree.
 
@@ -44,12 +44,12 @@ def emerge(
         settings: which settings to take of analyses that were measured with several, as in report
         allow_suspect: also take checkpoints that the audit of their series found suspect
         seed: seed of the random draws
-        out: folder of the page, the tables and the pictures (default: emergence)
+        root: folder of the page, the tables and the pictures (default: emergence)
     """
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
-    folder = out or Path("emergence")
-    refuse_unwritable("out", folder)
+    folder = root or Path("emergence")
+    refuse_unwritable("root", folder)
     refuse_replacing(folder, runs, WRITTEN)
     from lit_layers import clock
     from lit_layers.clock.layer_statistics import MONOTONICITY

@@ -9,7 +9,7 @@ def prepare(
     *,
     source: str,
     tokenizer: str,
-    out: Path,
+    root: Path,
     workers: int | None = None,
     max_documents: int | None = None,
     column: str | None = None,
@@ -25,7 +25,7 @@ def prepare(
         source: openwebtext, wikitext, python (the standard library's source), a Hub data set as
             ORG/NAME[@REVISION][:CONFIG], or a .txt, .jsonl or .parquet file or a folder of them
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
-        out: folder to write to
+        root: folder to write to
         workers: how many threads tokenize (default: as many as cores)
         max_documents: read at most so many documents (of each split of the source)
         column: the column with the text (default: text)
@@ -37,7 +37,7 @@ def prepare(
     shards = preparing.prepare(
         source,
         tokenizer,
-        out,
+        root,
         column=column,
         separator=separator,
         validation=validation,

@@ -18,7 +18,7 @@ def report(
     *,
     seeds: bool = False,
     group: str | None = None,
-    out: Path | None = None,
+    root: Path | None = None,
     export: Path | None = None,
     pictures: Path | None = None,
     wandb: bool = False,
@@ -34,7 +34,7 @@ def report(
         runs: a run's folder, with measurements.jsonl or metrics.jsonl; several are drawn side by side on one page
         seeds: the runs are seeds of one training: draw their mean, with a band over them
         group: runs with one value of this field of their recipe, such as data.shuffle_tokens, are seeds of one training
-        out: the page, or the folder for report.html (default: RUN/report.html; of several runs.html)
+        root: the page, or the folder for report.html (default: RUN/report.html; of several runs.html)
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B what it does not have yet
@@ -58,21 +58,21 @@ def report(
         from lit_layers.report.side_by_side import read_side_by_side
 
         about: Any = {"seeds": seeds, "group": group, "settings": chosen, "allow_suspect": allow_suspect}
-        return _side_by_side(read_side_by_side(runs, **about), out or Path("runs.html"), export, pictures)
+        return _side_by_side(read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
     if group is not None or (seeds and workspace is None and wandb_report is None):
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
-    (root,) = runs
+    (folder,) = runs
     at_wandb = {name: _place(name, at) for name, at in (("workspace", workspace), ("wandb_report", wandb_report)) if at}
-    run = run_data.read_run(root, settings=chosen)
+    run = run_data.read_run(folder, settings=chosen)
     if provenance:
         _print_provenance(run_data.provenance(run))
         return 0
     if not allow_suspect:
         for verdict, places in run_data.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
-            note(f"left out as suspect ({verdict}): {names}; --allow-suspect draws them")
+            note(f"left out as suspect ({verdict}): {names}; --allow_suspect draws them")
     for sentence in run_data.other_settings(run):
         note(f"other settings: {sentence}; --settings NAME draws them")
     if export is not None:
@@ -83,12 +83,12 @@ def report(
     if pictures is not None:
         from lit_layers.report.rendering import write_pictures
 
-        print(*write_pictures(root, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
-    print(write_report(root, out, allow_suspect=allow_suspect, settings=chosen))
+        print(*write_pictures(folder, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
+    print(write_report(folder, root, allow_suspect=allow_suspect, settings=chosen))
     if wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
         config = run.about.get("config", {})
-        mirror.open(root, run_id=_run_id(run), config=config, allow_suspect=allow_suspect, is_over=True)
+        mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect, is_over=True)
         mirror.finish()
         print(mirror.closing_line())
     if at_wandb:
@@ -96,7 +96,7 @@ def report(
 
         make = {"workspace": wandb_workspace.workspace_of, "wandb_report": wandb_workspace.report_of}
         for name, (place, entity, project) in at_wandb.items():
-            made = make[name](root, entity=entity, project=project, seeds=seeds)
+            made = make[name](folder, entity=entity, project=project, seeds=seeds)
             print(wandb_workspace.save(made, place))
     return 0
 

@@ -59,7 +59,7 @@ class SelectOptions:
         max_iterations: most iterations of the logistic probe
         cache: keep the features of texts in this folder, for the next call
         device: where the model runs. auto: on a GPU if there is one
-        out: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
+        root: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
         export: write the cut model to this folder, with its probe and its page
         keep_lm_head: also export the model's own head
         overwrite: replace an earlier export in the folder of --export
@@ -86,7 +86,7 @@ class SelectOptions:
     max_iterations: Annotated[int, COUNT] = 1000
     cache: str | None = None
     device: Device = "auto"
-    out: Path | None = None
+    root: Path | None = None
     export: Path | None = None
     keep_lm_head: bool = False
     overwrite: bool = False
@@ -111,13 +111,13 @@ class SelectOptions:
         below = self.rule == "fraction_of_last"
         tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
         refuse_outside("", {"tolerance": tolerance}, vars(self))
-        for name, folder in {"out": self.out, "export": self.export, "cache": self.cache}.items():
+        for name, folder in {"root": self.root, "export": self.export, "cache": self.cache}.items():
             if folder is not None:
                 refuse_unwritable(name, Path(folder))
-        if self.out is not None:
-            refuse_replacing(self.out, [self.task], ("models", "layers"))
-        if self.out and self.export and self.out.resolve().is_relative_to(self.export.resolve()):
-            raise InputError(f"out: {self.out} is where the export goes: name another folder")
+        if self.root is not None:
+            refuse_replacing(self.root, [self.task], ("models", "layers"))
+        if self.root and self.export and self.root.resolve().is_relative_to(self.export.resolve()):
+            raise InputError(f"root: {self.root} is where the export goes: name another folder")
         task = None if self.task is None else self._task(self.task)
         is_regression = task is not None and task.kind == "regression"
         if is_regression and below and self.by is None:
@@ -184,7 +184,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     if len(models) > 1:
         return _compare(models, names, options, texts)
     selection = _selection(model, names[0], options, texts)
-    paths = selection.write(options.out or results_folder(names[0], selection.task.name))
+    paths = selection.write(options.root or results_folder(names[0], selection.task.name))
     _show(selection.task, selection.choice)
     print(*paths, sep="\n")
     if options.export is not None:
@@ -332,7 +332,7 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     from lit_layers.select.selection import Candidate, comparison_table, write_comparison
 
     task = Path(str(options.images)).name if texts is None else texts.name
-    out = options.out or results_folder("models", task)
+    root = options.root or results_folder("models", task)
     candidates, left_out = [], {}
     for model, name in zip(models, names, strict=True):
         try:
@@ -340,12 +340,12 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
         except InputError as error:
             left_out[name] = str(error)
             continue
-        selection.write(out / name)
+        selection.write(root / name)
         candidates.append(Candidate.of(selection))
         del selection
     if not candidates:
         raise InputError(f"{models[0]}: {left_out[names[0]]}")
-    paths = write_comparison(candidates, left_out, task, out)
+    paths = write_comparison(candidates, left_out, task, root)
     _show_models(comparison_table(candidates, {}), task)
     for name, why in left_out.items():
         print(f"left out: {name}: {why}")
