@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_layers import records
 from lit_layers.correlate import read_runs
@@ -76,27 +77,33 @@ def test_a_task_of_a_job_array_runs_its_share_of_the_loop(tmp_path):
     assert {command[-5] for command in commands} == {"--trainer.max_steps=7"}
 
 
+IMAGES = {"class_path": "lit_layers.data.EvalImages", "init_args": {"source": "digits", "num_images": 4}}
+COUPLING = {"class_path": "lit_layers.analyses.Coupling", "init_args": {"batches": IMAGES, "k": [12]}}
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1200)  # nine trainings of a process each, and one that is stopped
+@pytest.mark.timeout(1800)  # nine trainings, a process each, and one that is stopped
 def test_the_digits_grid_is_trained_through_a_stop_and_correlate_reads_its_folders(tmp_path):
+    runs, less = tmp_path / "runs", tmp_path / "less.yaml"
+    less.write_text(yaml.safe_dump({"analyses": [COUPLING]}))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "ROOT": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(DIGITS), "--trainer.max_steps=60", "--trainer.val_check_interval=20"]
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.strip().endswith("drop_path_rate=0.0,weight_decay=0.05"):  # the first has finished
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143
-    finished = tmp_path / "drop_path_rate=0.0,weight_decay=0.0"
-    before = (finished / "measurements.jsonl").read_bytes()
+    environment = {**os.environ, "PATH": path, "ROOT": str(runs), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(DIGITS), "--config", str(less), "--trainer.max_steps=20", "--trainer.val_check_interval=10"]
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.strip().endswith("drop_path_rate=0.0,weight_decay=0.05"):  # the first has finished
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 143
+    first = runs / "drop_path_rate=0.0,weight_decay=0.0"
+    before = (first / "measurements.jsonl").read_bytes()
     assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == 0
-    assert (finished / "measurements.jsonl").read_bytes() == before
-    table = read_runs([tmp_path], metric="coupling/coupling", tags={"k": 12}, score="validation/accuracy").frame
+    assert (first / "measurements.jsonl").read_bytes() == before
+    table = read_runs([runs], metric="coupling/coupling", score="validation/accuracy").frame
     assert sorted(zip(table["drop_path_rate"], table["weight_decay"], strict=True)) == [
         (drop, decay) for drop in (0.0, 0.1, 0.3) for decay in (0.0, 0.05, 0.5)
     ]
-    assert set(table["step"]) == {60}
-    for model, accuracy in zip(table["model"], table["validation/accuracy"], strict=True):
-        (folder,) = tmp_path.glob(f"*{model}*") if not (tmp_path / model).is_dir() else [tmp_path / model]
+    assert set(table["step"]) == {20}
+    for folder in runs.iterdir():
+        (accuracy,) = table["validation/accuracy"][table["model"].map(folder.name.endswith)]
         rows = [row for row in records.rows(folder / "metrics.jsonl") if "validation/accuracy" in row]
         assert rows[-1]["validation/accuracy"] == accuracy
