@@ -17,7 +17,6 @@ from torch import nn
 from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whole_path
 from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
-from lit_layers.files.model_files import ModelFiles
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
@@ -241,20 +240,23 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
             raise InputError(f"the config.json of {name} describes no model: {kind}{first_sentence(error)}") from error
 
 
-def initialised(files: ModelFiles, *, seed: int, dtype: torch.dtype) -> nn.Module:
+def initialised(
+    settings: dict[str, Any], name: str, *, seed: int, dtype: torch.dtype, preprocessor: dict[str, Any] | None = None
+) -> nn.Module:
     """The model that a config.json describes as its library initialises it, on the CPU; no weights are read.
+
+    `preprocessor` is the content of its preprocessor_config.json, which says how a model of images takes its pixels.
 
     Raises:
         InputError: a config.json that neither transformers nor timm knows, sizes beyond the memory.
     """
     try:
-        refuse_beyond_memory(SimpleNamespace(**files.config))
+        refuse_beyond_memory(SimpleNamespace(**settings))
     except ValueError as error:
-        raise InputError(f"the config.json of {files.model} cannot be built: {error}") from error
-    model: Network = outline(files.config, files.model, dtype)
-    of_images = getattr(model, "main_input_name", None) == "pixel_values"
-    if of_images and not is_timm(files.config) and files.has(pixels.PREPROCESSOR):
-        pixels.keep_preprocessor_(model, json.loads(files.fetch(pixels.PREPROCESSOR).read_text(encoding="utf-8")))
+        raise InputError(f"the config.json of {name} cannot be built: {error}") from error
+    model: Network = outline(settings, name, dtype)
+    if preprocessor is not None and not is_timm(settings) and model.main_input_name == "pixel_values":
+        pixels.keep_preprocessor_(model, preprocessor)
     return untrained(model, seed=seed)
 
 

@@ -13,13 +13,13 @@ from typing import Any
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import Hub, ListedFile, content_hash
-from lit_layers.files.model_files import ModelFiles
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
+from lit_layers.series.model_files import ModelFiles
 
 
 class Models(Series):
@@ -131,10 +131,13 @@ class _Alone(Source):
         return self.model.model if self.revision is None else f"{self.model.model}@{self.model.commit}"
 
     def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
-        from lit_layers.models.saved import initialised, load  # torch, which names and steps do not need
+        from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
+        from lit_layers.models.saved import initialised, load  # torch, as above
 
         if self.untrained is not None:
-            return initialised(self.model, seed=self.untrained, dtype=dtype)
+            preprocessor = json.loads(self.read(PREPROCESSOR)) if self.model.has(PREPROCESSOR) else None
+            about: Any = {"seed": self.untrained, "dtype": dtype, "preprocessor": preprocessor}
+            return initialised(self.model.config, self.model.model, **about)
         return load(self.model.model, revision=self.model.commit, dtype=dtype, offload=offload)
 
 

@@ -16,10 +16,10 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files import gguf_files
 from lit_layers.files.gguf_files import GgufFile
-from lit_layers.files.model_files import ModelFiles
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
 from lit_layers.series import OneModel
+from lit_layers.series.model_files import ModelFiles
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
 from tests.support.measured_series import write_texts
 from tests.support.rounding import assert_rounded

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from lit_layers.files.model_files import ModelFiles
 from lit_layers.models import load, save, truncate
 from lit_layers.models.build import untrained
 from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics
@@ -30,7 +29,8 @@ def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_an_initialise
     cut = truncate(model, 2, head=False)
     save(cut, tmp_path / "cut")
     assert json.loads((tmp_path / "cut" / PREPROCESSOR).read_text()) == SETTINGS
-    fresh = initialised(ModelFiles(folder), seed=0, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    fresh = initialised(config, "whole", seed=0, dtype=torch.float32, preprocessor=SETTINGS)
     for other in (cut, load(tmp_path / "cut"), untrained(model), fresh):
         assert pixel_statistics(other) == KNOWN
 

@@ -16,11 +16,11 @@ from lit_layers.metrics import look_up
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
 
 if TYPE_CHECKING:
-    from lit_layers.files.model_files import ModelFiles
     from lit_layers.models.view import LayeredModel
     from lit_layers.records import Measurement
     from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
     from lit_layers.select.selection import Selection
+    from lit_layers.series.model_files import ModelFiles
     from lit_layers.tasks.probe_task import ProbeTask
 
 WITHOUT_TOLERANCE = ("knee", "best")
@@ -217,10 +217,10 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """The layer chosen for a model."""
     from lit_layers.analyses.probes.probe_fits import ProbeOptions
-    from lit_layers.files.model_files import ModelFiles
     from lit_layers.models.costs import layer_latencies
     from lit_layers.select.choosing import BY, choose
     from lit_layers.select.selection import Selection
+    from lit_layers.series.model_files import ModelFiles
 
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
     measured = None
