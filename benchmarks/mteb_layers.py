@@ -17,13 +17,12 @@ from statistics import median
 import torch
 from rounds import Row, add_options, clock, finish, ratios
 
-from lit_layers.data.batches import EncodedTexts
+from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts
 from lit_layers.data.tokenization import train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import BATCH_TOKENS
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embedding_store import Embedding, Store
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared

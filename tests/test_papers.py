@@ -21,8 +21,7 @@ from lit_layers.metrics import METRICS
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
 from lit_layers.records import Measurement, Record
 from lit_layers.tasks.glue_rows import GLUE
-from tests.support.paper_plans import all_plans
-from tests.support.paper_tables import PAGE, PLANS, ROOT, read, recipe_paths, with_tables
+from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
 from tests.support.papers_place import FILES, recipes_of
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
@@ -100,31 +99,12 @@ def test_every_paper_has_its_recipes_and_the_page_has_their_table():
         assert option != "--reduced" or read(ROOT / file).reduced, file
 
 
-def test_every_recipe_that_needs_a_gpu_says_what_it_takes():
-    """`python -m tests.support.paper_plans DATA` counts anew, with the optional folder of real data."""
-    plans = json.loads(PLANS.read_text())
-    needs = {name for name, path in RECIPES.items() if read(path).status == "gpu"}
-    assert needs <= plans.keys() <= RECIPES.keys()
-    assert all(plan["flop"] > 0 for plan in plans.values())
-
-
 def test_every_recipe_is_run_by_one_file_of_tests():
     tests = {path.stem for path in (Path(__file__).parent / "cli").glob("test_published_*.py")}
     assert {f"test_published_{name}" for name in FILES} <= tests
     assert sorted(name for file in FILES for name in recipes_of(file)) == sorted(
         name for name, path in RECIPES.items() if read(path).steps
     )
-
-
-@pytest.mark.soak
-@pytest.mark.realdata
-@pytest.mark.timeout(2400)  # every command of every recipe counts its texts: ten minutes of one core
-def test_what_a_recipe_takes_is_what_its_commands_count(realdata):
-    written = json.loads(PLANS.read_text())
-    found = all_plans(realdata)
-    assert found.keys() == written.keys()
-    for name, plan in found.items():
-        assert plan == pytest.approx(written[name], rel=0.01), name
 
 
 # ------------------------------------------------------------------------------------------------ the comparison

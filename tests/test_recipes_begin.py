@@ -178,7 +178,7 @@ def test_each_list_is_planned_on_a_model_of_the_hubs_kind_as_documented(name, to
     shutil.copytree(tokenizers["gpt2"], tmp_path / "model", dirs_exist_ok=True)
     words = ["analyze", tmp_path / "model", "--config", ROOT / LISTS / f"{name}.yaml", "--root", tmp_path / "out"]
     assert main([*map(str, words), "--plan"]) == 0, capsys.readouterr().err
-    assert "small steps" in capsys.readouterr().out
+    assert "in all, 1 checkpoints" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

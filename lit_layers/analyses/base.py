@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
+from lit_layers.data.prompt_texts import GivenTexts, Texts
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
@@ -27,7 +29,6 @@ from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Work, passes_of
 from lit_layers.records import Record
 
 ALL = range(2**62)  # numbers of parts
@@ -62,24 +63,24 @@ class Analysis(ABC):
         """
         return ()
 
-    def work(self, model: LayeredModel) -> Work | None:
-        """What one checkpoint takes, from shapes alone: the model may hold no weights, and no data is made for it.
+    def first_share(self, rows: int) -> "tuple[Analysis, float] | None":
+        """Return the analysis on the first rows of its data and the share of the data that they are, for a plan.
 
-        The default is that of the passes of `batches`, or of its first `num_prompts`, and of what `extra_work` adds.
-        None says that nobody knows before it has run.
-
-        Raises:
-            InputError: data that cannot be had, or of which there cannot be enough.
+        The default cuts batches, texts and `num_prompts`; an analysis without any is returned whole, with the share 1.
+        None: a share would take nearly as long as the whole.
         """
-        options: Any = self.resolved(model)
-        batches, count = getattr(options, "batches", None), getattr(options, "num_prompts", None)
-        passes = passes_of(model, batches, texts=count) if isinstance(batches, Batches) else None
-        extra = None if passes is None else options.extra_work(model, passes)
-        return None if passes is None or extra is None else passes + extra
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work | None:
-        """What it takes beside those passes; None, the default: nobody knows."""
-        return None
+        self.adopt_batches_()
+        most = getattr(self, "num_prompts", sys.maxsize)
+        totals, changes = ([most], {"num_prompts": min(rows, most)}) if most < sys.maxsize else ([], {})
+        for name, value in vars(self).items():
+            if isinstance(value, Texts):
+                totals.append(len(value.texts()))
+                changes[name] = GivenTexts(value.texts()[:rows])
+            elif isinstance(value, Batches):
+                totals.append(min(most, sum(len(next(iter(batch.values()))) for batch in value)))
+                changes[name] = GivenBatches([*first_rows(value, rows)], tokenizer_hash=value.tokenizer_hash())
+        share = sum(min(rows, total) for total in totals) / sum(totals) if totals else 1.0
+        return (self, 1.0) if share == 1 else (dataclasses.replace(cast("Any", self), **changes), share)
 
     def adopt_batches_(self) -> None:
         """Makes `Batches` of data loaders, data sets and lists among the fields that are batches.

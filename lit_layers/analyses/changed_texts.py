@@ -29,7 +29,7 @@ from lit_layers.analyses.statistics import (
     records_of_layers,
     summarize_layers,
 )
-from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
+from lit_layers.data.batches import BATCH_TOKENS, Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.typo_views import Action, Views, make_views
 from lit_layers.errors import InputError
@@ -37,7 +37,6 @@ from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Part, Work, of_texts, passes, passes_of
 from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
@@ -128,24 +127,6 @@ class Invariance(StagedAnalysis):
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
         self._of(model)
-
-    def work(self, model: LayeredModel) -> Work | None:
-        texts, limit = self.texts.texts(), min(self.max_tokens, model.max_tokens or self.max_tokens)
-        views, layers = self.num_views, model.num_layers + 1
-        known = self.tokenizer.removeprefix("bpe:")  # fewer pairs make shorter tokens: 2,048 of 2.75, 65,536 of 4
-        letters = min(LETTERS, math.log2(max(256, int(known))) / 4) if known.isdigit() else LETTERS
-        work = of_texts(model, [*texts] * views, limit, letters)
-        # InfoNCE compares all first views with all second ones; LiDAR and DiME are spectra of texts and views
-        compared = Part("wide products", layers * views * 2.0 * len(texts) ** 2 * model.dim, (len(texts),))
-        # and LiDAR's pencil, two factors and five products a set, the prompts' halves included
-        sets, dim = layers * (1 + self.num_halves), model.dim
-        pencils = Part("wide products", sets * (2 / 3 * dim**3 + 10.0 * len(texts) * dim**2), (dim,))
-        repeats = layers * (1 + self.permutations) * (1 + self.num_halves / 4)  # two halves are a quarter of it
-        spectra = Part("spectra", repeats, (len(texts),))
-        vectors = 4.0 * len(texts) * views * model.dim
-        parts = (compared, pencils, spectra, Part("steps", 70 * sets))
-        of_all, are_sent = vectors * layers, self._are_sent(model)
-        return work + Work(parts=parts, host=3 * vectors + of_all * are_sent, disk=of_all)
 
     def data_hash(self) -> str | None:
         """Over the texts and the token ids of their views."""
@@ -343,19 +324,6 @@ class PromptStudies(DividedAnalysis):
     drop_first: tuple[int, ...] = (0, 1)
     states: States = "resid"
     seed: int = 0
-
-    def work(self, model: LayeredModel) -> Work | None:
-        work = passes_of(model, self.batches)
-        if work is None:
-            return None
-        (whole,), tokens, whole_work = work.parts, work.tokens // work.texts, Work()
-        for study in self.studies:
-            of_length = study == "length"
-            for length in (self.lengths or _powers(tokens)) if of_length else [tokens] * len(self.p):
-                whole_work += passes(model, texts=work.texts, tokens=min(length, tokens), batch=whole.size[0])
-                number = work.texts * (model.num_layers + 1) * len(self.drop_first)
-                whole_work += Work(parts=(Part("spectra", number, (min(length, tokens),)),))
-        return whole_work
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
         first = 0

@@ -15,7 +15,6 @@ from lit_layers.errors import InputError
 from lit_layers.functional import geometry
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, of_texts
 from lit_layers.records import Record
 
 METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
@@ -51,16 +50,6 @@ class ConceptAlignment(DividedAnalysis):
     whiten: bool = False
     shuffles: int = 10
     seed: int = 0
-
-    def work(self, model: LayeredModel) -> Work | None:
-        """By the words of the file; a token is taken to be four letters."""
-        work = of_texts(model, self.words.spelled(), model.max_tokens or 10**6)
-        pairs, layers = self.words.num_pairs(), model.num_layers + 1
-        cosines = 2.0 * model.dim * layers * (1 + self.shuffles) * sum(number**2 for number in pairs)
-        parts = [Part("wide products", cosines, (max(pairs),))]
-        if self.whiten:
-            parts.append(Part("wide products", 2.0 * (model.vocab_size or 0) * model.dim**2, (model.dim,)))
-        return work + Work(parts=tuple(parts), host=4.0 * layers * work.texts * model.dim)
 
     def parts(self, model: LayeredModel) -> Iterable[Batch]:
         return self.words

@@ -26,7 +26,6 @@ from lit_layers.functional.coupling import Factors, compressions, singular_facto
 from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
 _KEPT = ("left", "values", "right", "errors", "strays")  # of the factors
@@ -98,25 +97,6 @@ class Coupling(DividedAnalysis):
         if self.token == "cls" and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        dim, layers = model.dim, model.num_layers
-        places = (
-            len(self.tokens(model)) if self.token != "mean_patch" else min(self.num_patches or 10**9, passes.tokens)
-        )
-        counts = [functional.num_directions(k, dim) for k in self.k]
-        kept = min(max(max(counts) + 1, self.num_singular_values), dim)
-        number = passes.texts * places * layers
-        # each Jacobian in the bases of every block
-        pairs = number * layers * (2.0 * dim**2 * max(counts) + 2.0 * dim * max(counts) ** 2)
-        together = min(passes.texts, _at_once(model, places)) * places
-        parts = (
-            Part("jacobians", number),
-            Part("directions", number, (kept,)),
-            Part("products", pairs, (max(counts),)),
-        )
-        held = layers * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
-        return Work(parts=parts, device=4.0 * together * held)
 
     def parts(self, model: LayeredModel) -> Iterator[Batch]:
         return pieces(model, self.prompts(model))
@@ -348,12 +328,6 @@ class CouplingMatrices(PromptAnalysis):
         super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        count = functional.num_directions(self.k, model.dim)
-        number = passes.texts * len({block for pair in self.pairs for block in pair})
-        parts = (Part("jacobians", number), Part("directions", number, (count,)))
-        return Work(parts=parts, device=8.0 * number / passes.texts * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int], Tensor]:
         return self._matrices(trajectory, functional.num_directions(self.k, model.dim))

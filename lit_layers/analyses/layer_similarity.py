@@ -27,7 +27,6 @@ from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
 from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 Mode = Literal["token", "flattened"]
@@ -74,18 +73,6 @@ class LayerSimilarity(DividedAnalysis):
     debiased: bool = True
     drop_first: int = 0
     states: States = "resid"
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        # the cosines of each pair of layers, token by token, and the kernels (CKA) between them
-        rows = passes.texts * (
-            1 if self.rows != "tokens" else min(self.num_tokens or passes.tokens, passes.tokens // passes.texts)
-        )
-        pairs = (model.num_layers + 1) ** 2
-        kernels = Part("wide products", pairs * rows * min(rows, model.dim) * model.dim, (min(rows, model.dim),))
-        cosines = Part("products", pairs * passes.tokens * model.dim * 2.0, (model.num_layers + 1,))
-        steps = Part("steps", 22 * passes.texts + 9 * pairs)
-        host = (model.num_layers + 1) * rows * model.dim * 4
-        return Work(parts=(cosines, kernels, steps), host=host)
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
         states: list[Tensor] = []
@@ -236,12 +223,6 @@ class OrderStates(DividedAnalysis):
         if other := next((name for name in self.variants if name not in OF_MIDDLES), None):
             raise InputError(f"{self.name}: variants: expected some of {', '.join(OF_MIDDLES)}, got {other!r}")
         self._orders(model)
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        (whole,) = passes.parts
-        orders = SharedPrefixes([order for _, order, _ in self._orders(model)], model.num_layers)
-        runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
-        return Work(parts=(runs,), device=passes.device + orders.bytes_held(model, math.prod(whole.size)))
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""

@@ -19,7 +19,6 @@ from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
@@ -94,13 +93,6 @@ class Representation(StatesAnalysis):
     num_halves: int = 20
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        layers, texts = model.num_layers + 1, passes.texts
-        of_prompts = Part("spectra", texts * layers * len(self.drop_first), (passes.tokens // texts,))
-        of_halves = Part("spectra", layers * self.num_halves, (max(1, texts // 2),))
-        parts = (of_prompts, Part("spectra", layers, (texts,)), of_halves)
-        return Work(parts=parts, host=layers * texts * model.dim * 4)
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
@@ -286,15 +278,6 @@ class StateMetric(StatesAnalysis):
         if not module.startswith("lit_layers."):
             whole["init_args"]["source"] = hashlib.sha256(_source(self.metric).encode()).hexdigest()[:16]
         return whole
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        self._several = self._takes_layers(model.dim)
-        layers, texts = model.num_layers + 1, passes.texts
-        calls = [(layers * texts, max(1, passes.tokens // texts - self.drop_first))]
-        if self.points == "prompts":
-            calls = [(layers, texts), (layers * self.num_halves, max(1, texts // 2))]
-        parts = tuple(Part("calls", count, (points,), self._value_of_layer) for count, points in calls)
-        return Work(parts=parts, host=4.0 * layers * texts * (model.dim if self.points == "prompts" else 1))
 
     def check_options(self, model: LayeredModel) -> None:
         if not self.metric_name.isidentifier():

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, block_runs, members
+from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, members
 from lit_layers.models.costs import any_inputs, call_of, interleaved
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import Batch, LayeredModel, evaluating
-from lit_layers.models.workload import Part, Work, passes
 from lit_layers.records import Record
 
 
@@ -145,20 +144,6 @@ class Speed(Analysis):
         super().check(model)
         variants_of(self, model, f"{self.name}: ")
         self._batch(model)
-
-    def work(self, model: LayeredModel) -> Work:
-        compared = variants_of(self, model, f"{self.name}: ")
-        runs, rounds = [block_runs(variant.schedule) for variant in compared], self.num_warm_up + self.num_rounds + 1
-        side = model.num_prefix_tokens + model.num_patches(None) if model.family.sees_images else 0
-        tokens, rows = side or self.num_tokens, self.batch_size
-        # a text, once more wherever the order is changed, and a batch
-        one = Part("blocks", rounds * (2 * sum(runs) - runs[0]), (1, tokens))
-        many = Part("blocks", rounds * sum(runs), (rows, tokens))
-        per_text = tokens if model.vocab_size else 1
-        read = Part("head", rounds * (2 * len(compared) - 1 + len(compared) * rows) * per_text)
-        one_pass = passes(model, texts=rows, tokens=tokens, batch=rows, kept=False)
-        scores = 4.0 * rows * per_text * (model.vocab_size or model.num_classes or 0)
-        return replace(one_pass, parts=(one, many, read), device=one_pass.device + scores)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         compared = variants_of(self, model, f"{self.name}: ")

@@ -37,7 +37,6 @@ from lit_layers.functional.state_geometry import (
     two_nn_of_distances,
 )
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 
@@ -81,16 +80,6 @@ class StateGeometry(DividedAnalysis):
     last_rank: int = 100
     num_halves: int = 10
     states: States = "resid"
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        layers, rows = model.num_layers + 1, passes.texts * min(self.num_tokens, passes.tokens // passes.texts)
-        parts = (
-            Part("spectra", 2 * layers, (rows,)),
-            Part("spectra", layers * self.num_halves, (max(1, rows // 2),)),
-            Part("wide products", layers * 4.0 * rows**2 * model.dim, (rows,)),
-            Part("steps", layers * (100 + 27 * self.num_halves)),
-        )
-        return Work(parts=parts, host=4 * layers * rows * model.dim)
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -208,15 +197,6 @@ class PooledStates(StatesAnalysis):
     pooling: Pooling = "mean"
     num_halves: int = 10
     states: States = "resid"
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        layers, texts = model.num_layers + 1, passes.texts
-        parts = (
-            Part("spectra", layers, (texts,)),
-            Part("spectra", layers * self.num_halves, (max(1, texts // 2),)),
-        )
-        kept = 4.0 * layers * texts * model.dim
-        return Work(parts=parts, host=2 * kept, disk=kept)
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         return {POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}

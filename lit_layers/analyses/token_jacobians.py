@@ -21,7 +21,6 @@ from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Directions, Factors, excess_coupling, num_directions, singular_factors
 from lit_layers.functional.jacobian import Influence, block_jacobian, cross_token_influence, token_places
 from lit_layers.models.view import LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_JACOBIAN, Part, Work
 from lit_layers.records import Record
 
 
@@ -140,16 +139,6 @@ class TokenCoupling(PromptAnalysis):
             raise InputError(f"{self.name}: {kind} has no patches: tokens='patches' is for models of images")
         if not isinstance(self.pairs, str):
             check_pairs(self.name, self.pairs, model.num_layers)
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        tokens, dim = min(self.num_tokens, passes.tokens // passes.texts), model.dim
-        of_block = tokens if set(self.tables) == {"token"} else tokens * (tokens + 1) // 2
-        blocks = {block for pair in self._pairs(model) for block in pair}
-        number, kept = passes.texts * len(blocks) * of_block, min(self._counts(model)[-1] + 1, dim)
-        at_once = len(blocks) if self.pairs == "all" else 1
-        parts = (Part("jacobians", number), Part("directions", number, (kept,)))
-        held = at_once * (2 * dim**2 + 2 * dim * kept) + OF_A_JACOBIAN * dim**2
-        return Work(parts=parts, device=4.0 * of_block * held)
 
     def _counts(self, model: LayeredModel) -> list[int]:
         """The numbers of directions that `k` stands for."""
@@ -363,16 +352,6 @@ class CrossTokenInfluence(PromptAnalysis):
     eps: float = 0.0
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        tokens = passes.tokens // passes.texts
-        inputs = min(self.num_inputs or tokens, tokens)
-        number = passes.texts * model.num_layers * inputs
-        parts = (
-            Part("jacobians", number, (min(inputs, max(1, _ENTRIES // model.dim**2)),)),
-            Part("spectra", number, (model.dim,)),
-        )
-        return Work(parts=parts, device=8.0 * min(number, _ENTRIES // model.dim**2 + 1) * model.dim**2)
 
     def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:
         """Per layer and group (None: all s < t) the values of its tokens."""

@@ -23,7 +23,6 @@ from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as PromptTrajectory
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 
@@ -52,9 +51,6 @@ class Trajectory(DividedAnalysis):
     drop_first: int = 1
     states: States = "resid"
     preset: Literal["paper"] | None = None
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return Work(parts=(Part("steps", 100 + 40 * passes.parts[0].count / model.num_layers),))
 
     def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
         """Return the walked path of the kept tokens of a batch, and which tokens those are, `kept`."""
@@ -150,11 +146,6 @@ class PathsInPlane(PromptAnalysis):
     num_tokens: int = 24
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        places = passes.tokens * (model.num_layers + 1)  # a record each
-        steps = Part("steps", 16 * passes.texts + 0.3 * places)
-        return Work(parts=(Part("spectra", passes.texts, (passes.tokens // passes.texts,)), steps))
 
     def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
         tokens = list(range(self.drop_first, int(trajectory.mask.sum())))

@@ -112,7 +112,7 @@ class Checkpoints(MeasuringOptions):
         revision: a branch, tag or commit of the Hub
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
-        plan: say what it would cost, and measure nothing
+        plan: say what it would take, by a first share of the data; nothing is kept
     """
 
     steps: Steps | None = None
@@ -164,13 +164,11 @@ class Checkpoints(MeasuringOptions):
 def outcomes(
     everything: "Sequence[Series]", options: Checkpoints, make: "Make", *, tokenizer: str | None = None
 ) -> Iterator[Outcome]:
-    """Measures the model, or each series that is meant, and yields each result; with --plan only says what it costs.
+    """Measures the model, or each series that is meant, and yields each result; with --plan only says what it takes.
 
     Raises:
-        InputError: a model or series that is not there, options that do not fit it, a plan that cannot end.
+        InputError: a model or series that is not there, options that do not fit it.
     """
-    if options.plan and options.dtype == "float64":
-        raise InputError("plan: it is made for models in float32, and --dtype was given: leave one out")
     hidden = options.is_hidden
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
@@ -180,9 +178,9 @@ def outcomes(
     targets = targets_of(everything, make, options, tokenizer=tokenizer)
     if options.plan:
         for target in targets:
-            for name, plan in target.plans():
-                show_table(plan.table(), name)
-                print(*plan.notes(), sep="\n")
+            plan, number = target.plan()
+            show_table(plan.table(number), target.series.name)
+            print(*plan.notes(), sep="\n")
         return
     for target in targets:
         series = target.series

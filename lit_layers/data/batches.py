@@ -8,30 +8,20 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_layers.data.preparing import prepared, prepared_before
+from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.schema import refuse_below_one
 
 logger = logging.getLogger(__name__)
-
-
-class Size(NamedTuple):
-    """How much there is to pass."""
-
-    texts: int
-    tokens: int | None  # of each at most; of images None
-    batch: int
-    exact: bool = True  # False: there may be fewer, as nobody has looked yet
-    side: int | None = None  # of images, in px; None: what the model was made for
 
 
 class Batches(ABC):
@@ -58,15 +48,12 @@ class Batches(ABC):
         """Hash of the tokenizer that made the token ids; None where there is none, or nobody knows it."""
         return None
 
-    def size(self) -> Size | None:
-        """How much there is, without reading or making any of it; None where that is not known."""
-        return None
-
     def origins(self) -> Tensor | None:
         """For each text the number of the document it is from; None where it is unknown."""
         return None
 
 
+BATCH_TOKENS = 8192  # of a batch of texts whose features are kept: 8,192 x 768 x 4 B = 25 MB for a state
 _AT_ONCE = 1000  # texts: the tokenizer's own account of a token takes 140 bytes, ours 4
 
 
@@ -254,20 +241,6 @@ class EvalText(Batches):
         tokens = shards.tokens(self.split)
         chosen = np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin])
         return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(document)
-
-    def size(self) -> Size:
-        """Of a corpus that has been prepared what it holds; else what was asked for, at most.
-
-        Raises:
-            InputError: it holds too little.
-        """
-        shards, number = prepared_before(self.corpus, self.tokenizer), self.num_sequences
-        if shards is not None:
-            total = int(self._count(shards)[1].sum())
-            self._check(total)
-            number = min(number, total)
-        exact = shards is not None or self.min_sequences is None
-        return Size(number, self.num_tokens, self.batch_size, exact)
 
     def _check(self, total: int) -> None:
         """Refuses a corpus that holds too few windows, and says where it holds fewer than were asked for."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_layers.data.batches import Batches, Size, padded
+from lit_layers.data.batches import Batches, padded
 from lit_layers.errors import InputError
 
 MOST = 10_000  # texts or images; all are kept in memory and measured at every step
@@ -62,14 +62,6 @@ class GivenBatches(Batches):
 
     def tokenizer_hash(self) -> str | None:
         return self._tokenizer_hash
-
-    def size(self) -> Size | None:
-        if self._read is None:
-            return None
-        rows = [len(next(iter(batch.values()))) for batch in self._read]
-        ids = [batch["input_ids"].shape[1] for batch in self._read if "input_ids" in batch]
-        side = None if ids else self._read[0]["pixel_values"].shape[-1]
-        return Size(sum(rows), max(ids) if ids else None, max(rows), side=side)
 
     @property
     def _all(self) -> list[dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_layers.data.batches import Batches, Size
+from lit_layers.data.batches import Batches
 from lit_layers.data.image_files import (
     Content,
     FilePictures,
@@ -267,9 +267,6 @@ class EvalImages(Batches):
 
     def __len__(self) -> int:
         return -(-self.num_images // self.batch_size)
-
-    def size(self) -> Size:
-        return Size(self.num_images, None, self.batch_size, side=self.image_size)
 
     def content_hash(self) -> str:
         """Sixteen hex digits over pixels, labels and how they are cut into batches."""

@@ -14,7 +14,6 @@ from lit_layers.data.batches import (
     Batches,
     EncodedTexts,
     EvalText,
-    Size,
     different_numbers,
     encode_texts,
     tokenizer_of,
@@ -192,9 +191,6 @@ class TextBatches(Batches):
     def __len__(self) -> int:
         return -(-len(self._encoded) // self.batch_size)
 
-    def size(self) -> Size:
-        return Size(len(self.texts.texts()), self.max_tokens, self.batch_size)
-
     def content_hash(self) -> str:
         return hashlib.sha256(f"{self._encoded.content_hash()} {self.batch_size}".encode()).hexdigest()[:16]
 
@@ -295,9 +291,6 @@ class BenchmarkPrompts(Batches):
 
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
-
-    def size(self) -> Size:
-        return Size(self.num_prompts, self.max_tokens, self.batch_size, exact=False)
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""

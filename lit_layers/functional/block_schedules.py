@@ -135,11 +135,6 @@ def members(step: Step) -> tuple[int, ...]:
     return step if isinstance(step, tuple) else (step,)
 
 
-def block_runs(schedule: Sequence[Step]) -> int:
-    """How many times a block runs."""
-    return sum(len(members(step)) for step in schedule)
-
-
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
     """The schedule that is written as `1 2 (3,4,5) (3,4,5) 6`.
 

@@ -1,13 +1,13 @@
 """What commands measure: a model, or all checkpoints of a series, and the analyses that are made for them."""
 
+import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
@@ -15,13 +15,12 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import is_gguf
 from lit_layers.measuring.measuring_options import MeasuringOptions
-from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, in_dtype
-from lit_layers.measuring.one_checkpoint import device_of
-from lit_layers.measuring.plan import Plan, planned
-from lit_layers.models.saved import outline
-from lit_layers.models.view import LayeredModel
+from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series
+from lit_layers.measuring.plan import Plan, sampled
+from lit_layers.records import Measurement
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
+from lit_layers.series.weight_files import Memory
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 
@@ -109,26 +108,28 @@ class Targets:
         how: Any = {"root": self.root, "beside_training": beside_training, "progress": progress}
         return analyze_series(self.series, analyses, self.options, **how)
 
-    def plans(self) -> Iterator[tuple[str, Plan]]:
-        """Yields what measuring would cost, of different models one after the other: name and plan.
+    def plan(self) -> tuple[Plan, int]:
+        """Measure the first checkpoint on a share of the data, and return the plan with the number of checkpoints.
 
         Raises:
-            InputError: analyses that do not fit, a model without shapes; a plan that cannot end, once it was yielded.
+            InputError: what measuring raises.
         """
-        analyses = self._analyses(_unheard)
-        checkpoints = self.series.listing.checkpoints if self.series.is_alone else self.series.checkpoints
-        varied = callable(analyses)  # other models, each with its own tokenizer
-        for checkpoint in checkpoints if varied else checkpoints[-1:]:
-            name = checkpoint.name if varied else self.series.name
-            if not (config := checkpoint.config()):
-                raise InputError(f"plan: {name} has no config.json that tells the shapes of its weights")
-            chosen = analyses(checkpoint) if callable(analyses) else analyses
-            view = LayeredModel(outline(config, name, torch.float32))  # as it is measured, whatever its file is in
-            number = 1 if varied else len(checkpoints)
-            device = device_of(self.options.device)
-            plan = planned(view, in_dtype(chosen, self.options), device=device, num_checkpoints=number)
-            yield name, plan
-            plan.refuse(self.root)
+        with tempfile.TemporaryDirectory() as folder:
+            series = copy.copy(self.series)
+            series.memory = series.memory and Memory(Path(folder))
+            vars(series).pop("listing", None)
+            number, vars(series)["checkpoints"] = len(series.checkpoints), series.checkpoints[:1]
+            options = replace(self.options, engine="process", shard="0/1", keep_downloads=True)
+
+            def measure(analyses: Sequence[Analysis]) -> Sequence[Measurement]:
+                root = Path(tempfile.mkdtemp(dir=folder)) / self.root.name
+                result = analyze_series(series, analyses, options, root=root)
+                if result.failures:
+                    raise InputError(result.failures[0])
+                return result.measurements
+
+            analyses = replace(self, root=Path(folder) / self.root.name, series=series)._analyses(_unheard)
+            return sampled(analyses(series.checkpoints[0]) if callable(analyses) else analyses, measure), number
 
     def _analyses(self, tell: Callable[[str], None]) -> Analyses:
         """For all checkpoints, or a function that makes those of one."""

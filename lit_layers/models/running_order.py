@@ -19,7 +19,6 @@ from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two, takes_copies
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
-from lit_layers.models.workload import OF_A_BLOCK
 
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
 # Of each model, by class of block: how many values it returns. Finding out takes a block run, which orders share.
@@ -314,13 +313,6 @@ class SharedPrefixes:
         if not takes_copies(trajectory.model):
             return 1
         return self.num_together(state.shape[0] * state.shape[1], state.nbytes)
-
-    def bytes_held(self, model: LayeredModel, num_tokens: int) -> float:
-        """Of a walk on a batch with so many tokens in all: its states, of which there are no more than runs, and what
-        the block that runs holds beyond that of one batch."""
-        state = float(model.dtype.itemsize * num_tokens * model.dim)
-        together = self.num_together(num_tokens, state) if takes_copies(model) else 1
-        return (min(together * self.num_held, self.num_block_runs) + (together - 1) * OF_A_BLOCK) * state
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.

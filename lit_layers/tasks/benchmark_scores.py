@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
-from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, block_runs
+from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
 from lit_layers.identity import hash_of
 from lit_layers.models.build import architecture_hash, weights_hash
-from lit_layers.models.running_order import SharedPrefixes, running_order, variants_of
+from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
-from lit_layers.models.workload import LETTERS, Part, Work, passes
 from lit_layers.records import Record
 from lit_layers.schema import refuse_below_one
 from lit_layers.tasks.benchmark_rows import (
@@ -40,11 +38,10 @@ from lit_layers.tasks.benchmark_rows import (
     write_broken_answers,
 )
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
-from lit_layers.tasks.lm_eval_scorer import MAX_STATES, LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there
-_SAMPLE = 256  # texts whose length stands for that of all
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
 
@@ -138,40 +135,10 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
             refuse_unknown(self.task)
         self.data_hash()
 
-    def work(self, model: LayeredModel) -> Work:
-        """Of all schedules, also of those that are scored already, by the lengths of some of the texts.
-
-        Of a row's choices those that differ in about their last token alone are one text.
-
-        Raises:
-            InputError: a task that is not there, or whose rows cannot be had.
-        """
-        requests = self._scorer(model).requests()
-        schedules = {variant.schedule for variant in self.variants_of(model)}
-        limit = model.max_tokens or 2048
-        chosen = [each.arguments for each in requests if each.request_type != "generate_until"]
-        written = [each.arguments[0] for each in requests if each.request_type == "generate_until"]
-        texts = [*{(context, text[:-LETTERS]): context + text for context, text in chosen}.values(), *written]
-        tokens = self._mean_length(texts, limit)
-        one = passes(model, texts=len(texts), tokens=tokens, batch=self.batch_size, kept=False, at_most=bool(written))
-        runs, held = sum(map(block_runs, schedules)), 0.0
-        if not written and len(schedules) > 1:
-            orders = SharedPrefixes([*schedules], model.num_layers)
-            runs = model.num_layers + orders.num_block_runs
-            held = min(MAX_STATES, orders.bytes_held(model, self.batch_size * tokens))
-        parts = [Part("blocks", runs * len(texts) / self.batch_size, (self.batch_size, tokens))]
-        read = self._mean_length([text for _, text in chosen], limit) * len(chosen) if chosen else 0
-        if written:  # token by token, beside what is kept of those before
-            number = (self.max_new_tokens or 256) * len(written)
-            parts.append(Part("blocks", runs * number / self.batch_size, (self.batch_size, 1)))
-            read += number
-        parts.append(Part("head", len(schedules) * read))
-        scores = 4.0 * self.batch_size * (model.vocab_size or 0) * max(1, read // len(requests))
-        return replace(one, parts=tuple(parts), device=one.device + held + scores)
-
-    def _mean_length(self, texts: Sequence[str], limit: int) -> int:
-        some = texts[:: -(-len(texts) // _SAMPLE)]
-        return round(statistics.fmean(map(len, encode_texts(self.words, some, max_tokens=limit).ids)))
+    def first_share(self, rows: int) -> tuple[Analysis, float]:
+        scorer = LmEvalScorer(self._rows() if self._is_local else self.task, self.tokenizer, limit=self.limit)
+        number = len({request.doc_id for request in scorer.requests()})
+        return replace(self, limit=min(rows, number)), min(1.0, rows / number)
 
     def variants_of(self, model: LayeredModel) -> list[Variant]:
         """The variants that are scored of this model, the full one first.

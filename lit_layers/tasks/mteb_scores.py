@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis
 from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
+from lit_layers.analyses.state_spread import PooledStates
 from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
@@ -26,11 +28,10 @@ from lit_layers.identity import hash_of, settings_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import BATCH_TOKENS, LETTERS, Work, passes
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embedding_store import CHUNK, GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
+from lit_layers.tasks.embedding_store import GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
 from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
 from lit_layers.tasks.mteb_tasks import Sources, mteb_version
 from lit_layers.tasks.sentence_encoder import SentenceEncoder
@@ -112,30 +113,25 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
         if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
             return  # scored before, in whatever room there was
         try:
-            needed, room = self.work(model), self.store.max_bytes
+            number, _ = self.sources.num_texts(self.task) or (0, 0.0)
         except InputError:  # said when its turn comes
             return
-        if needed is not None and needed.disk > room:
+        needed = number * (model.num_layers + 1) * model.dim * (4 if self.store.dtype == "float32" else 2)
+        if needed > (room := self.store.max_bytes):
             raise InputError(
-                f"cache_gb: the embeddings of {self.task.name} take {needed.disk / GB:.3g} GB ({needed.texts:,} texts "
-                f"x {model.num_layers + 1} layers x {model.dim}), more than the {room / GB:.3g} GB allowed: raise it, "
+                f"cache_gb: the embeddings of {self.task.name} take {needed / GB:.3g} GB ({number:,} texts x "
+                f"{model.num_layers + 1} layers x {model.dim}), more than the {room / GB:.3g} GB allowed: raise it, "
                 "take --store_dtype bfloat16, or leave the task out of --tasks"
             )
 
-    def work(self, model: LayeredModel) -> Work | None:
-        """Passes and embeddings; what mteb does with them is not counted. A token is taken to be four letters.
-
-        Raises:
-            InputError: a local copy that cannot be read.
-        """
-        if (counted := self.sources.num_texts(self.task)) is None:
+    def first_share(self, rows: int) -> tuple[Analysis, float] | None:
+        """Embed the first texts without scoring them."""
+        texts = Prepared(self.sources.open(self.task, seed=self.seed), self.task).texts(sys.maxsize) or []
+        if not (texts := [text for text in texts if text.strip()]):
             return None
-        number, letters = counted
-        tokens = max(1, min(round(letters / LETTERS), self.max_tokens, model.max_tokens or self.max_tokens))
-        work = passes(model, texts=number, tokens=tokens, batch=max(1, BATCH_TOKENS // tokens), kept=False)
-        width = 4 if self.store.dtype == "float32" else 2
-        host = 4.0 * min(number, CHUNK) * model.dim + 4.0 * number * model.dim
-        return work + Work(host=host, disk=float(width) * number * (model.num_layers + 1) * model.dim)
+        batches = TextBatches(GivenTexts(texts[:rows]), self.tokenizer, max_tokens=self.max_tokens)
+        embedded = PooledStates(name=self.name, batches=batches, pooling=self.pooling, states=self.states)
+        return embedded, min(1.0, rows / len(texts))
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""

@@ -17,12 +17,10 @@ from torch import nn
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring import undisturbed
 from lit_layers.measuring.aside import MeasuringAside
-from lit_layers.measuring.plan import Plan, Row, duration, planned, share_of, stride_within, training
+from lit_layers.measuring.plan import duration, share_of, stride_within
 from lit_layers.models.build import submodule
 from lit_layers.models.families.own_networks import known_inside
-from lit_layers.models.view import LayeredModel
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB, refuse_below_one
 from lit_layers.series.local_series import run_in
@@ -30,40 +28,6 @@ from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps,
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
-
-
-def plan_run(
-    model: LayeredModel,
-    analyses: Sequence[Analysis],
-    data: Any,
-    *,
-    num_checkpoints: int,
-    steps: int,
-    accumulate: int,
-    world_size: int,
-    device: torch.device,
-) -> tuple[Plan, Row]:
-    """What measuring and training take.
-
-    Raises:
-        InputError: data that does not say how much of it is in a step.
-    """
-    plan = planned(model, analyses, device=device, num_checkpoints=num_checkpoints)
-    samples = getattr(data, "global_batch_size", None)
-    if samples is None:
-        raise InputError(
-            "budget: how long a step takes is only known of data with a global_batch_size, and "
-            f"{type(data).__name__} has none: leave budget out"
-        )
-    tokens = getattr(data, "num_tokens", None)
-    if tokens is None:
-        tokens = model.num_prefix_tokens + model.num_patches(getattr(data, "image_size", None))
-    micro_batch = max(1, samples // (world_size * accumulate))
-    row = training(
-        model, steps=steps, samples=samples, tokens=tokens, micro_batch=micro_batch, device=device, share=world_size
-    )
-    return plan, row
-
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +104,31 @@ class _AtSteps(L.Callback):
         return pl_module if name is None else submodule(pl_module, name)
 
 
+class StepTimes(L.Callback):
+    """Times the first optimizer steps of a training, from their first batch on."""
+
+    NUM_STEPS = 3  # beside the first one, which warms up
+
+    def __init__(self) -> None:
+        self._began: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
+
+    @property
+    def of_step(self) -> float | None:
+        """The least seconds of a step; None before enough were made."""
+        return min([*self._seconds.values()][1:]) if len(self._seconds) > self.NUM_STEPS else None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.of_step is None:
+            self._began.setdefault(trainer.global_step, time.perf_counter())
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.of_step is None and (began := self._began.get(trainer.global_step - 1)) is not None:
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize()
+            self._seconds.setdefault(trainer.global_step, time.perf_counter() - began)
+
+
 def _last_of_us(trainer: L.Trainer) -> _AtSteps:
     return [callback for callback in _callbacks(trainer) if isinstance(callback, _AtSteps)][-1]
 
@@ -148,7 +137,7 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _span(trainer: L.Trainer) -> tuple[int, int]:
+def span_of(trainer: L.Trainer) -> tuple[int, int]:
     """The first and the last step of the run, on its axis.
 
     Raises:
@@ -156,7 +145,7 @@ def _span(trainer: L.Trainer) -> tuple[int, int]:
     """
     first, steps = origin_of(trainer).step, planned_steps(trainer)
     if steps is None:
-        raise InputError("budget: how long training takes is only known with trainer.max_steps: give it")
+        raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
     return first, first + steps
 
 
@@ -231,8 +220,8 @@ class EmergenceCallback(_AtSteps):
         measure: "async": the steps that `SeriesCheckpoint` saves are measured by a second process on this machine's
             CPUs, and training goes on: it hears of the numbers as they arrive, and the process ends once all that was
             saved is measured (`lit_layers.measuring.aside.MeasuringAside`).
-        budget: the most that measuring may take of the time that training takes, e.g. 5%: where the schedule is
-            planned to take more, every second, fourth, ... of its steps is measured; all are saved nevertheless.
+        budget: the most that measuring may take of the time that training takes, e.g. 5%: if the first steps say that
+            the schedule takes more, every second, fourth, ... later one is measured; all are saved nevertheless.
         scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of
             layers and places of tokens. A W&B run gets the rest as heat maps and in tables.
 
@@ -269,6 +258,7 @@ class EmergenceCallback(_AtSteps):
             share_of(budget)
         self.budget, self._stride = budget, 0
         self._budget_at_start = budget
+        self._step_times, self._pauses = StepTimes(), list[float]()  # by which the budget is kept
         sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
         refuse_below_one(tokens_per_step=tokens_per_step)
@@ -282,7 +272,7 @@ class EmergenceCallback(_AtSteps):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = self._plain_model(pl_module)
         try:
-            view = self.measurer.check(network)
+            self.measurer.check(network)
         except InputError as error:
             places = [name for name, _ in pl_module.named_children()]
             if network is pl_module and places and not known_inside(pl_module):  # these are named
@@ -294,8 +284,6 @@ class EmergenceCallback(_AtSteps):
             raise InputError(
                 f"measure: async measures what SeriesCheckpoint saves in {self.root}: add it before this one"
             )
-        if self.measurer.analyses and (self._stride or self.budget is not None):
-            self._keep_within(trainer, view)
 
     def state_dict(self) -> dict[str, Any]:
         return {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
@@ -304,60 +292,14 @@ class EmergenceCallback(_AtSteps):
         self._stride = state_dict.get("stride", 0)
         self._budget_at_start = state_dict.get("budget", self.budget)
 
-    def _keep_within(self, trainer: L.Trainer, view: LayeredModel) -> None:
-        """Measures at fewer steps where all would take longer than they may, on every rank at the same ones.
-
-        A run that is resumed keeps its steps, whatever its budget is now.
-        """
-        self._stride = self._ranks.from_first(functools.partial(self._stride_on_first, trainer, view))
-        if self._stride > 1:
-            first, last = _span(trainer)
-            self.schedule = self.schedule.thinned(self._stride, last, first)
-
-    def _stride_on_first(self, trainer: L.Trainer, view: LayeredModel) -> int:
-        if not self._stride and self.budget is not None:
-            with undisturbed.kept_random_state():
-                return self._stride_within(self.budget, trainer, view)
-        if self._budget_at_start != self.budget:
-            logger.warning(
-                "budget: %s changes nothing, as a resumed run keeps the steps that %s gave it: %s measured",
-                "none" if self.budget is None else self.budget,
-                self._budget_at_start,
-                "all are" if self._stride == 1 else f"every {self._stride}-th scheduled one is",
-            )
-        return self._stride
-
-    def _stride_within(self, budget: str | float, trainer: L.Trainer, view: LayeredModel) -> int:
-        first, last = _span(trainer)
-        plan, row = plan_run(
-            view,
-            self.measurer.analyses,
-            _data(trainer),
-            num_checkpoints=len([*self.schedule.until(last, first)]),
-            steps=last - first,
-            accumulate=trainer.accumulate_grad_batches,
-            world_size=trainer.world_size,
-            device=view.device,
-        )
-        stride = stride_within(budget, plan, row)
-        if plan.unknown:
-            logger.warning("budget: nobody knows what %s costs, which is not counted", " and ".join(plan.unknown))
-        if stride > 1:
-            logger.warning(
-                "budget: every %d-th scheduled step is measured, as all would take %s beside a training of %s; most is "
-                "%s, %s a checkpoint",
-                stride,
-                duration(plan.num_checkpoints * plan.seconds),
-                duration(row.seconds),
-                plan.costliest().name,
-                duration(plan.costliest().seconds),
-            )
-        return stride
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
         first, steps = origin_of(trainer).step, planned_steps(trainer)
+        if self._stride:
+            self.schedule = self.schedule.thinned(self._stride, *span_of(trainer)[::-1])
+            if self._budget_at_start != self.budget:
+                logger.warning("budget: %s changes nothing, as a resumed run keeps its steps", self.budget or "none")
         self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
         if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
             self._aside = self._measure_aside(trainer)
@@ -372,9 +314,31 @@ class EmergenceCallback(_AtSteps):
         options["tokens_per_step"] = self._tokens_per_step(trainer)
         return MeasuringAside(self.root, self.measurer.analyses, **options)
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._step_times.on_train_batch_start(trainer)
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._step_times.on_train_batch_end(trainer)
+        if self.budget is not None and not self._stride and self._pauses and self._step_times.of_step is not None:
+            self._stride = self._ranks.from_first(functools.partial(self._stride_within, trainer))
+            self.schedule = self.schedule.thinned(self._stride, *span_of(trainer)[::-1])
         super().on_train_batch_end(trainer, pl_module)
         self._hear(trainer)
+
+    def _stride_within(self, trainer: L.Trainer) -> int:
+        """The stride of the steps that are left, by the time of the first ones."""
+        first, last = span_of(trainer)
+        training = (last - first) * (self._step_times.of_step or 0.0)
+
+        def count(stride: int) -> int:
+            steps = self.schedule.thinned(stride, last, first).until(last, first)
+            return len(self._pauses) + len([step for step in steps if step >= axis_step(trainer)])
+
+        seconds = min(self._pauses)
+        if (stride := stride_within(self.budget or 1, training, seconds, count)) > 1:
+            words = "budget: every %d-th scheduled step is measured from here on: %s each beside a training of %s"
+            logger.warning(words, stride, duration(seconds), duration(training))
+        return stride
 
     def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         if self.measure == "sync":
@@ -413,7 +377,9 @@ class EmergenceCallback(_AtSteps):
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
+        started = time.perf_counter()
         self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
+        self._pauses.append(time.perf_counter() - started)
 
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:

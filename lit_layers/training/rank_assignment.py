@@ -16,13 +16,11 @@ from lit_layers.measuring import one_model
 from lit_layers.measuring.one_model import Attempt, Shares
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import flop
 from lit_layers.records import Measurement
 from lit_layers.tasks.task_splits import connected
 
 _PATIENCE = datetime.timedelta(hours=12)
 _NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
-_FLOP_A_SECOND = 3e10  # of what was not measured yet; only what parts take in proportion to each other matters
 
 
 class Part(NamedTuple):
@@ -92,7 +90,7 @@ class Ranks:
     """The processes of a run as they measure its checkpoints.
 
     Rank 0 assigns the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
-    the first by what it has to compute, as far as somebody knows. The same parts stay with their ranks as long as that
+    the first as if all took equally long. The same parts stay with their ranks as long as that
     is hardly slower, since a warm start needs what was kept there. What the parts gave is put together in their order,
     so that the numbers depend neither on this nor on the number of ranks. Where an analysis goes on when all its parts
     are done, every rank is sent their results, and what follows is assigned in turn.
@@ -238,12 +236,8 @@ class Ranks:
             texts |= parts
             if all(part in self._seconds for part in parts):
                 seconds |= {part: self._seconds[part] for part in parts}
-            elif (flops := _flop(view, analysis)) is None:
-                unknown += parts
             else:
-                num_rows = {part: max(1, len(rows)) for part, rows in parts.items()}
-                a_row = flops / _FLOP_A_SECOND / sum(num_rows.values())
-                seconds |= {part: a_row * count for part, count in num_rows.items()}
+                unknown += parts
         mean = sum(seconds.values()) / len(seconds) if seconds else 1.0
         seconds |= dict.fromkeys(unknown, mean)
         numbers: list[dict[str, Any]] = []
@@ -270,14 +264,3 @@ def _read(share: Attempt) -> dict[int, Any]:
 
 def _joined(view: SharedPass, analysis: Analysis, shares: Sequence[Any], facts: dict[str, Any]) -> Measurement:
     return shares[0] if isinstance(shares[0], Measurement) else one_model.join_shares(view, analysis, shares, **facts)
-
-
-def _flop(view: SharedPass, analysis: Analysis) -> float | None:
-    """What the parts of an analysis have to compute, or all of one that is not divided; None where it is unknown."""
-    try:
-        work = analysis.work(view)
-    except Exception:  # measuring it says why
-        return None
-    passes_only = isinstance(analysis, StagedAnalysis)
-    parts = [part for part in work.parts if not passes_only or part.kind in ("blocks", "head")] if work else []
-    return sum(flop(view, part) for part in parts) if parts else None

@@ -23,7 +23,6 @@ from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import in_one_pass
-from lit_layers.measuring.plan import planned
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask
@@ -386,5 +385,4 @@ def test_passes_are_planned_as_they_are_run(model, tokenizer, tmp_path, monkeypa
     facts = {"run": "it", "step": 0, "weights_hash": "0"}
     assert [m.error for m in in_one_pass(model, analyses, lambda analysis: None, **facts)] == [None] * len(analyses)
     monkeypatch.undo()
-    plan = planned(model, analyses, device=torch.device("cpu"))
-    assert plan.whole.block_runs() == runs == (90 + 40) * model.num_layers * (1 if together else 2)
+    assert runs == (90 + 40) * model.num_layers * (1 if together else 2)

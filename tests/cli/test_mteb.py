@@ -223,7 +223,6 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--domains", "sts,cluster"], "domains: expected some of"),
         (["--layers", "1-3"], "layers: expected numbers such as 1,5,9 or 'all', got 1-3"),
         (["--layers", "7"], "layers: this model has layers 0 to 3, got 7"),
-        (["--layers", "7", "--plan"], "layers: this model has layers 0 to 3, got 7"),
         (["--folder", "nowhere"], "folder: expected a folder with data, nowhere is none"),
         (["--mirror", "nowhere"], "mirror: expected a folder with data, nowhere is none"),
         (["--max_tokens", "0"], "max_tokens: expected at least 1, got 0"),

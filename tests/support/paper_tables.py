@@ -6,16 +6,13 @@ writes them anew between the marks `<!-- papers: PAPER -->` and `<!-- end of pap
 """
 
 import functools
-import json
 import re
 from pathlib import Path
 
-from lit_layers.measuring.plan import duration, size
 from lit_layers.papers import PAPERS, PaperRecipe, read_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "papers.md"
-PLANS = ROOT / "recipes" / "papers" / "plans.json"
 read = functools.cache(read_recipe)
 _MARKED = re.compile(r"(?<=<!-- papers: )(?P<paper>\w+) -->\n.*?(?=<!-- end of papers -->)", re.S)
 
@@ -43,22 +40,14 @@ def _table(paper: str) -> str:
 
 def _cells(path: Path, recipe: PaperRecipe) -> tuple[str, ...]:
     file = path.relative_to(ROOT)
-    plan = planned(f"{recipe.paper}/{path.stem}")
     command = f"`lit-layers reproduce {file}`"
     whole = {
-        "here": f"runs here{plan}: {command}",
-        "gpu": f"needs a GPU{plan}: {recipe.why}",
+        "here": f"runs here: {command}",
+        "gpu": f"needs a GPU: {recipe.why}",
         "cannot": f"cannot: {recipe.why}",
     }[recipe.status]
     reduced = f"`lit-layers reproduce {file} --reduced`" if recipe.reduced else ""
     return recipe.item, recipe.shows, whole, reduced
-
-
-def planned(name: str) -> str:
-    """What a recipe takes as published, in words."""
-    plan = json.loads(PLANS.read_text()).get(name, {}) if PLANS.is_file() else {}
-    parts = [f"{size(plan['memory'])} of memory", f"{size(plan['disk'])} of disk"] if "memory" in plan else []
-    return f" ({', '.join([*parts, duration(3600 * plan['hours'])])})" if plan else ""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs a recipe of a published figure: its command, and the names and branches that it has as published.
 
 The world is a stand-in (`tests.support.papers_world`): repositories by their own names with as many blocks, with tiny
-weights; data sets with few rows, as these are read at reduced sizes. What the full sizes ask for is counted by
-`tests.support.paper_plans`. Trainings, which take minutes, are planned alone.
+weights; data sets with few rows, as these are read at reduced sizes. Trainings, which take minutes, are
+only planned.
 """
 
 import functools

@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
@@ -15,7 +14,6 @@ from lit_layers.functional.block_schedules import baseline, parse_schedule, rand
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import flop
 from lit_layers.tasks import benchmark_scores as module
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
@@ -68,10 +66,8 @@ def counted(analysis):
 
 
 def test_records_are_means_over_the_rows(folder, model, make):
-    analysis, view = make(variants=("skip", "skip_one"), middles=(3,), custom=("1 (2,3) 6",)), LayeredModel(model)
-    with FlopCounterMode(display=False) as counter:
-        found = measure(model, analysis, run="r", step=1)
-    assert 0.5 < sum(flop(view, part) for part in analysis.work(view).parts) / counter.get_total_flops() < 2
+    analysis = make(variants=("skip", "skip_one"), middles=(3,), custom=("1 (2,3) 6",))
+    found = measure(model, analysis, run="r", step=1)
     assert found.error is None
     assert found.analysis == "intervene/arc_challenge"
     orders = {

@@ -284,20 +284,13 @@ def test_two_ways_of_pooling_for_all_layers_are_refused(home, tmp_path, capsys):
     assert "pooling: with --modules all it is the model's own, and cls was given" in capsys.readouterr().err
 
 
-def test_a_bert_that_is_a_trunk_alone_is_planned(bert, tmp_path, capsys):
-    write_tiny_data(bert.parent / "data")
-    assert mteb(bert, tmp_path, "--plan") == 0
-    assert "block runs on texts of" in capsys.readouterr().out
-
-
 def test_a_limit_that_leaves_no_room_beside_special_tokens_is_refused_before_anything_is_measured(tmp_path, capsys):
     saved_bert(tmp_path / "bert")
     write_tiny_data(tmp_path / "data")
     model = write_encoder(tmp_path / "bert", sentence_bert_config={"max_seq_length": 2})
-    for words in ((), ("--plan",)):
-        assert mteb(model, tmp_path / "root", *words) == 2
-        said = capsys.readouterr().err
-        assert "expected more than the 2 special tokens that the tokenizer adds to a text, got 2" in said
+    assert mteb(model, tmp_path / "root") == 2
+    said = capsys.readouterr().err
+    assert "expected more than the 2 special tokens that the tokenizer adds to a text, got 2" in said
     assert not (tmp_path / "root" / "measurements.jsonl").exists()
 
 

@@ -185,18 +185,18 @@ def test_unknown_tokens_stay_unknown():
 
 
 def test_a_budget_takes_every_second_step_of_the_axis_that_this_run_goes_along(earlier, tmp_path, monkeypatch):
-    planned = []
+    counted = []
 
-    def two(budget, plan, trained):
-        planned.append(plan.num_checkpoints)
+    def two(budget, training, seconds, count):
+        counted.append(count(1))
         return 2
 
     monkeypatch.setattr(callbacks, "stride_within", two)
-    watch = EmergenceCallback([Trajectory(batches=RandomText())], {"every": 2}, tmp_path, budget="5%")
+    watch = EmergenceCallback([Trajectory(batches=RandomText())], {"every": 1}, tmp_path, budget="5%")
     lit = LitCausalLM(init_from=str(step_folder(earlier, 2)), warmup_steps=1)
     fit(tmp_path, [watch], steps=6, module=lit)
-    assert planned == [4]  # of 2, 4, 6 and 8
-    assert [each.step for each in records.read(tmp_path / "measurements.jsonl")] == [2, 6, 8]
+    assert counted == [7]  # of 2 to 8, decided at step 6
+    assert [each.step for each in records.read(tmp_path / "measurements.jsonl")] == [2, 3, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "lab tiny", "lab/tiny@"])

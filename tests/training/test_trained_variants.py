@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import flop
 from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, LitVariant
 from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from tests.support.data_mapping import with_mapping
@@ -58,26 +56,12 @@ def both(home, root, **options):
     yield glue(home, root, **options), load(home / "bert"), LitSequenceClassifier
 
 
-def test_memory_is_that_of_training_the_largest_batch_beside_the_model(home, tmp_path):
-    """Weights, gradients and two averages; 17 numbers a token and width of each block, logits and their gradient."""
-    batch, tokens = 64, 12
-    analysis = finetuning(home, tmp_path, {"validation_batch_size": batch})
-    model = load(home / "gpt2")
-    config = model.config
-    kept = batch * tokens * (17 * config.n_embd * config.n_layer + 2 * config.vocab_size)
-    assert analysis.work(LayeredModel(model)).device == 4 * (4 * model.num_parameters() + kept)
-
-
 def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
     for analysis, model, _ in both(home, tmp_path):
         said, before = [], weights_hash(model)
         analysis.tell = said.append
-        view = LayeredModel(model)
-        with FlopCounterMode(display=False) as counter:
-            found = measure(model, analysis, run="r", step=None)
+        found = measure(model, analysis, run="r", step=None)
         assert found.error is None
-        # What a plan says of it, which takes a token to be four letters.
-        assert 0.5 < sum(flop(view, part) for part in analysis.work(view).parts) / counter.get_total_flops() < 2
         assert weights_hash(model) == before
         assert not model.training
         assert {(r.tags["variant"], r.tags.get("middle")) for r in found.records} == {("baseline", None), ("skip", 2)}

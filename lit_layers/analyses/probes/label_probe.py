@@ -22,7 +22,6 @@ from lit_layers.functional.geometry import pool
 from lit_layers.functional.probes.attentive import fit_attentive_probe
 from lit_layers.functional.probes.logistic import macro_f1
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work, passes_of
 from lit_layers.records import Record
 
 Pooling = Literal["cls", "mean", "last"]
@@ -54,24 +53,9 @@ class LabelProbe(SplitProbe):
     name: str = "label_probe"
     pooling: Pooling | tuple[Pooling, ...] = "mean"
 
-    def work(self, model: LayeredModel) -> Work | None:
-        if (splits := _passes_of_both(self, model)) is None:
-            return None
-        train, test = splits
-        # of as many classes as the model has; labels of texts are only known when they are read
-        number = (1 + self.random_labels) * len(self._poolings())
-        probes = self.fits_a_layer(model, number, train.texts, model.num_classes or 2)
-        held = 4.0 * (model.num_layers + 1) * (train.texts + test.texts) * model.dim * len(self._poolings())
-        return train + test + probes + Work(host=held)
-
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         self.problem(model)
-
-    @property
-    def texts_read(self) -> list[Batches]:
-        """Which others may share a first pass of."""
-        return [self.train, self.test]
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
         for split in ("train", "test"):
@@ -209,12 +193,6 @@ class LabelProblem(NamedTuple):
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
-def _passes_of_both(probe: "LabelProbe | AttentiveProbe", model: LayeredModel) -> tuple[Work, Work] | None:
-    """Of the rows of train and of test."""
-    train, test = (passes_of(model, batches, kept=False) for batches in (probe.train, probe.test))
-    return None if train is None or test is None else (train, test)
-
-
 def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
     """What identifies a row: images, or texts without their padding."""
     if model.family.sees_images:
@@ -294,21 +272,6 @@ class AttentiveProbe(StagedAnalysis):
     def _rows(self) -> LabelProbe:
         """Whose rows, labels and references these are."""
         return LabelProbe(name=self.name, train=self.train, test=self.test)
-
-    def work(self, model: LayeredModel) -> Work | None:
-        if (splits := _passes_of_both(self, model)) is None:
-            return None
-        train, test = splits
-        whole, layers, tokens = train + test, model.num_layers + 1, train.tokens // max(1, train.texts)
-        # keys and values, three passes
-        flop = 3 * 2 * 2 * model.dim**2 * layers * self.steps * self.batch_size * tokens
-        of_layers = (part._replace(count=part.count * layers) for part in whole.parts)
-        parts = (*whole.parts, *of_layers, Part("products", flop, (model.dim,)))
-        return replace(whole, parts=parts, host=4.0 * whole.tokens * model.dim)
-
-    @property
-    def texts_read(self) -> list[Batches]:
-        return self._rows.texts_read
 
     def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
         return self._rows.parts(model)

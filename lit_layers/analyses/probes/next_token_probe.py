@@ -18,9 +18,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import macro_f1
 from lit_layers.functional.probes.record_probe import NUM_FOLDS
-from lit_layers.models import workload
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 
@@ -161,25 +159,6 @@ class NextTokenProbe(SplitProbe):
     positions_per_sequence: int = 1
     _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _gaps: "_Gaps | None" = field(default=None, init=False, repr=False, compare=False)
-
-    def work(self, model: LayeredModel) -> Work | None:
-        train, test = self.train.size(), self.test.size()
-        if train is None or test is None or train.tokens is None or test.tokens is None:
-            return None
-        whole, drawn, max_tokens = Work(), self.positions_per_sequence, test.batch * test.tokens
-        for size, tokens in ((train, train.tokens), (test, test.tokens)):
-            # The last of k positions drawn from n lies at about n k / (k + 1); passes are of contexts of one length.
-            room = max(1, tokens - self.min_context)
-            length = self.min_context + room * drawn // (drawn + 1)
-            batch = max(1, min(max_tokens // length, -(-size.texts // room)))
-            whole += workload.passes(
-                model, texts=size.texts, tokens=length, batch=batch, kept=False, at_most=not size.exact
-            )
-        rows, layers = train.texts * drawn, model.num_layers + 1
-        held = 4.0 * layers * (rows + test.texts * drawn) * model.dim
-        head = Work(parts=(Part("head", test.texts * drawn),), host=held)
-        probes = self.fits_a_layer(model, 1 + self.random_labels, rows, min(self.num_classes, rows))
-        return whole + head + probes
 
     def check_data(self) -> None:
         self.check_fields()

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
@@ -78,15 +76,6 @@ class NextTokenResidual(StagedAnalysis):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         self._check_rows(model, self._rows())
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        rows, layers = passes.tokens - passes.texts, model.num_layers + 1
-        num_halves = self.num_halves if passes.texts >= 4 and rows // 2 > model.dim + 1 else 0
-        parts = (
-            Part("calls", layers, (rows,), partial(_least_squares, split=self.split)),
-            Part("calls", layers * num_halves, (max(1, rows // 2),), _least_squares),
-        )
-        return Work(parts=parts, host=4.0 * layers * rows * model.dim)
 
     def parts(self, model: LayeredModel) -> Iterator[Batch | None]:
         """Batches of texts; or none, where one process measures all: the states are too large to send."""
@@ -270,11 +259,6 @@ class NextTokenResidual(StagedAnalysis):
         super().check_options(model)
         if not 0 < self.split < 1:
             raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
-
-
-def _least_squares(features: Tensor, split: float | None = None) -> PredictionResidual:
-    """Of any tokens: what one fit takes."""
-    return prediction_residual(features, torch.arange(len(features)), split=split)
 
 
 class _Rows(NamedTuple):

@@ -19,7 +19,6 @@ from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probe
 from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Work, fits
 from lit_layers.records import Record
 
 MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
@@ -149,11 +148,6 @@ class ProbeAnalysis(StagedAnalysis):
         return ProbeOptions(
             self.c, tolerance=self.tolerance, max_iterations=self.max_iterations, estimator=self.estimator
         )
-
-    def fits_a_layer(self, model: LayeredModel, number: float, rows: int, num_classes: int) -> Work:
-        """What so many probes of each layer take; without classes regressions."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("estimator", "tolerance", "max_iterations")}
-        return fits(model, number=number * (model.num_layers + 1), rows=rows, num_classes=num_classes, **options)
 
     def fitted(
         self, features: Tensor, labellings: Mapping[Key, Tensor], num_classes: int | None, *, warm: bool, **how: Any

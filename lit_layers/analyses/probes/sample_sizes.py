@@ -15,7 +15,6 @@ from lit_layers.analyses.probes.task_probes import OnTask
 from lit_layers.analyses.statistics import in_range, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Work
 from lit_layers.records import Record
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -47,13 +46,6 @@ class SampleSizeSweep(OnTask):
 
     layers: list[int] | None = None
     num_seeds: int = 5
-
-    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
-        share = 1 if self.layers is None else len(self.layers) / (model.num_layers + 1)
-        whole = self.fits_a_layer(model, share, rows, num_classes)
-        for each in sizes(rows)[:-1]:
-            whole += self.fits_a_layer(model, share * self.num_seeds, each, num_classes)
-        return whole
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)

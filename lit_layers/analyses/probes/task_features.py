@@ -18,14 +18,13 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.analyses.states import STATES, States, in_convention
-from lit_layers.data.batches import EncodedTexts, encode_texts, tokenizer_of
+from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import naming, sync, write_json
 from lit_layers.files.scratch import Scratch
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import BATCH_TOKENS
 from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask

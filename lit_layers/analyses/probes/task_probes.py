@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.probes.probe_fits import (
     MOST_SENT,
     FollowingAnalysis,
@@ -32,11 +33,11 @@ from lit_layers.analyses.probes.task_features import (
     text_features,
 )
 from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
+from lit_layers.data.batches import BATCH_TOKENS
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.workload import BATCH_TOKENS, Work, of_texts
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
 
@@ -111,15 +112,12 @@ class OnTask(ProbeAnalysis):
     def tokenizer_hash(self) -> str | None:
         return self._read().tokenizer_hash()
 
-    def work(self, model: LayeredModel) -> Work | None:
-        """By the rows of the task; a token is taken to be four letters."""
+    def first_share(self, rows: int) -> tuple[Analysis, float]:
         data = self._read().data()
-        train, test = data.train_and_validation().texts, data.test.texts
-        work = of_texts(model, [*train, *test], min(self.max_tokens, model.max_tokens or self.max_tokens))
-        of_layer = 4.0 * model.dim * (len(train) + len(test))
-        of_all, are_sent = of_layer * (model.num_layers + 1), self._are_sent(model, len(train) + len(test))
-        held = Work(host=of_layer + of_all * are_sent, disk=of_all)
-        return work + self.all_fits(model, len(train), len(data.classes or ())) + held
+        numbers = len(data.train_and_validation().texts), len(data.test.texts)
+        share = sum(min(rows, number) for number in numbers) / sum(numbers)
+        cut = {"num_train": min(rows, numbers[0]), "num_test": min(rows, numbers[1])} if share < 1 else {}
+        return replace(self, task=replace(self._read().task, **cut), cache=None), share
 
     def parts(self, model: LayeredModel) -> Iterator[_Texts | None]:
         """Batches of texts; or none, where each process passes all: their vectors are cached, or too large to send."""
@@ -133,20 +131,11 @@ class OnTask(ProbeAnalysis):
     def _are_sent(self, model: LayeredModel, num_texts: int) -> bool:
         return self.cache is None and bytes_of_vectors(model, num_texts) <= MOST_SENT
 
-    @property
-    def texts_read(self) -> list[Any]:
-        """Of the one set that is passed what tells it from others; none where it is passed for a cache."""
-        return [] if self.cache else [[self.task, self.folder, self.tokenizer, self.corpus, self.max_tokens]]
-
     def reads(self, model: LayeredModel, part: _Texts | None) -> Sequence[Batch]:
         return [part.batch] if part else []
 
     def of_part(self, model: LayeredModel, part: _Texts | None) -> _OfTexts | None:
         return part and (part.split, pooled_batch(model, part.rows, part.batch, self.pooling, "resid"))
-
-    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
-        """What the probes take that are fitted to so many training rows."""
-        return self.fits_a_layer(model, 1, rows, num_classes)
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         """The parts that are measured on; train holds the validation rows."""
@@ -236,15 +225,6 @@ class Probe(OnTask):
     random_labels: bool = True
     untrained: bool = False
     warm_start: bool = False
-
-    def work(self, model: LayeredModel) -> Work | None:
-        work = super().work(model)
-        if work is None or not self.untrained:
-            return work
-        return replace(work, parts=(*work.parts, work.parts[0]), disk=2 * work.disk)
-
-    def all_fits(self, model: LayeredModel, rows: int, num_classes: int) -> Work:
-        return self.fits_a_layer(model, 1 + self.random_labels + self.untrained, rows, num_classes)
 
     def then(self, model: LayeredModel, results: list[_OfTexts | None]) -> FollowingAnalysis:
         self.check(model)

@@ -28,7 +28,6 @@ from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.models.workload import Part, Work
 from lit_layers.records import Record
 
 MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
@@ -182,9 +181,6 @@ class Lens(ReadoutAnalysis):
     batches: Batches
     name: str = "lens"
 
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        return _readouts(model, passes, model.num_layers + 1)
-
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         check_head(self.name, model)
@@ -209,15 +205,6 @@ class Lens(ReadoutAnalysis):
         parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         parts += [_compare(trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
         return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
-
-
-def _readouts(model: LayeredModel, passes: Work, number: int) -> Work:
-    """So many readouts of every token, or of every text where a text has one prediction."""
-    rows, num_classes = (
-        (passes.tokens, model.vocab_size or 1) if model.vocab_size else (passes.texts, model.num_classes)
-    )
-    held = 4.0 * min(rows * num_classes, MAX_LOGITS) * 3  # logits, log-probabilities, their differences
-    return Work(parts=(Part("head", rows * number),), device=passes.device + held)
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
@@ -291,16 +278,6 @@ class Interventions(ReadoutAnalysis):
         super().check_options(model)
         check_head(self.name, model)
         self.chosen(model)
-
-    def extra_work(self, model: LayeredModel, passes: Work) -> Work:
-        schedules = [variant.schedule for variant in self.chosen(model)]
-        orders = SharedPrefixes(schedules, model.num_layers)
-        (whole,) = passes.parts
-        runs = Part("blocks", whole.count / model.num_layers * orders.num_block_runs, whole.size)
-        held = passes.device + orders.bytes_held(model, math.prod(whole.size))
-        return Work(parts=(runs,)) + _readouts(
-            model, replace(passes, device=held), len({str(each) for each in schedules})
-        )
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
         return [(variant.block, variant.tags) for variant in self.chosen(model)]

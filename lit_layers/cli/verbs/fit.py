@@ -3,15 +3,14 @@
 import contextlib
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import lightning as L
-import torch
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
@@ -22,19 +21,19 @@ from lit_layers.cli.console import show_table, verbosity
 from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.stopping import finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
-from lit_layers.data.preparing import prepared_before
-from lit_layers.data.tokenization import bpe_size, load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring.plan import Plan, share_of, size, stride_within
+from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.plan import Plan, sampled, share_of, stride_within
+from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import bytes_of_model
+from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
-from lit_layers.training.callbacks import plan_run
-from lit_layers.training.checkpoints import Origin, axis_step, kept
+from lit_layers.training.callbacks import StepTimes, span_of
+from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
@@ -90,7 +89,7 @@ class RunOptions:
             curves by; 0: none.
         measure: sync: training waits while a step is measured. async: a second process measures the saved steps on the
             CPUs.
-        plan: Say what it would cost, and train nothing.
+        plan: Say what it would take, by a first share of the data and a few steps; nothing is kept.
     """
 
     root: str
@@ -222,9 +221,7 @@ def fit(
     quieten()
     L.seed_everything(seed_everything, workers=True)
     if options.plan:
-        with torch.device("meta"):  # no weights, no run folder, no trainer
-            planned = recipe.instantiated()
-        return _plan(planned)
+        return _plan(recipe.instantiated())
     with contextlib.ExitStack() as held:
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
@@ -246,67 +243,54 @@ def _other_seeds(run: Run, seed_everything: int) -> str:
     )
 
 
+class _Rehearsal(StepTimes):
+    """Measures a share of the data on the untrained model, saves it once, and stops after the steps that are timed."""
+
+    def __init__(self, options: Any, folder: Path) -> None:
+        super().__init__()
+        self.options, self.folder, self.plan, self.saving = options, folder, Plan({}), (0.0, 0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        model: Any = getattr(pl_module, "model", pl_module)
+        for analysis in self.options.analyses:
+            analysis.check(LayeredModel(model))
+
+        def measure(analyses: Sequence[Analysis]) -> list[Measurement]:
+            about: Any = {"run": "plan", "step": 0, "weights_hash": weights_hash(model), "folder": self.folder}
+            return [*in_one_pass(model, analyses, lambda _: None, kept_mb=self.options.kept_mb, **about)]
+
+        self.plan = sampled(self.options.analyses, measure)
+        started = time.perf_counter()
+        save_step(model, self.folder, 0, tokenizer=None)
+        num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        self.saving = time.perf_counter() - started, num_bytes
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        trainer.should_stop = self.of_step is not None
+
+
 def _plan(options: Any) -> int:
-    """Prints what the run would cost, and refuses what cannot end."""
-    data, trainer = options.data, dict(options.trainer)
-    world_size, accumulate = ranks_of(trainer), trainer.get("accumulate_grad_batches") or 1
-    view = outlined(options.model, data, world_size=world_size, accumulate=accumulate)
-    root, steps = Path(options.root), trainer["max_steps"]
-    first = getattr(options.model, "origin", Origin()).step
-    device = torch.device("cuda" if torch.cuda.is_available() and trainer.get("accelerator") != "cpu" else "cpu")
-    checkpoints = [*Schedule(options.steps).until(first + steps, first)]
-    plan, row = plan_run(
-        view,
-        options.analyses,
-        data,
-        num_checkpoints=len(checkpoints),
-        steps=steps,
-        accumulate=accumulate,
-        world_size=world_size,
-        device=device,
-    )
-    training = Plan(model=view, device=device, rows=[row])
-    show_table([*plan.table(), {**training.table()[0], "": f"training, {steps:,} steps"}], str(root))
-    measuring = len(checkpoints) * plan.seconds
-    print(*plan.notes(), f"training: {row.how}", sep="\n")
-    print(f"{len(checkpoints)} saved checkpoints: {size(len(checkpoints) * bytes_of_model(view))} on the disk")
-    print(f"measuring takes {measuring / row.seconds:.1%} of the time of training", end="")
-    print(f"; most is {plan.costliest().name}" if plan.rows else "")
-    if options.budget is not None and plan.rows:
-        stride = stride_within(options.budget, plan, row)
+    """Print what the run would take, by a first share of it in a temporary folder."""
+    given = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
+    given["precision"] = given.get("precision") or best_precision(given["accelerator"])
+    with tempfile.TemporaryDirectory() as folder:
+        rehearsal = _Rehearsal(options, Path(folder))
+        trainer = L.Trainer(**given | {"callbacks": [rehearsal], "default_root_dir": folder})
+        threads.settle(trainer.num_devices)
+        trainer.fit(options.model, datamodule=options.data)
+    if (of_step := rehearsal.of_step) is None or not trainer.is_global_zero:
+        return 0
+    plan, schedule, (first, last) = rehearsal.plan, Schedule(options.steps), span_of(trainer)
+    training = (last - first) * of_step
+    count = lambda stride: len([*schedule.thinned(stride, last, first).until(last, first)])  # noqa: E731
+    seconds, num_bytes = (count(1) * part for part in rehearsal.saving)
+    show_table(plan.table(count(1), {"training": (training, 0.0), "saving": (seconds, num_bytes)}), str(options.root))
+    print(*plan.notes(), f"measuring takes {count(1) * plan.of_checkpoint / training:.1%} of training", sep="\n")
+    if options.budget is not None:
+        stride = stride_within(options.budget, training, plan.of_checkpoint, count)
         print(f"budget {options.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")
-    plan.refuse(root)
-    training.refuse(root)
     return 0
-
-
-def outlined(module: Any, data: Any, *, world_size: int, accumulate: int) -> LayeredModel:
-    """What a module trains on such data, without weights; a corpus need not be prepared."""
-    if hasattr(data, "corpus"):
-        data.shards = prepared_before(data.corpus, data.tokenizer) or SimpleNamespace(
-            vocab_size=bpe_size(data.tokenizer) or load_tokenizer(data.tokenizer).vocab_size
-        )
-    else:
-        data.setup("fit")
-    if not hasattr(module, "model"):
-        strategy = SimpleNamespace()
-        loop = {"world_size": world_size, "accumulate_grad_batches": accumulate, "strategy": strategy}
-        module.trainer = SimpleNamespace(datamodule=data, **loop)
-        with torch.device("meta"):
-            module.configure_model()
-    return LayeredModel(module.model)
-
-
-def ranks_of(trainer: Mapping[str, Any]) -> int:
-    """How many processes a trainer with these options has."""
-    devices: Any = trainer.get("devices", "auto")
-    there = max(1, torch.cuda.device_count())
-    if isinstance(devices, str) and "," in devices:
-        devices = len([one for one in devices.split(",") if one])
-    number = (
-        there if devices in ("auto", -1, "-1", None) else len(devices) if isinstance(devices, list) else int(devices)
-    )
-    return number * (trainer.get("num_nodes") or 1)
 
 
 def _train(run: Run) -> int:

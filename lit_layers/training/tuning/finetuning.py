@@ -23,7 +23,6 @@ from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
-from lit_layers.models.workload import Work
 from lit_layers.records import Record
 from lit_layers.tasks.benchmark_rows import LocalRows, local_rows, mean_and_error
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
@@ -133,16 +132,6 @@ class Finetuning(SavedVariants):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         check_generator(model, self.recipe.num_tokens, self._tokenizer(), self._shards().vocab_size)
-
-    def work(self, model: LayeredModel) -> Work:
-        recipe = self.recipe
-        return self.of_variants(
-            model,
-            tokens=recipe.num_tokens,
-            samples=recipe.steps * recipe.batch_size,
-            judged=2 * recipe.num_validation_sequences,  # before and after
-            judged_at_once=recipe.validation_batch_size,
-        )
 
     def data_hash(self) -> str | None:
         shards = self._shards()
@@ -291,16 +280,6 @@ class TaskFinetuning(WithTokenizer, SavedVariants):
         if self.folder is None:
             refuse_unknown(self.recipe.task)
         self.texts  # noqa: B018 - a task without training rows is refused now
-
-    def work(self, model: LayeredModel) -> Work:
-        scored = len(self._local.rows[self._local.split]) if self._local else self.recipe.limit or 1000
-        return self.of_variants(
-            model,
-            tokens=self.recipe.num_tokens,
-            samples=self.steps * self.recipe.batch_size,
-            judged=8 * scored,  # four answers a row, before and after
-            judged_at_once=_SCORED_AT_ONCE,
-        )
 
     @cached_property
     def texts(self) -> list[tuple[str, str]]:

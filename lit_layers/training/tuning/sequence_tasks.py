@@ -4,7 +4,6 @@ import copy
 import inspect
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import LETTERS, Work
 from lit_layers.records import Record
 from lit_layers.schema import refuse_outside
 from lit_layers.tasks.catalogue import ScoredTask, find
@@ -37,7 +35,6 @@ from lit_layers.training.tuning.glue_data import LitGlueData
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
 TRAININGS: tuple[Training, ...] = ("full", "frozen")
-NUM_SPECIAL = 3  # tokens around a pair of texts: [CLS], and [SEP] after each
 _CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
 
 
@@ -222,30 +219,6 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
         _check_encoder(model, self.recipe.num_tokens, self.words.vocab_size, "recipe: ")
         self.data_hash()
-
-    def work(self, model: LayeredModel) -> Work | None:
-        """By the rows of the task, filled up to the longest of their batch; a token is taken to be four letters."""
-        task, recipe, whole = find("glue", self.task), self.recipe, Work()
-        try:
-            train, judged = (
-                read_rows(task, split, self.folder).take(number, seed=recipe.seed)
-                for split, number in zip(SPLITS, (recipe.num_train, recipe.num_validation), strict=True)
-            )
-        except InputError:  # said when its turn comes
-            return None
-        letters = [sum(map(len, pair)) for pair in train.texts]
-        batches = (letters[start : start + recipe.batch_size] for start in range(0, len(letters), recipe.batch_size))
-        longest = [min(recipe.num_tokens, max(batch) // LETTERS + NUM_SPECIAL) for batch in batches]
-        rows = {"samples": recipe.steps(len(train)) * recipe.batch_size, "judged": len(judged)}
-        for training in dict.fromkeys(recipe.training):
-            whole += self.of_variants(
-                model,
-                tokens=round(statistics.fmean(longest)),
-                judged_at_once=recipe.batch_size,
-                passes=3 if training == "full" else 1,
-                **rows,
-            )
-        return whole
 
     def data_hash(self) -> str | None:
         if self._data_hash is None:

@@ -8,7 +8,7 @@ import re
 import statistics
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,6 @@ from lit_layers.functional.block_schedules import (
     VARIANTS,
     Variant,
     baseline,
-    block_runs,
     format_schedule,
 )
 from lit_layers.measuring.undisturbed import kept_random_state
@@ -33,7 +32,6 @@ from lit_layers.models.build import architecture_hash, save, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import variants_of
 from lit_layers.models.view import LayeredModel
-from lit_layers.models.workload import Work, bytes_of_model, trained
 from lit_layers.records import Record
 from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
 from lit_layers.training.checkpoints import writable_folder, write_folder
@@ -177,6 +175,9 @@ class TrainedVariants(Analysis):
         except ValueError as error:
             raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
+    def first_share(self, rows: int) -> None:
+        return None
+
     def chosen(self, model: LayeredModel) -> list[Variant]:
         """The variants of this model, the full one first.
 
@@ -184,18 +185,6 @@ class TrainedVariants(Analysis):
             InputError: options that do not fit the model.
         """
         return variants_of(self, model)
-
-    def of_variants(
-        self, model: LayeredModel, *, tokens: int, samples: int, judged: int, judged_at_once: int, passes: int = 3
-    ) -> Work:
-        """Each variant trained and judged, those included that are there already, on a copy of the model."""
-        weights = bytes_of_model(model)  # counted once: the orders are hundreds
-        whole, options = Work(), {"tokens": tokens, "weights": weights}
-        for variant in self.chosen(model):
-            options["block_runs"] = block_runs(variant.schedule)
-            whole += trained(model, samples=samples, micro_batch=self.recipe.batch_size, passes=passes, **options)
-            whole += trained(model, samples=judged, micro_batch=judged_at_once, passes=1, **options)
-        return replace(whole, device=whole.device + weights)
 
     def run(self, model: LayeredModel) -> Iterator[Record]:
         """Yields the records of each variant, and at last the means over the seeds of random orders."""
@@ -244,10 +233,6 @@ class SavedVariants(TrainedVariants):
     """
 
     RESULT_TYPE: ClassVar[Any]
-
-    def of_variants(self, model: LayeredModel, **counts: int) -> Work:
-        work = super().of_variants(model, **counts)
-        return replace(work, disk=float(len(self.chosen(model)) * bytes_of_model(model)))
 
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
         compared = self.chosen(model)
