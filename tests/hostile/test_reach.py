@@ -33,8 +33,8 @@ PLACES = {  # each wrote there
     "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
     "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
     "analyses.cache": spec("lit_layers.analyses.Probe", task="banking77", tokenizer="t", corpus="c", cache="OUTSIDE"),
-    "analyses.root": spec(f"{TRAINING}.trained_variants.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
-    "analyses.results": spec("lit_layers.intervene.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
+    "analyses.root": spec(f"{TRAINING}.tuning.finetuning.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
+    "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
 }  # fmt: skip
 FETCHING = {
     "data": [spec("lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", data_dir="ROOT")],

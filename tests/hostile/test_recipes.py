@@ -264,7 +264,7 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
     (tmp_path / "utils.py").write_text(payload)
     (tmp_path / "evil.yaml").write_text("task: evil\nprocess_docs: !function utils.attack\n")
     scores = spec(
-        "lit_layers.intervene.BenchmarkScores",
+        "lit_layers.tasks.benchmark_scores.BenchmarkScores",
         task=str(tmp_path / "evil.yaml"),
         tokenizer="${tokenizer}",
         results=str(tmp_path / "run" / "results"),
@@ -310,13 +310,16 @@ def test_every_recipe_of_the_package_is_read(every, tmp_path, capsys):
 def test_every_parser_of_recipes_is_the_one_that_takes_care():
     """No other file makes a parser that builds classes, reads YAML with tags, or runs text."""
     unsafe = re.compile(
-        r"yaml\.(?!safe_|YAMLError|SafeLoader|\w+Node\b|compose\(content, Loader=yaml.SafeLoader"
+        r"yaml\.(?!safe_|YAMLError|SafeLoader"
         r"|load\(text, getattr\(yaml, .CSafeLoader)\w+"
         r"|(?<![\w.])(eval|exec|__import__)\(|from jsonargparse import (.*)"
     )
     for path in sorted((ROOT / "lit_layers").rglob("*.py")):
         for found in unsafe.finditer(path.read_text()):
             # An ActionConfigFile reads by the parser that it is an option of.
-            harmless = found[2] in ("Namespace", "SUPPRESS, ActionConfigFile, DefaultHelpFormatter, Namespace")
+            harmless = found[2] in (
+                *("Namespace", "SUPPRESS, ActionConfigFile, Namespace"),
+                "SUPPRESS, DefaultHelpFormatter",
+            )
             harmless |= path.name == "own_code.py" and found[2] == "set_parsing_settings"  # what --code adds
             assert harmless or path.name == "recipes.py", f"{path}: {found[0]}"
