@@ -18,6 +18,7 @@ from tests.cli.test_fit import RECIPE
 from tests.hostile.test_recipes import refused, spec
 
 CALLBACKS, LOGGERS, TRAINING = "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lit_layers.training"
+SCORES = "lit_layers.tasks.benchmark_scores"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
 FINETUNED = {"corpus": "c", "steps": 1, "batch_size": 1, "num_tokens": 8, "num_validation_sequences": 1}
