@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 
 Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
+Name = TypeVar("Name", Key, str)
 
 
-def joined(results: Sequence[Mapping[Key, Tensor]], dim: int = 1) -> dict[Key, Tensor]:
+def joined(results: Sequence[Mapping[Name, Tensor]], dim: int = 1) -> dict[Name, Tensor]:
     """Join the values of all batches by their key, prompts along `dim`; a batch may lack some keys."""
     keys = dict.fromkeys(key for result in results for key in result)
     return {key: torch.cat([result[key] for result in results if key in result], dim) for key in keys}
