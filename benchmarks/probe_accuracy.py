@@ -1,4 +1,4 @@
-"""Held-out accuracy and log-loss of the probes for watching and for the record on layers of two released models.
+"""Held-out accuracy and log-loss of the probe for watching on layers of two released models.
 
     OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model minilm     7 layers
     OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model smollm2    layers 0, 10, 20, 30
@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct 16 of each window of 64; of all-MiniLM-L6-v2, which sees b
 there), the class is the next token, among the 1,000 most frequent of the first 10,000 rows, which train the probes;
 of 20,000 others those with a class test them, since few say little: beside the accuracy lost stands its standard error
 over windows. Beside
-"watch" and "record" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss only rises), and the
+"watch" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss only rises), and the
 logistic probe at the best c of 0.001, 0.003, 0.01, 0.03, ... by the test rows themselves, which no method may look at.
 `--grid C ...` looks for the best c among these alone, and leaves the other probes out: minutes less for each layer.
 `--features FILE` keeps the states there and the scores of the two optima beside them, or takes both from there.
@@ -28,7 +28,6 @@ from rounds import Row, add_options, finish
 from torch import Tensor
 
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
-from lit_layers.functional.probes.record_probe import fit_record_probes
 from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.models.view import LayeredModel
 
@@ -102,14 +101,13 @@ def rows_of(
     def best() -> LogisticProbes:
         path: list[LogisticProbes] = []
         for c in grid or GRID:
-            path.append(fit_logistic_probes(rows, known, c=c, tolerance=1e-4, start=path[-1] if path else None))
+            path.append(fit_logistic_probes(rows, known, c=c, tolerance=1e-4))
             if scores(path[-1]).loss > min(scores(probes).loss for probes in path) + 0.05:
                 break
         return min(path, key=lambda probes: scores(probes).loss)
 
     ways: dict[str, Callable[[], LogisticProbes]] = {
         "watch": lambda: fit_watching_probes(rows, [known], groups=text)[0],
-        "record": lambda: fit_record_probes(rows, known, groups=text),
         "c = 1": lambda: fit_logistic_probes(rows, known, tolerance=1e-2),
         "best c": best,
     }
@@ -127,7 +125,7 @@ def rows_of(
     if kept:
         kept.write_text(json.dumps({way: results[way] for way in ("c = 1", "best c") if way in results}))
     parts = {way: f"{each.accuracy:.3f}, {each.loss:.2f}" for way, each in results.items()}
-    spent = {f"{way}, s": f"{seconds[way]:.0f}" for way in ("watch", "record") if way in ways}
+    spent = {f"{way}, s": f"{seconds[way]:.0f}" for way in ("watch",)}
     ours, other = results["watch"], results["best c"]
     lost = torch.tensor(other.hits, dtype=torch.float64) - torch.tensor(ours.hits, dtype=torch.float64)
     error = f"{(lost.std() * len(lost) ** 0.5 / len(truth)).item():.4f}"

@@ -22,7 +22,6 @@ SMALLEST = {
     "interventions": "--layers 3 --width 32 --vocabulary 64 --tokens 8",
     "measuring_pass": "--share 16",
     "quickstart": "--wall --steps 2",
-    "record_probes": "--rows 200 --dim 16 --classes 5",
     "watching_probes": "--layers 1 --rows 200 --dim 16 --classes 5",
 }
 

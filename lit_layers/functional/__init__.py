@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lit_layers.functional.ngrams import *
     from lit_layers.functional.probes.attentive import *
     from lit_layers.functional.probes.logistic import *
-    from lit_layers.functional.probes.record_probe import *
     from lit_layers.functional.probes.regression import *
     from lit_layers.functional.probes.watching_probe import *
     from lit_layers.functional.sharpness import *

@@ -166,13 +166,12 @@ def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, spli
             assert records["accuracy", layer, *tags].value == pytest.approx(hits.double().mean().item())
             chosen = records["probe_c", layer, *tags]
             assert (chosen.value, chosen.n) == (pytest.approx(probe.c[layer].item()), len(labels))
-    options = [analysis(*split, estimator=kind).config()["init_args"] for kind in ("fixed_c", "watch")]
+    options = [analysis(*split, estimator=kind).config()["init_args"] for kind in ("logistic", "watch")]
     assert options[1] == {**options[0], "estimator": "watch"}
 
 
-@pytest.mark.parametrize("estimator", ["watch", "record"])
-def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch, estimator):
-    name, texts = {"watch": "fit_watching_probes", "record": "fit_record_probes"}[estimator], []
+def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch):
+    name, texts = "fit_watching_probes", []
     of = getattr(probe_fits, name)
 
     def spy(features, *given, groups, **options):
@@ -181,7 +180,7 @@ def test_rows_of_one_text_are_held_out_together(model, split, monkeypatch, estim
         return of(features, *given, groups=groups, **options)
 
     monkeypatch.setattr(probe_fits, name, spy)
-    records = run(model, *split, estimator=estimator, positions_per_sequence=2)
+    records = run(model, *split, estimator="watch", positions_per_sequence=2)
     assert records
     assert max(map(texts[0].count, texts[0])) == 2
 

@@ -1,6 +1,5 @@
 """Logistic probes against scikit-learn, closed forms and invariances."""
 
-import dataclasses
 import math
 import subprocess
 import sys
@@ -300,54 +299,6 @@ def test_a_problem_without_a_way_down_stops_and_is_not_converged():
     assert found.done.tolist() == [False, True]
     assert found.point.flatten().tolist() == [0, 3]
     assert found.num_iterations.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-@pytest.mark.parametrize(("standardize", "intercept"), [(True, True), (False, True), (True, False)])
-def test_probes_of_nearly_the_same_features_are_a_head_start_to_the_same_optimum(num_classes, standardize, intercept):
-    features, labels = problem(num_classes, n=400)
-    features = (features - 3) / features.std((0, 1)) + 0.5
-    options = {"standardize": standardize, "intercept": intercept, "tolerance": 1e-8}
-    start = fit_logistic_probes(features, labels, **options)
-    again = fit_logistic_probes(features, labels, start=start, **options)
-    assert again.num_iterations.max() <= 1
-    noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    moved = features + 0.01 * noise
-    cold = fit_logistic_probes(moved, labels, **options)
-    warm = fit_logistic_probes(moved, labels, start=start, **options)
-    assert warm.converged.all()
-    assert (warm.num_iterations < cold.num_iterations).all()
-    torch.testing.assert_close(warm.objective, cold.objective, rtol=1e-10, atol=0)
-    torch.testing.assert_close(warm.log_proba(moved).exp(), cold.log_proba(moved).exp(), atol=1e-5, rtol=0)
-
-
-def test_a_start_survives_features_that_grew_and_moved_as_a_whole():
-    features, labels = problem(4)
-    start = fit_logistic_probes(features, labels)
-    assert fit_logistic_probes(7 * features - 100, labels, start=start).num_iterations.max() <= 1
-
-
-def test_a_start_worse_than_none_is_not_used():
-    features, labels = problem(4)
-    cold = fit_logistic_probes(features, labels)
-    for factor in (-1000, math.nan):
-        wrong = dataclasses.replace(cold, weight=factor * cold.weight)
-        warm = fit_logistic_probes(features, labels, start=wrong)
-        assert torch.equal(warm.weight, cold.weight)
-        assert torch.equal(warm.num_iterations, cold.num_iterations)
-
-
-def test_a_start_of_other_layers_width_or_classes_is_refused():
-    features, labels = problem(4)
-    start = fit_logistic_probes(features, labels)
-    with pytest.raises(ValueError, match="expected start to be probes of 2 layers of width 6, got 3 of width 6"):
-        fit_logistic_probes(features[:2], labels, start=start)
-    with pytest.raises(ValueError, match="probes of 3 layers of width 5, got 3 of width 6"):
-        fit_logistic_probes(features[..., :5], labels, start=start)
-    with pytest.raises(ValueError, match="probes of the same classes, 4 seen of 5; got others, 4 seen of 4"):
-        fit_logistic_probes(features, labels, num_classes=5, start=start)
-    with pytest.raises(ValueError, match="probes of the same classes, 3 seen of 4; got others, 4 seen of 4"):
-        fit_logistic_probes(features, labels.clamp(max=2), num_classes=4, start=start)
 
 
 def test_nearly_separable_classes_end_within_a_millionth_of_the_lowest_objective():

@@ -14,8 +14,13 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional.probes import logistic, watching_probe
 from lit_layers.functional.probes.logistic import PrincipalRows
-from lit_layers.functional.probes.record_probe import fold_numbers, held_out_rows
-from lit_layers.functional.probes.watching_probe import best_share, calibration, fit_watching_probes
+from lit_layers.functional.probes.watching_probe import (
+    best_share,
+    calibration,
+    fit_watching_probes,
+    fold_numbers,
+    held_out_rows,
+)
 
 CLASSES = 6
 

@@ -17,7 +17,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import macro_f1
-from lit_layers.functional.probes.record_probe import NUM_FOLDS
+from lit_layers.functional.probes.watching_probe import NUM_FOLDS
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.records import Record
 

@@ -1,8 +1,8 @@
 """How linear probes of layers are fitted, how their work is divided over layers, and how they are scored."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summar
 from lit_layers.data.batches import Batches
 from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
-from lit_layers.functional.probes.record_probe import RecordProbes, fit_record_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
 from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
@@ -64,12 +63,8 @@ class FollowingAnalysis(DividedAnalysis):
         return self.analysis.tokenizer_hash()
 
 
-Key = tuple[Any, ...]  # of a labelling at a layer
-
-
-# "fixed_c": logistic, at the option `c`. "watch": as near the best c's as seconds allow (`fit_watching_probes`).
-# "record": at the c that rows held out choose (`fit_record_probes`). Of numbers the latter two leave rows out.
-Estimator = Literal["fixed_c", "watch", "record"]
+# "logistic": the optimum at the option `c`. "watch": near the best c of each layer (`fit_watching_probes`).
+Estimator = Literal["logistic", "watch"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class ProbeOptions:
     penalty: float = 1.0
     tolerance: float = 1e-6
     max_iterations: int = 1000
-    estimator: Estimator = "fixed_c"
+    estimator: Estimator = "logistic"
 
 
 Fitted = LogisticProbes | RidgeProbes
@@ -93,32 +88,21 @@ def fit_labellings(
     *,
     num_classes: int | None,
     groups: Tensor | None = None,
-    starts: Sequence[LogisticProbes | None] | None = None,
     device: torch.device | None = None,
 ) -> Sequence[Fitted]:
-    """The probe of one layer for each labelling of its features (rows, dim): ridge where `num_classes` is None.
+    """Return the probe of one layer for each labelling of its features (rows, dim): ridge if `num_classes` is None.
 
-    Rows of one number in `groups` (rows,) are held out together; `starts` are probes of similar problems.
+    Rows of one number in `groups` (rows,) are held out together.
     """
-    layer, starts = features[None], starts or [None] * len(labellings)
+    layer = features[None]
     if num_classes is None:
-        penalty = options.penalty if options.estimator == "fixed_c" else None
+        penalty = options.penalty if options.estimator == "logistic" else None
         return [fit_ridge_probes(layer, targets, penalty=penalty) for targets in labellings]
     how: dict[str, Any] = {"num_classes": num_classes, "device": device}
     if options.estimator == "watch":  # decomposes the features once for all labellings
         return fit_watching_probes(layer, labellings, groups=groups, **how)
-    how["max_iterations"] = options.max_iterations
-    if options.estimator == "record":
-        earlier = [start if isinstance(start, RecordProbes) else None for start in starts]
-        return [
-            fit_record_probes(layer, targets, groups=groups, start=start, **how)
-            for targets, start in zip(labellings, earlier, strict=True)
-        ]
-    how |= {"c": options.c, "tolerance": options.tolerance}
-    return [
-        fit_logistic_probes(layer, targets, start=start, **how)
-        for targets, start in zip(labellings, starts, strict=True)
-    ]
+    how |= {"c": options.c, "tolerance": options.tolerance, "max_iterations": options.max_iterations}
+    return [fit_logistic_probes(layer, targets, **how) for targets in labellings]
 
 
 def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_classes: int | None) -> Fitted:
@@ -128,10 +112,10 @@ def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_c
 
 @dataclass(kw_only=True)
 class ProbeAnalysis(StagedAnalysis):
-    """Linear probes of every layer: how they are fitted, and what those of the next checkpoint can begin with.
+    """Linear probes of every layer, and how they are fitted.
 
-    `estimator`: "fixed_c" has the optimum at `c`; "watch" probes near the best c of each layer, for a fraction of the
-    work; "record" those at the c that rows held out choose, whose fits have up to `max_iterations` each.
+    `estimator`: "logistic" has the optimum at `c`; "watch" is near the best c of each layer, for a fraction of the
+    work.
     """
 
     LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
@@ -141,31 +125,12 @@ class ProbeAnalysis(StagedAnalysis):
     tolerance: float = 1e-6
     max_iterations: int = 1000
     seed: int = 0
-    estimator: Estimator = "fixed_c"
-    _earlier: dict[Key, LogisticProbes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    estimator: Estimator = "logistic"
 
     def probe_options(self) -> ProbeOptions:
         return ProbeOptions(
             self.c, tolerance=self.tolerance, max_iterations=self.max_iterations, estimator=self.estimator
         )
-
-    def fitted(
-        self, features: Tensor, labellings: Mapping[Key, Tensor], num_classes: int | None, *, warm: bool, **how: Any
-    ) -> Sequence[Fitted]:
-        """As `fit_labellings`; if `warm`, each from the last checkpoint's probes of its key, width and classes."""
-        starts = {
-            key: earlier
-            for key, targets in labellings.items()
-            if (earlier := self._earlier.get(key)) is not None
-            and earlier.weight.shape[1] == features.shape[1]
-            and torch.equal(earlier.classes, targets.unique())
-        }
-        how |= {"num_classes": num_classes, "starts": [starts.get(key) for key in labellings]}
-        probes = fit_labellings(features, [*labellings.values()], self.probe_options(), **how)
-        if warm and self.estimator != "watch":
-            pairs = zip(labellings, probes, strict=True)
-            self._earlier |= {key: probe for key, probe in pairs if isinstance(probe, LogisticProbes)}
-        return probes
 
 
 class Fitting(NamedTuple):
@@ -185,15 +150,12 @@ class Fitting(NamedTuple):
 class SplitProbe(ProbeAnalysis):
     """Logistic probes of all layers, fitted on rows of `train` and scored on rows of `test`.
 
-    Of the estimators but "fixed_c" the record `probe_c` says which c, and `n` of how many rows. `warm_start`: "record"
-    and "fixed_c" begin at the last checkpoint's probes, which moves numbers within `tolerance` or, of "record", the
-    rule by which its fits end.
+    With `estimator` "watch" the record `probe_c` says which c each layer has, and `n` of how many rows.
     """
 
     train: Batches
     test: Batches
     random_labels: bool = True
-    warm_start: bool = False
 
     def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> FollowingAnalysis:
         """The probes of all layers, a part each: every process holds the features of all."""
@@ -223,15 +185,13 @@ class SplitProbe(ProbeAnalysis):
         if self.random_labels:
             controls.append({**fitting.tags, "control": "random_labels"})
             labellings.append(permuted(fitting.labels, self.seed))
-        keys = [(tags.get("pooling"), tags.get("control"), layer) for tags in controls]
-        how: dict[str, Any] = {"warm": self.warm_start, "groups": fitting.groups, "device": device}
-        by_key = dict(zip(keys, labellings, strict=True))
-        probes = self.fitted(fitting.features[place], by_key, fitting.num_classes, **how)
+        how: dict[str, Any] = {"num_classes": fitting.num_classes, "groups": fitting.groups, "device": device}
+        probes = fit_labellings(fitting.features[place], labellings, self.probe_options(), **how)
         for probe, tags in zip(probes, controls, strict=True):
             assert isinstance(probe, LogisticProbes), "labels are classes"
             flag = {} if probe.converged.all() else {"num_not_converged": 1}
             yield from fitting.scores(probe.log_proba(fitting.test[[place]])[0], {**tags, **flag}, layer)
-            if self.estimator != "fixed_c":
+            if self.estimator == "watch":
                 yield Record(metric="probe_c", value=probe.c.item(), layer=layer, n=len(fitting.labels), tags=tags)
 
 

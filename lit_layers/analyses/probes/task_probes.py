@@ -17,6 +17,7 @@ from lit_layers.analyses.probes.probe_fits import (
     RowScores,
     bytes_of_vectors,
     curve_records,
+    fit_layer,
     of_log_proba,
     score_records,
     score_rows,
@@ -74,10 +75,9 @@ class OnTask(ProbeAnalysis):
         c, tolerance, max_iterations: of `fit_logistic_probes`.
         penalty: of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: of whatever is drawn.
-        estimator: "fixed_c"; or "watch", near the best c of each layer in a fraction of the work
-            (`fit_watching_probes`); or "record", at the c of each layer that rows held out choose
-            (`fit_record_probes`). With these two a regression has the penalty that is best as each row is left out, and
-            `c`, `penalty` and `tolerance` say nothing; `max_iterations` is for each fit of "record".
+        estimator: "logistic", or "watch", near the best c of each layer in a fraction of the work
+            (`fit_watching_probes`). With "watch" a regression has the penalty that is best as each row is left out, and
+            `c`, `penalty`, `tolerance` and `max_iterations` have no meaning.
         cache: a folder in which features are kept and found again; None: nowhere.
     """
 
@@ -212,8 +212,6 @@ class Probe(OnTask):
         fit_on: "train_and_validation", as published, or "train".
         random_labels: whether to fit the control.
         untrained: whether to measure new weights too; a series has its step 0 for that.
-        warm_start: begins each fit at the last checkpoint's probe. Quicker; numbers then agree within `tolerance`, or,
-            of "record", within the rule by which its fits end.
         seed: of permuted labels and of new weights.
 
     The other arguments are those of every analysis on a task (`OnTask`).
@@ -224,7 +222,6 @@ class Probe(OnTask):
     fit_on: Literal["train", "train_and_validation"] = "train_and_validation"
     random_labels: bool = True
     untrained: bool = False
-    warm_start: bool = False
 
     def then(self, model: LayeredModel, results: list[_OfTexts | None]) -> FollowingAnalysis:
         self.check(model)
@@ -258,9 +255,8 @@ class Probe(OnTask):
     def _of_layer(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
         features, labels, control = fitting
         tags = self._tags(fitting, rows)
-        by_key = {(control.get("control"), layer): labels}
         train, num_classes = features.layer("train", layer), rows.num_classes or None
-        (probe,) = self.fitted(train, by_key, num_classes, warm=self.warm_start)
+        probe = fit_layer(train, labels, self.probe_options(), num_classes=num_classes)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
         records: list[Record] = []
@@ -279,7 +275,7 @@ class Probe(OnTask):
                 rows=features.rows[part],
             )
             of_test = scores if part == "test" else of_test
-        if self.estimator != "fixed_c":
+        if self.estimator == "watch":
             c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
             records.append(Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags))
         assert of_test is not None, "every task has test rows"

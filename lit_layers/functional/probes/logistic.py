@@ -68,7 +68,6 @@ def fit_logistic_probes(
     num_classes: int | None = None,
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
-    start: LogisticProbes | None = None,
     device: torch.device | str | None = None,
 ) -> LogisticProbes:
     """The L2-regularised logistic regression of the labels on each layer's features: scikit-learn's, with C = c.
@@ -84,10 +83,6 @@ def fit_logistic_probes(
     problem's gradient does not show. Computed in float32, or in float64 where the features are: large features that are
     not standardised, or a tolerance far below 1e-6, need that.
 
-    `start` are the probes of a similar problem, such as those of the checkpoint before, from whose weights (of
-    standardised features, if these are) to begin. They change how long it takes, not the optimum. A layer whose given
-    weights are worse than none begins with none.
-
     On a CPU layers are read one after another, a few rows at a time, and besides the probes about one layer's features
     are held in memory: the features may be a memory-mapped tensor. `device` says where to compute, if not where the
     features are; these are moved as they are needed, and the probes come back to where the features were.
@@ -95,23 +90,20 @@ def fit_logistic_probes(
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
         ValueError: fewer than 2 rows or 2 classes, labels outside 0..num_classes - 1, features that are not finite,
-            an option out of range, a `start` of other layers, width or classes.
+            an option out of range.
     """
     check_features(features)
     _check_options(c, tolerance, max_iterations)
     classes, targets, num_classes = checked_classes(labels, features, num_classes)
-    if start is not None:
-        check_start(start, features, classes, num_classes)
     device = features.device if device is None else torch.device(device)
     classes, targets = classes.to(device), targets.to(device)
     parts: list[LogisticProbes] = []
     for layers in layers_at_once(features, len(classes), device):
         group = features[layers].detach().to(device)
         check_finite(group, first_layer=layers.start)
-        earlier = None if start is None else earlier_weights(start, layers, device, standardize)
         rows = PrincipalRows(group, standardize=standardize, intercept=intercept)
         softmax = Softmax(rows, targets, torch.full_like(rows.mean[:, 0], 1 / (c * len(targets))))
-        minimum = _minimum(softmax, tolerance, max_iterations, earlier)
+        minimum = _minimum(softmax, tolerance, max_iterations)
         converged = softmax.largest_gradient(minimum.slope) <= tolerance
         parts.append(softmax.probes(minimum, classes, num_classes, converged=converged))
     return together(parts).to(features.device)
@@ -132,28 +124,8 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
     return (2 * hits / (num_labelled + num_predicted)).mean().item()
 
 
-def earlier_weights(
-    probes: LogisticProbes, layers: slice, device: torch.device, standardize: bool
-) -> tuple[Tensor, Tensor]:
-    """Weights and biases of standardised features, else of features as they come; float64."""
-    weight, bias, mean, scale = (
-        part[layers].to(device=device, dtype=torch.float64)
-        for part in (probes.weight, probes.bias, probes.mean, probes.scale)
-    )
-    if standardize:
-        return weight, bias  # features that grew or moved as a whole keep theirs
-    weight = weight / scale[..., None]
-    return weight, bias - (mean[:, None] @ weight)[:, 0]
-
-
-def _minimum(
-    softmax: "Softmax", tolerance: float, max_iterations: int, earlier: tuple[Tensor, Tensor] | None
-) -> "Minimum":
-    start, rows = softmax.start(), softmax.rows
-    if earlier is not None:
-        weight, bias = earlier
-        bias = bias + (rows.shift[:, None].double() @ weight)[:, 0] if rows.intercept else torch.zeros_like(bias)
-        start = softmax.better(softmax.point(weight, bias), start)
+def _minimum(softmax: "Softmax", tolerance: float, max_iterations: int) -> "Minimum":
+    start = softmax.start()
 
     def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
         near = remaining_decrease(slope, direction) <= 0.03 * tolerance * value.abs()
@@ -218,18 +190,6 @@ class Softmax:
         if self.intercept:
             point[:, -1] = self.share.log() - self.share.log().mean()
         return point
-
-    def point(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """Where the rows' own features have these coefficients, as `coefficients` gives them."""
-        weight, bias = (self.axes.double().mT @ weight.double()), bias.double()
-        if len(self.share) == 2:
-            weight, bias = torch.cat([-weight, weight], -1) / 2, torch.cat([-bias, bias], -1) / 2
-        return torch.cat([weight, bias[:, None]] if self.intercept else [weight], 1).to(self.inputs)
-
-    def better(self, point: Tensor, other: Tensor) -> Tensor:
-        """For each layer the one with the lower objective; the other where neither is a number."""
-        lower = self.evaluate(point)[0] < self.evaluate(other)[0]
-        return torch.where(lower[:, None, None], point, other)
 
     def evaluate(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Objective and gradient; the objective is infinite where a probability underflows."""
@@ -331,19 +291,6 @@ def layers_at_once(features: Tensor, num_classes: int, device: torch.device | No
     if (device or features.device).type != "cpu":
         size = max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
     yield from (slice(first, min(layers, first + size)) for first in range(0, layers, size))
-
-
-def check_start(start: LogisticProbes, features: Tensor, classes: Tensor, num_classes: int) -> None:
-    (layers, dim), expected = start.weight.shape[:2], (len(features), features.shape[2])
-    if (layers, dim) != expected:
-        raise ValueError(
-            f"expected start to be probes of {expected[0]} layers of width {expected[1]}, got {layers} of width {dim}"
-        )
-    if start.num_classes != num_classes or not torch.equal(start.classes.to(classes), classes):
-        raise ValueError(
-            f"expected start to be probes of the same classes, {len(classes)} seen of {num_classes}; got others, "
-            f"{len(start.classes)} seen of {start.num_classes}"
-        )
 
 
 def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:

@@ -19,8 +19,10 @@ from lit_layers.functional.probes.logistic import (
     layers_at_once,
     together,
 )
-from lit_layers.functional.probes.record_probe import C_GRID, fold_numbers, held_out_rows
 
+C_GRID = [10 ** (exponent / 2) for exponent in range(-10, 7)]  # 1e-5 to 1e3
+NUM_FOLDS = 5
+ENOUGH = 1000  # rows held out: with as many in one fold, that one is enough
 STEPS = 12
 SHARES_OF_STEPS = (0.25, 0.5, 0.75, 1.0)
 LEAST_GAIN = 1e-3  # nats
@@ -45,9 +47,9 @@ def fit_watching_probes(
     decomposition of S gives for every c and labelling. As in a linear discriminant the class's bias is its log share
     minus q_k, half the product of its weights with m_k / n_k. What it says too loudly two numbers put right: the
     weights are multiplied by `t`, q_k by `b`. For each layer c, t and b are those of the lowest log-loss of rows held
-    out of all of this, mean and covariance included; c is sought from 0.01 along half decades. Held out are the rows of
-    `fit_record_probes`: a fifth, once where that makes 1,000 rows, else each fifth in turn; and those of one number in
-    `groups`, such as those of one text, together.
+    out of all of this, mean and covariance included; c is sought from 0.01 along half decades. Held out is a fifth,
+    once where that makes 1,000 rows, else each fifth in turn; and those of one number in `groups`, such as those of one
+    text, together.
 
     From there twelve L-BFGS steps, or fewer, go down the logistic objective at t c, of which t times the weights
     are the first step where c is small. They move the weights of the most frequent classes, at least 100 and those
@@ -88,6 +90,28 @@ def fit_watching_probes(
         for problem, fitted in zip(problems, parts, strict=True):
             fitted.append(_fit(rows, spaces, problem))
     return [together(part).to(features.device) for part in parts]
+
+
+def fold_numbers(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
+    """The fold of each row, the same for all rows of a group."""
+    if groups is not None and groups.shape != (num_rows,):
+        raise ValueError(f"expected a group for each of {num_rows} rows, got shape {tuple(groups.shape)}")
+    numbers = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
+    order = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(0))
+    return order[numbers] % NUM_FOLDS
+
+
+def held_out_rows(targets: Int[Tensor, " n"], groups: Int[Tensor, " n"] | None = None) -> list[Tensor]:
+    """Masks (n,) of the rows of each fold: one fold of at least 1,000, or five; none where no row can be spared."""
+    fold = fold_numbers(len(targets), groups).to(targets.device)
+    masks = []
+    for number in range(NUM_FOLDS):
+        held = fold == number
+        held &= torch.bincount(targets[~held], minlength=int(targets.max()) + 1)[targets] > 0
+        masks.append(held)
+    if masks[0].sum() >= ENOUGH:
+        return masks[:1]
+    return masks if sum(int(held.sum()) for held in masks) >= 2 else []
 
 
 class _Problem(NamedTuple):
