@@ -22,9 +22,8 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring import aside as second_process
-from lit_layers.measuring.aside import MeasuringAside, _page_has_all
-from lit_layers.measuring.follow import follow
+from lit_layers.measuring import follow as second_process
+from lit_layers.measuring.follow import MeasuringAside, _page_has_all, follow
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -195,7 +194,7 @@ class Later:
     """The second process, begun in this one when it is waited for: what it is told is what the real one is."""
 
     def __init__(self, command: list[str], *, stdin: IO[bytes], **_: Any) -> None:
-        assert command[-1] == "lit_layers.measuring.aside"
+        assert command[-1] == "lit_layers.measuring.follow"
         self.pid, self.told, self.code = os.getpid(), io.BytesIO(stdin.read()), None
 
     def poll(self) -> int | None:
@@ -219,7 +218,7 @@ def ended(callback: EmergenceCallback) -> None:
 @pytest.mark.parametrize("started", [Later, pytest.param(None, marks=pytest.mark.soak)], ids=["later", "beside"])
 def test_training_goes_on_with_the_same_weights_and_the_numbers_arrive(started, tmp_path, monkeypatch):
     if started is not None:
-        monkeypatch.setattr("lit_layers.measuring.aside.subprocess", SimpleNamespace(Popen=started))
+        monkeypatch.setattr("lit_layers.measuring.follow.subprocess", SimpleNamespace(Popen=started))
     roots = {how: tmp_path / how / "run" for how in ("sync", "async")}
     with_them, heard = callbacks(roots["async"], "async"), Heard()
     with_them[1].measurer.watchers.append(heard)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.files.scratch import Scratch
+from lit_layers.files.durable import Scratch
 
 MAKES = """
 import os, sys, time
-from lit_layers.files.scratch import Scratch
+from lit_layers.files.durable import Scratch
 kept = Scratch()
 (kept.folder / "a").write_text("x")
 print(kept.folder, flush=True)

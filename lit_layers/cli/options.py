@@ -23,8 +23,15 @@ from yaml import YAMLError
 from lit_layers.cli.console import QUIET, VERBOSE
 from lit_layers.cli.help import MOST_USED, HelpFormatter
 from lit_layers.cli.own_code import blaming_classes, trust_code
-from lit_layers.cli.recipes import HELP, RecipeParser, refuse_place, refuse_reach, refuse_wild_values
-from lit_layers.cli.shipped_recipes import find_recipe, recipe_file
+from lit_layers.cli.recipes import (
+    HELP,
+    RecipeParser,
+    find_recipe,
+    recipe_file,
+    refuse_place,
+    refuse_reach,
+    refuse_wild_values,
+)
 from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
 

@@ -18,8 +18,7 @@ from lit_layers.records import Measurement
 from lit_layers.schema import run_facts
 from lit_layers.training.checkpoints import Origin
 from lit_layers.training.resuming import ResumePoint
-from lit_layers.training.run_log import RunLog
-from lit_layers.training.time_left import LONG, TimeLeft
+from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 
 SHOWN = 28  # rows of the table of changes; the page has all of them
 REDRAWN, LINE = 0.1, 20.0  # seconds between two drawings of the bar, and between two lines where there is no terminal

@@ -10,9 +10,11 @@ import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from lit_layers.errors import InputError, refused
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.theme import INK
 from lit_layers.files.durable import replace_file
-from lit_layers.files.isolated_python import isolated_command
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
@@ -325,3 +326,16 @@ def file_name(text: str, names: set[str]) -> str:
         number += 1
     names.add(unique)
     return unique
+
+
+def isolated_command(program: Path, packages: Sequence[str], *arguments: str) -> list[str]:
+    """The command line of a Python that finds the standard library, what is installed with it, and these packages
+    where this process finds them.
+
+    It is isolated (`-I`): the working directory, PYTHONPATH with its empty parts, and the user's own folder of packages
+    are not searched, so that nothing there stands in for a module.
+    """
+    specs = filter(None, map(find_spec, packages))
+    places = [*dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs if spec.origin)]
+    start = f"import runpy, sys; sys.path += {places}; runpy.run_path({str(program)!r}, run_name='__main__')"
+    return [sys.executable, "-I", "-c", start, *arguments]

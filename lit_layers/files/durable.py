@@ -1,14 +1,22 @@
-"""Files that survive a kill or a power cut."""
+"""Files that survive a kill or a power cut, and temporary folders that go with their process."""
 
 import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
+import tempfile
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, Timeout
+
+_PREFIX, _LOCK = "lit_layers-", ".lock"  # of temporary folders
+_NEW = 60.0  # seconds in which a folder may have no lock yet
 _OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 
@@ -82,3 +90,32 @@ def replace_file(path: Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # on a read-only disk that fails, too
             draft.unlink(missing_ok=True)
+
+
+class Scratch:
+    """A new temporary folder, removed by `remove`, when nothing holds this any more, or when the process ends.
+
+    Its process holds a lock in it. A killed one leaves the folder without: the next that needs one removes it.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = FileLock(self.folder / _LOCK, timeout=0, thread_local=False)
+        lock.acquire()
+        self.remove = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
+
+
+def _remove(folder: Path, lock: BaseFileLock, owner: int) -> None:
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+def _remove_abandoned(place: Path) -> None:
+    for lock in place.glob(f"{_PREFIX}*/{_LOCK}"):
+        folder = lock.parent
+        with contextlib.suppress(OSError, Timeout):
+            if time.time() - folder.stat().st_mtime > _NEW:
+                with FileLock(lock, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)

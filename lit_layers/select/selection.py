@@ -16,7 +16,7 @@ from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
-from lit_layers.files.scratch import Scratch
+from lit_layers.files.durable import Scratch
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
@@ -26,7 +26,7 @@ from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
 from lit_layers.select.classifier import ProbeHead
 from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on
-from lit_layers.series.model_files import ModelFiles
+from lit_layers.series.checkpoint_sources import ModelFiles
 
 _PICK = "#c2410c"
 _NUMBERED = 13  # layers at most of which each has its number beside it

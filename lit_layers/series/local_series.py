@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_layers.errors import InputError, refuse_odd_files
-from lit_layers.files.durable import on_disk
+from lit_layers.files.durable import Scratch, on_disk
 from lit_layers.files.gguf_files import LOAD_THEM, OF_WEIGHTS_ALONE
 from lit_layers.files.hub import ADAPTER, MERGE_IT, ListedFile, would_run_code
-from lit_layers.files.scratch import Scratch
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Source, companions
-from lit_layers.series.model_files import ModelFiles
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, ModelFiles, Source, companions
 from lit_layers.series.weight_files import Memory
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it

@@ -16,10 +16,9 @@ from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.schema import SEED, refuse_outside
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, Source, at_once
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, ModelFiles, Source, at_once
 from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
-from lit_layers.series.model_files import ModelFiles
 
 
 class Models(Series):

@@ -17,7 +17,7 @@ from torch import nn
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring.aside import MeasuringAside
+from lit_layers.measuring.follow import MeasuringAside
 from lit_layers.measuring.plan import duration, share_of, stride_within
 from lit_layers.models.build import submodule
 from lit_layers.models.families.own_networks import known_inside
@@ -219,7 +219,7 @@ class EmergenceCallback(_AtSteps):
         watchers: called as each analysis starts and ends.
         measure: "async": the steps that `SeriesCheckpoint` saves are measured by a second process on this machine's
             CPUs, and training goes on: it hears of the numbers as they arrive, and the process ends once all that was
-            saved is measured (`lit_layers.measuring.aside.MeasuringAside`).
+            saved is measured (`lit_layers.measuring.follow.MeasuringAside`).
         budget: the most that measuring may take of the time that training takes, e.g. 5%: if the first steps say that
             the schedule takes more, every second, fourth, ... later one is measured; all are saved nevertheless.
         scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of

@@ -28,8 +28,8 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
+from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
-from lit_layers.training.time_left import TimeLines
 
 logger = logging.getLogger(__name__)
 Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves

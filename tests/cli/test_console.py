@@ -17,7 +17,7 @@ from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.training_display import StepProgress, show_results
 from lit_layers.records import Measurement
 from lit_layers.run_data import cost, read_run
-from lit_layers.training import time_left
+from lit_layers.training import run_log
 from tests.support.runs import make_run
 
 
@@ -144,9 +144,9 @@ def a_measurement(step: int) -> Measurement:
 def test_long_measuring_says_how_long_it_still_takes_by_the_checkpoint_before(monkeypatch):
     """Of 40 s: 30 after the first ten. The first checkpoint has none before it, and the line comes all the same."""
     now, said = [100.0], []
-    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time_left, "rank_zero_info", said.append)
-    lines = time_left.TimeLines()
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_log, "rank_zero_info", said.append)
+    lines = run_log.TimeLines()
     for step in (0, 1):
         for analysis in ("coupling", "lens", "probe", "lens"):
             lines.measuring(step, analysis)
@@ -166,9 +166,9 @@ def test_long_measuring_says_how_long_it_still_takes_by_the_checkpoint_before(mo
 
 def test_measuring_of_seconds_is_no_news(monkeypatch):
     now, said = [100.0], []
-    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time_left, "rank_zero_info", said.append)
-    lines = time_left.TimeLines()
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_log, "rank_zero_info", said.append)
+    lines = run_log.TimeLines()
     for step in range(20):
         lines.measuring(step, "lens")
         now[0] += 3.0
@@ -178,7 +178,7 @@ def test_measuring_of_seconds_is_no_news(monkeypatch):
 
 def test_without_a_terminal_a_training_says_how_long_a_checkpoint_takes(monkeypatch):
     now, console = [100.0], Console(file=io.StringIO(), force_terminal=False, width=200, color_system=None)
-    monkeypatch.setattr(time_left.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     log: Any = SimpleNamespace(shown={})
     progress = StepProgress(log, console=console)
     for step in (0, 1):

@@ -12,7 +12,7 @@ import torch
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.files.isolated_python import isolated_command
+from lit_layers.figures.vega import isolated_command
 from lit_layers.measuring.engine import cluster
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.costs import peak_memory

@@ -19,7 +19,7 @@ from lit_layers.files.gguf_files import GgufFile
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.saved import load
 from lit_layers.series import OneModel
-from lit_layers.series.model_files import ModelFiles
+from lit_layers.series.checkpoint_sources import ModelFiles
 from tests.support.labelled_texts import labelled, saved_gpt2, scaled
 from tests.support.measured_series import write_texts
 from tests.support.rounding import assert_rounded

@@ -8,7 +8,7 @@ import pytest
 
 from lit_layers.errors import InputError
 from lit_layers.files import hub
-from lit_layers.series.model_files import ModelFiles
+from lit_layers.series.checkpoint_sources import ModelFiles
 from tests.support.saved_models import saved
 from tests.support.series_hub import served
 

@@ -20,8 +20,7 @@ from lit_layers import schema
 from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
-from lit_layers.files.durable import naming, sync, write_json
-from lit_layers.files.scratch import Scratch
+from lit_layers.files.durable import Scratch, naming, sync, write_json
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_layers.records import Measurement
     from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
     from lit_layers.select.selection import Selection
-    from lit_layers.series.model_files import ModelFiles
+    from lit_layers.series.checkpoint_sources import ModelFiles
     from lit_layers.tasks.probe_task import ProbeTask
 
 WITHOUT_TOLERANCE = ("knee", "best")
@@ -220,7 +220,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     from lit_layers.models.costs import layer_latencies
     from lit_layers.select.choosing import BY, choose
     from lit_layers.select.selection import Selection
-    from lit_layers.series.model_files import ModelFiles
+    from lit_layers.series.checkpoint_sources import ModelFiles
 
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
     measured = None
