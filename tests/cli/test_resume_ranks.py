@@ -41,7 +41,7 @@ def whole(recipe, tmp_path_factory) -> Path:  # noqa: F811
     return root
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, whole, tmp_path):  # noqa: F811
     expected, draw, kills = what_is_left(whole), random.Random(1), 0
     seconds, attempts = 6.0, itertools.count()
