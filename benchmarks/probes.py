@@ -11,8 +11,6 @@ above what the process held with the features. "Objective" is how far it lies ab
 float64 for all. A fair race is between rows of one objective: scikit-learn's default stops early, at a gradient 100
 times ours, so that there is a row for its tolerance and one for ours, of each, and "ours, as low" is the loosest
 tolerance with which ours is at or below the objective of scikit-learn's default. "Tight" is scikit-learn in float64.
-"Ours, warm" fits features that moved by a tenth of their deviation, from the probes of those before; "ours, cold" fits
-them from nothing.
 """
 
 import argparse
@@ -61,20 +59,13 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     features, labels, test, test_labels = problem(options, options.layer)
-    moved = options.way in ("ours, warm", "ours, cold")
-    start = None
-    if options.way == "ours, warm":
-        start = fit_logistic_probes(features[None], labels)
-    if moved:
-        noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(99))
-        features += noise.mul_(features.std(0)).mul_(0.1)
     small = torch.randn(1, 50, 4), torch.arange(50) % 3  # what is loaded at first use is no part of the race
     fit_logistic_probes(*small)
     LogisticRegression().fit(small[0][0].numpy(), small[1].numpy())
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
     before, since = peak(), time.process_time()
     if options.way.startswith("ours"):
-        probes = fit_logistic_probes(features[None], labels, tolerance=options.tolerance, start=start)
+        probes = fit_logistic_probes(features[None], labels, tolerance=options.tolerance)
         spent, used = time.process_time() - since, peak() - before
         iterations, correct = int(probes.num_iterations), probes.predict(test[None])[0] == test_labels
         mean, scale, weight, bias = probes.mean[0], probes.scale[0], probes.weight[0], probes.bias[0]
@@ -114,8 +105,6 @@ def race(options: argparse.Namespace, layer: int) -> dict[str, list[dict[str, An
         "ours, as low": as_low,
         f"scikit-learn, {FINE:g}": FINE,
         f"ours, {FINE:g}": FINE,
-        "ours, cold": FINE,
-        "ours, warm": FINE,
     }
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(options.rounds):
@@ -131,12 +120,10 @@ def rows_of(layer: int, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
     middle = {
         way: {name: statistics.median(one[name] for one in runs) for name in runs[0]} for way, runs in found.items()
     }
-    moved = ("ours, cold", "ours, warm")  # of other features
     races = {  # what is compared -> the slower way, the quicker way, what is wanted
         "at the objective of scikit-learn's default": ("scikit-learn, default", "ours, as low", 1.0),
         "at the same small gradient": (f"scikit-learn, {FINE:g}", f"ours, {FINE:g}", 1.0),
         "defaults of both (ours is lower)": ("scikit-learn, default", f"ours, {FINE:g}", None),
-        "warm start against none": (*moved, None),
     }
     rows = []
     for race, (slower, faster, wanted) in races.items():
@@ -146,7 +133,7 @@ def rows_of(layer: int, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
         }
         seconds = ratios(*([run["seconds"] for run in found[way]] for way in (slower, faster)))
         rows.append(Row(f"layer {layer}, {race}", seconds, wanted, others=others))
-    lowest = min(one["objective"] for way, one in middle.items() if way not in moved)
+    lowest = min(one["objective"] for one in middle.values())
     above = [run["objective"] / lowest - 1 for run in found[f"ours, {FINE:g}"]]
     return [*rows, Row(f"layer {layer}, our objective above the lowest", above, 1e-6, at_most=True)]
 

@@ -71,7 +71,8 @@ class Analysis(ABC):
         """
         self.adopt_batches_()
         most = getattr(self, "num_prompts", sys.maxsize)
-        totals, changes = ([most], {"num_prompts": min(rows, most)}) if most < sys.maxsize else ([], {})
+        totals: list[int] = [most] if most < sys.maxsize else []
+        changes: dict[str, Any] = {"num_prompts": min(rows, most)} if most < sys.maxsize else {}
         for name, value in vars(self).items():
             if isinstance(value, Texts):
                 totals.append(len(value.texts()))

@@ -27,7 +27,9 @@ def usage(start: str, actions: Iterable[Any]) -> str:
     shown = [start]
     for action in actions:
         if not action.option_strings:
-            shown.append({"?": f"[{action.dest}]", "*": f"[{action.dest} ...]"}.get(str(action.nargs), action.dest))
+            shown.append(
+                {"?": f"[{action.dest}]", "*": f"[{action.dest} ...]"}.get(str(action.nargs), str(action.dest))
+            )
         elif getattr(action, "is_needed", False):
             shown.append(f"--{action.dest} {action.dest.upper()}")
     return " ".join([*shown, "[options]"])

@@ -136,13 +136,14 @@ def cluster() -> Iterator[Any]:
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else 20 minutes of silence if no cluster answers
     try:
         import ray
+        from ray.job_config import JobConfig
     except ImportError as error:
         raise InputError("engine: ray is not installed: pip install 'lit_layers[ray]'") from error
     if is_ours := not ray.is_initialized():
         _refuse_cluster_of_another_user(ray)
         passed = {name: value for name, value in os.environ.items() if re.match(PASSED_ON, name)}
         # Without _client_job the working directory comes first on the import path, and a numpy.py in it would run.
-        job = ray.job_config.JobConfig(_client_job=True)
+        job = JobConfig(_client_job=True)
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         try:
             ray.init(job_config=job, runtime_env={"env_vars": passed}, **quiet)

@@ -67,7 +67,7 @@ def analyze(
     options = replace(ALONE, offload=offload, device=device, dtype=dtype)
     series, analyses = OneModel(model, revision=revision), in_dtype(analyses, options)  # as they are in the record
     analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
-    earlier, (checkpoint,) = SeriesMeasurements(root), series.checkpoints
+    earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
     return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now
 

@@ -106,8 +106,8 @@ def test_what_a_class_inside_refuses_is_said_with_its_place(recipe, words, sente
     assert sentence in said
 
 
-@pytest.mark.parametrize("value", ["x" * 300_000, "1 2," * 75_000], ids=["word", "words"])
-def test_an_endless_value_of_several_kinds_is_refused_in_our_words(value, capsys):
+def test_a_long_value_of_several_kinds_is_refused_in_our_words(capsys):
+    value = "1 2," * 75_000
     assert main(["mteb", "model", f"--layers={value}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from lit_layers.data import BenchmarkPrompts, benchmarks
+from lit_layers.data import BenchmarkPrompts, prompt_texts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.errors import InputError
 from tests.support.benchmark_files import COLUMNS, NAMES, write_benchmarks
@@ -168,7 +168,7 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
         return datasets.Dataset.from_dict({column: [f"{repo} {row}" for row in range(3)]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    benchmarks._texts.cache_clear()
+    prompt_texts._texts.cache_clear()
     texts = BenchmarkPrompts(tokenizer, num_prompts=12).texts()
     assert [text.split()[0] for text in texts[:6]] == [repo for repo, _, _ in asked[:6]]
     assert asked[:6] == [
@@ -179,7 +179,7 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
         ("truthfulqa/truthful_qa", "generation", "validation"),
         ("allenai/winogrande", "winogrande_xl", "validation"),
     ]
-    benchmarks._texts.cache_clear()
+    prompt_texts._texts.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"words": ["a"]}))
     with pytest.raises(InputError, match=r"the test split of allenai/ai2_arc:ARC-Challenge has no column 'que"):
         BenchmarkPrompts(tokenizer, num_prompts=6).texts()

@@ -98,15 +98,6 @@ def test_by_hand_so_many_run_together():
     assert [orders.num_together(tokens, 1) for tokens in (1, 64, 65, 128, 512, 513, 10**6)] == [16, 16, 8, 8, 2, 1, 1]
     # 2^28 bytes in all: 12 states of 10 MB are 120 MB, of 20 MB 240
     assert [orders.num_together(1, megabytes * 1e6) for megabytes in (1, 5, 10, 20, 1000)] == [16, 4, 2, 1, 1]
-    # In a plan no more states than block runs, and what a block holds of so many texts more: 12 states each.
-    assert orders.num_block_runs == 2
-    model = LayeredModel(tiny("gpt2", n_layer=5, n_embd=12))
-    assert orders.bytes_held(model, 64) == (2 + 15 * 12) * 64 * 12 * 4
-    assert orders.bytes_held(model, 1024) == 2 * 1024 * 12 * 4
-    wide = LayeredModel(tiny("gpt2", n_layer=5, n_embd=12).double())
-    assert orders.bytes_held(wide, 64) == 2 * orders.bytes_held(model, 64)
-    model.blocks[0].register_forward_hook(lambda *_: None)  # one state at a time
-    assert orders.bytes_held(model, 64) == 2 * 64 * 12 * 4
 
 
 def most_held(model, trajectory, states_of_orders):

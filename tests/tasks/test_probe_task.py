@@ -695,7 +695,10 @@ def test_a_recipe_can_spell_out_a_task(tmp_path):
     parser.add_argument("--task", type=str | ProbeTask)
     source = write(tmp_path / "all.csv", made_rows(100))
     options = {"name": "mine", "source": source, "test": None, "where": {"label": ["art", "world"]}}
-    recipe = {"class_path": "lit_layers.data.tasks.ProbeTask", "init_args": options | {"classes": ["world", "art"]}}
+    recipe = {
+        "class_path": "lit_layers.tasks.probe_task.ProbeTask",
+        "init_args": options | {"classes": ["world", "art"]},
+    }
     built = parser.instantiate(parser.parse_object({"task": recipe})).task
     assert built == ProbeTask("mine", source, test=None, where=options["where"], classes=("world", "art"))
     assert built.load().classes == ("world", "art")

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -51,9 +50,9 @@ def recipe(text, **options) -> FinetuningRecipe:
     return FinetuningRecipe(**(usual | options))
 
 
-def run(model, text, root, variant=MIDDLE, *, parallel: Any = "loop", **options):
+def run(model, text, root, variant=MIDDLE, **options):
     training = recipe(text, **options)
-    analysis = Finetuning(recipe=training, root=root, tokenizer=str(text / "model"), parallel=parallel)
+    analysis = Finetuning(recipe=training, root=root, tokenizer=str(text / "model"))
     analysis.check(LayeredModel(model))
     return tuple(analysis.before_and_after(LayeredModel(model), variant).values())
 

@@ -272,7 +272,7 @@ class _Rehearsal(StepTimes):
 
 def _plan(options: Any) -> int:
     """Print what the run would take, by a first share of it in a temporary folder."""
-    given = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
+    given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
     given["precision"] = given.get("precision") or best_precision(given["accelerator"])
     with tempfile.TemporaryDirectory() as folder:
         rehearsal = _Rehearsal(options, Path(folder))
