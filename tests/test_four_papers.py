@@ -154,7 +154,7 @@ def assert_same_tables(again: str, page: str) -> None:
     assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "names"),
     [
@@ -168,7 +168,7 @@ def test_a_script_prints_the_tables_of_the_page(script, names):
     assert_same_tables("\n".join(rows) + "\n", "".join(map(written, names)))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     monkeypatch.syspath_prepend(str(PAGE.parent))
     import four_papers as study
@@ -180,7 +180,7 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
         assert_same_tables(study.as_markdown(rows), written(name))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(PAGE.parent))
     import state_similarity

@@ -81,7 +81,7 @@ IMAGES = {"class_path": "lit_layers.data.EvalImages", "init_args": {"source": "d
 COUPLING = {"class_path": "lit_layers.analyses.Coupling", "init_args": {"batches": IMAGES, "k": [12]}}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # nine trainings, a process each, and one that is stopped
 def test_the_digits_grid_is_trained_through_a_stop_and_correlate_reads_its_folders(tmp_path):
     runs, less = tmp_path / "runs", tmp_path / "less.yaml"
