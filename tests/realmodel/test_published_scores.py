@@ -9,7 +9,7 @@ from lit_layers.cli.main import main
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_tasks import Sources
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.soak]  # 1,379 pairs at seven layers
+pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.nightly]  # 1,379 pairs at seven layers
 PUBLISHED = 0.8203246731235654  # Spearman correlation of cosines, as the model's own page has it
 
 
