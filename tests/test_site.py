@@ -29,7 +29,7 @@ class Links(HTMLParser):
         self.names |= {value for key in ("id", "name") if (value := given.get(key))}
 
 
-@pytest.mark.nightly  # twenty seconds of CPU
+@pytest.mark.soak  # twenty seconds of CPU
 def test_the_site_builds_without_a_warning_and_no_link_leads_nowhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -118,7 +118,7 @@ def as_given(model_type: str, state: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(n, marks=[pytest.mark.nightly] * (n == "longformer")) for n in OTHER_STATES]
+    "model_type", [pytest.param(n, marks=[pytest.mark.soak] * (n == "longformer")) for n in OTHER_STATES]
 )
 def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_type):
     kind, dim, first = OTHER_STATES[model_type]

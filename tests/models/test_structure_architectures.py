@@ -96,7 +96,7 @@ def test_any_order_run_by_the_model_is_the_replayed_one(model_type):
     assert (replayed - trajectory.logits).abs().max() > 1e-3
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 @pytest.mark.parametrize("model_type", CASES)
 def test_offloaded_blocks_give_the_states_of_the_whole(model_type, tmp_path):
     view = view_of(model_type)

@@ -21,7 +21,7 @@ from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.nightly, pytest.mark.timeout(1800)]  # two minutes of one free core
+pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes of one free core
 ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, VOCABULARY = 30, 576, 49152
 INF = math.inf

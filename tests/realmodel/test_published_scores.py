@@ -9,7 +9,7 @@ from lit_layers.cli.main import main
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_tasks import Sources
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.nightly]  # 1,379 pairs at seven layers
+pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.soak]  # 1,379 pairs at seven layers
 PUBLISHED = 0.8203246731235654  # Spearman correlation of cosines, as the model's own page has it
 
 
@@ -23,6 +23,7 @@ def test_minilm_scores_at_every_layer_and_at_the_last_what_was_published(minilm,
     assert layers[6] == pytest.approx(PUBLISHED, abs=1e-6)  # ranks of 1,379 cosines: rounding may swap neighbours
 
 
+@pytest.mark.nightly  # ten experiments on 77 classes, twice: two minutes
 @pytest.mark.filterwarnings("ignore:The fill_missing parameter is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The `get_sentence_embedding_dimension` method:FutureWarning")
 @pytest.mark.filterwarnings("ignore:lbfgs failed to converge")

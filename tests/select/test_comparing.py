@@ -90,7 +90,7 @@ def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_li
     assert chart.series[3].color != line.color
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_the_pictures_are_written_beside_the_table(tmp_path):
     paths = write_comparison(
         [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path

@@ -81,7 +81,7 @@ def test_every_branch_of_a_published_series_is_understood(monkeypatch, repo):
     expect_understood(repo)
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_it_is_on_a_hub_too(hub: FakeHub, tmp_path):
     for repo in SAID:
         listed(tmp_path / "hub", repo)
@@ -106,7 +106,7 @@ def test_manifests_name_each_repository_of_a_suite():
     assert known_facts("EleutherAI/pythia-160m").warm_up == known_facts("EleutherAI/pythia-160m-data-seed3").warm_up
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_a_main_without_weights_and_later_trainings_are_no_finding(hub: FakeHub, tmp_path, model):
     root = tmp_path / "hub" / "HuggingFaceTB" / "SmolLM3-3B-checkpoints"
     for number, branch in enumerate((*SMOLLM3[:2], SMOLLM3[-1], "lc-4k-to-32k-step-4000", "it-SFT")):

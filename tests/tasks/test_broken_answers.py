@@ -77,7 +77,7 @@ def test_the_table_is_read_back_and_told_in_words(tmp_path):
     ]
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_a_task_that_is_written_leaves_the_table_beside_its_results(tmp_path, monkeypatch):
     """The model's own answers are taken as right: no random model answers GSM8K."""
     write_tasks(tmp_path / "local" / "benchmarks")

@@ -204,7 +204,7 @@ def test_records_say_what_they_are(scored):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("Banking77Classification", marks=pytest.mark.nightly), "StackOverflowTitles"]
+    "name", [pytest.param("Banking77Classification", marks=pytest.mark.soak), "StackOverflowTitles"]
 )
 def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path):
     one = task(name, *home, tmp_path)

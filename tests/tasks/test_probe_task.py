@@ -746,7 +746,7 @@ def check_parts(data: TaskData) -> None:
 
 @pytest.mark.realdata
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in PUBLISHED]
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGE else name for name in PUBLISHED]
 )
 def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, realdata):
     data, (num_train, num_validation, num_test, num_classes) = loaded(name), PUBLISHED[name]

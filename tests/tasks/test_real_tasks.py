@@ -59,7 +59,7 @@ def test_pairs_have_the_texts_of_the_official_ones_or_are_shorter_as_the_differe
         assert ("shorter" in LOCAL_DATA[name].difference) == (name in PAIRS)
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_a_model_is_scored_on_real_pairs_and_questions(realdata, tmp_path):
     view = saved_model(tmp_path / "model")
     for name, rows in (("STS16", 1186), ("TrecQaAnswers", 68)):

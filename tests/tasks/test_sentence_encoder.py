@@ -294,7 +294,7 @@ def test_a_limit_that_leaves_no_room_beside_special_tokens_is_refused_before_any
     assert not (tmp_path / "root" / "measurements.jsonl").exists()
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The fill_missing parameter is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The `get_sentence_embedding_dimension` method:FutureWarning")
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

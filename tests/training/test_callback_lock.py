@@ -118,7 +118,7 @@ class Failing(TrainerCallback):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError, marks=pytest.mark.nightly), KeyboardInterrupt])
+@pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError, marks=pytest.mark.soak), KeyboardInterrupt])
 def test_a_trainer_of_transformers_that_fails_gives_the_folder_free_and_can_train_again(error, tmp_path):
     root, rows = tmp_path / "run", [{"input_ids": ids, "labels": ids} for ids in RandomBlocks(4).tokens]
     arguments = TrainingArguments(

@@ -12,7 +12,7 @@ from tests.support import sharded_run
 from tests.support.forked import run_ranks
 from tests.training.test_sharding import column, saved_state, weights
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.soak
 STILL = {"dropout": 0.0, "accumulate_grad_batches": 1}  # each rank draws its own
 
 

@@ -84,7 +84,7 @@ def analysis(home, root, **options) -> TaskFinetuning:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_order(home, tmp_path, monkeypatch):
     folder, rows = home
     model = tiny_speaker(blocks=6, seed=3)
@@ -119,7 +119,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     assert json.loads((tmp_path / "skip_M_3" / "finetuned.json").read_text())["schedule"] == "1 2 6"
 
 
-@pytest.mark.nightly
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

@@ -14,7 +14,7 @@ from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from tests.support.labelled_texts import labelled, saved_gpt2
 
 # TRL takes seconds to import, and uses what transformers and peft warn of.
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = [text for text, _ in labelled(24)]
 
