@@ -4,8 +4,9 @@ import importlib.util
 import logging
 import shutil
 import tempfile
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Offload:
     folder: Path
     device: torch.device  # where blocks are computed
 
-    def open(self, read: Callable[..., tuple[Any, Any]], model: nn.Module, blocks: Sequence[nn.Module]) -> tuple:
+    def open(self, read: Callable[..., tuple[Any, Any]], model: nn.Module) -> tuple:
         """Return what `from_pretrained` returns for a model like this one, which needs no weights.
 
         Raises:
@@ -42,7 +43,9 @@ class Offload:
         level = log.level
         log.setLevel(logging.ERROR)  # it warns that weights are offloaded
         try:
-            opened, report = read(device_map=self._device_map(model, blocks), offload_folder=folder)
+            with warnings.catch_warnings():  # it warns of names of parameters in the map, and places them all the same
+                warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
+                opened, report = read(device_map=self._device_map(model), offload_folder=folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -51,16 +54,16 @@ class Offload:
         weakref.finalize(opened, shutil.rmtree, folder, ignore_errors=True)
         return opened, report
 
-    def _device_map(self, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
-        """Put the blocks on the disk and everything around them (embedding, norm, head) on the device."""
-        on_disk, device, device_map = {id(block) for block in blocks}, str(self.device), {}
+    def _device_map(self, model: nn.Module) -> dict[str, str]:
+        """Put what is in lists (the blocks) on the disk and everything else (embedding, norm, head) on the device."""
+        device, device_map = str(self.device), {}
         if device == "cuda":  # safetensors takes this for the first GPU, torch for the current one
             device = f"cuda:{torch.cuda.current_device()}"
 
         def place(module: nn.Module, path: str) -> None:
-            if id(module) in on_disk:
-                device_map[path] = "disk"
-            elif any(id(part) in on_disk for part in module.modules()):
+            if isinstance(module, nn.ModuleList):
+                device_map.update({f"{path}.{index}": "disk" for index in range(len(module))})
+            elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
                 for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                     device_map[_joined(path, name)] = device
                 for name, child in module.named_children():

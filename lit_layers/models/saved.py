@@ -145,8 +145,7 @@ def _load_transformers(
     if offload is None:
         model, report = read()
     else:
-        empty = outline(settings, name, dtype)
-        model, report = offload.open(read, empty, family_of(empty).block_list(empty))
+        model, report = offload.open(read, outline(settings, name, dtype))
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             keys = sorted(report[problem])[:3]
