@@ -9,7 +9,7 @@ from jsonargparse import SUPPRESS, DefaultHelpFormatter
 
 MOST_USED = {  # at most ten a verb, in this order; the others stand under "more"
     "analyze": ("root", "steps", "metrics", "analyses", "corpus", "tokenizer", "revision", "device", "plan", "config"),
-    "audit": ("steps", "level", "json", "grammar", "stage", "ingredient", "model", "submodule", "config"),
+    "audit": ("steps", "level", "json", "grammar", "stage", "ingredient", "submodule", "config"),
     "correlate": ("root", "metric", "score", "metrics", "scores", "data", "layer", "given", "group", "config"),
     "emerge": ("root", "metrics", "where", "seeds", "axis", "confidence", "settings", "allow_suspect", "config"),
     "fit": ("root", "config", "if_exists", "resume", "steps", "analyses", "corpus", "budget", "plan", "wandb"),

@@ -68,11 +68,11 @@ def test_an_average_beside_the_network_has_to_be_told_from_it_by_name(tmp_path, 
         list(LightningCheckpoints(files))
     assert main(["audit", str(files)]) == 2
     assert "name one with model=" in capsys.readouterr().err
-    assert main(["audit", str(files), "--model", "net"]) == 0
+    assert main(["audit", str(files), "--submodule", "net"]) == 0
     loaded = [weights_hash(checkpoint.load()) for checkpoint in LightningCheckpoints(files, model="net")]
     assert loaded == hashes
     assert weights_hash(LightningCheckpoints(files, model="ema").checkpoints[0].load()) not in hashes
-    assert main(["audit", str(files), "--model", "nett"]) == 2
+    assert main(["audit", str(files), "--submodule", "nett"]) == 2
     said = capsys.readouterr().err
     assert "no tensor of a GPT2LMHeadModel below the submodule 'nett'; such tensors are below: 'net', 'ema'" in said
 
@@ -141,8 +141,8 @@ def test_tensors_that_match_nothing_are_refused_and_never_hashed(tmp_path, capsy
     torch.save(content, files / "40.ckpt")
     assert main(["audit", str(files)]) == 2
     assert "40.ckpt: its submodule 'net' does not fit the config.json of" in capsys.readouterr().err
-    assert main(["audit", str(tmp_path / "none"), "--model", "net"]) == 2
-    assert main(["audit", str(tmp_path), "--model", "net"]) == 2
+    assert main(["audit", str(tmp_path / "none"), "--submodule", "net"]) == 2
+    assert main(["audit", str(tmp_path), "--submodule", "net"]) == 2
     assert "submodule: " in capsys.readouterr().err
 
 

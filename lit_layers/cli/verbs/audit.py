@@ -19,7 +19,6 @@ def audit(
     grammar: str = "auto",
     stage: int = 1,
     ingredient: int | None = None,
-    model: str | None = None,
     submodule: str | None = None,
     level: Literal["auto", "listing", "files", "weights"] = "auto",
     json: Path | None = None,
@@ -34,8 +33,7 @@ def audit(
         grammar: how the branches of steps are named, e.g. iter_{step}
         stage: which stage of a training in stages
         ingredient: which of the sibling runs of a stage
-        model: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
-        submodule: the same as --model
+        submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         level: listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their
             values, which are downloaded where needed. auto: the weights of those checkpoints that are on this machine
         json: also write the findings to this file
@@ -49,7 +47,7 @@ def audit(
     audits = []
     steps = read_steps(steps) if isinstance(steps, str) else steps
     staged = {"grammar": grammar, "stage": stage, "ingredient": ingredient}
-    for each in open_series(series, steps, model=model or submodule, **staged):
+    for each in open_series(series, steps, model=submodule, **staged):
         memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))
         audits.append(audit_of(each, level=level, memory=memory))
         show_audit(audits[-1])
