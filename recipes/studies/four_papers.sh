@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
 # The study of four papers, text: five seeds, and five of a control that is trained on shuffled tokens.
 #
-# Cost:       10 runs, each training 1.2e13 FLOP (0.739 M parameters, 2,048 steps, 2,100,000 tokens); 20 saved
-#             checkpoints 59.1 MB on the disk, two to resume from 17.7 MB. Measuring 2.2e11 FLOP a checkpoint: in all
-#             39% of the training's, most of it interventions.
 # Time:       8 to 10 minutes a run on one CPU core of two.
 # Run:        bash recipes/studies/four_papers.sh
 # Then:       lit-layers report checkpoints/four_papers/*/ --group data.shuffle_tokens

@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
 # The study of four papers, images: five seeds, and five of a control that is trained on shuffled labels.
 #
-# Cost:       10 runs, each training 3.9e12 FLOP (0.603 M parameters, 960 steps, 61,440 images); 18 saved checkpoints
-#             43.4 MB on the disk, two to resume from 14.5 MB. Measuring 8.2e10 FLOP a checkpoint: in all 38% of the
-#             training's, most of it interventions.
 # Time:       4 to 5 minutes a run on one CPU core of two.
 # Run:        bash recipes/studies/four_papers_images.sh
 # Then:       lit-layers report checkpoints/four_papers_images/*/ --group data.shuffle_labels

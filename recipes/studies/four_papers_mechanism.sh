@@ -2,9 +2,6 @@
 # Mechanism and geometry of the same weights, for the study of four papers: three seeds, and three of a
 # control that is trained on shuffled tokens.
 #
-# Cost:       6 runs, each training 3.3e12 FLOP (0.173 M parameters, 2,048 steps, 2,100,000 tokens); 20 saved
-#             checkpoints 13.8 MB on the disk, two to resume from 4.15 MB. Measuring 2.4e10 FLOP a checkpoint: in all
-#             15% of the training's, most of it next_token_probe.
 # Time:       5 minutes a run on one CPU core of two; 8 to 27 beside much other work.
 # Run:        bash recipes/studies/four_papers_mechanism.sh
 # Then:       python docs/studies/four_papers.py --pack-mechanism checkpoints/four_papers_mechanism

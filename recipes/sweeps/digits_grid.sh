@@ -2,9 +2,6 @@
 # Nine small vision transformers on handwritten digits, stochastic depth x weight decay: the grid of the coupling study
 # in miniature, to try `correlate` on. Nine models are too few to conclude anything from.
 #
-# Cost:       9 runs, each training 8e11 FLOP (0.303 M parameters, 400 steps, 25,600 images); 2 saved checkpoints 2.42
-#             MB on the disk, two to resume from 7.26 MB. Measuring 2.3e10 FLOP a checkpoint: in all 5.7% of the
-#             training's, most of it label_probe.
 # Time:       half a minute to a minute a run on one CPU thread.
 # Run:        bash recipes/sweeps/digits_grid.sh
 # Then:       lit-layers correlate checkpoints/digits_grid --metric coupling/coupling --tags k=12

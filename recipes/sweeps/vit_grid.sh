@@ -5,9 +5,6 @@
 #             2407.07810, section 3.4 and appendix A.7: coupling rises with stochastic depth, and at fixed stochastic
 #             depth it correlates with test accuracy. The paper says 64 models and not their values: the eight and
 #             eight below are ours, around DeiT's 0.05 and 0.1.
-# Cost:       64 runs, each training 5.5e16 FLOP (5.36 M parameters, 48,828 steps, 24,999,936 images); 36 saved
-#             checkpoints 772 MB on the disk, two to resume from 129 MB. Measuring with recipes/analyses/images.yaml
-#             2.4e12 FLOP a checkpoint: in all 0.16% of the training's, most of it label_probe.
 # Run:        bash recipes/sweeps/vit_grid.sh
 #             sbatch recipes/slurm/sweep.sh
 #             wandb_configs/sweeps/vit_grid.yaml is the same grid for W&B's agents
