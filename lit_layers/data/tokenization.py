@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import naming
@@ -185,13 +185,32 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
         raise InputError(
             f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
         ) from error
-    named = _read_json(companions[CONFIG]).get("eos_token") if CONFIG in companions else None
+    asked = _read_json(companions[CONFIG]) if CONFIG in companions else {}
+    named = asked.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if not isinstance(named, str | None):
         raise InputError(
             f"{companions[CONFIG]}: eos_token: expected text, got {str(named)[:80]}: mend it or copy it again"
         )
-    return _ending(tokenizer, named, main, companions)
+    loaded = _ending(tokenizer, named, main, companions)
+    if asked.get("add_eos_token") is True and named == loaded.end_of_text:
+        _add_end(loaded)
+    return loaded
+
+
+def _add_end(loaded: TextTokenizer) -> None:
+    """Let the tokenizer end each text that it reads with special tokens with the end token, if it does not yet.
+
+    transformers 4 followed add_eos_token of tokenizer_config.json, and encoders that pool the last token were trained
+    with it; transformers 5 reads tokenizer.json alone.
+    """
+    tokenizer, end = loaded.tokenizer, loaded.end_of_text
+    if tokenizer.encode("a").ids[-1:] != [loaded.end_of_text_id]:
+        last = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, loaded.end_of_text_id)]
+        )
+        before = tokenizer.post_processor
+        tokenizer.post_processor = last if before is None else processors.Sequence([before, last])
 
 
 def _ending(tokenizer: Tokenizer, named: str | None, main: Path, companions: dict[str, Path]) -> TextTokenizer:

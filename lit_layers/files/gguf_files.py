@@ -7,6 +7,7 @@ those that were quantized, rounded. The package gguf is optional.
 import functools
 import importlib
 import importlib.util
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Keys that decide the shapes of weights, which are counted, or no number of a forward pass.
+_HARMLESS = re.compile(r".*(_length|_count)|vocab_size|tensor_data_layout|pooling_type|rope\.(scaling\..*|freq_base)")
+# Names of GPT-2's way to split a text, and of the ways that differ from it only in that each digit is apart.
+_SPLITS_OF_GPT2 = ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling", "modern-bert")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def is_gguf(name: str | Path) -> bool:
@@ -95,10 +101,34 @@ class GgufFile:
             settings["n_inner"] = settings.pop("feed_forward_length", None)
         if _SCALED in self._tensors:
             settings["rope_parameters"] = self._scaling(settings)
+        self._refuse_unread_keys(settings)
         scaling = self._field("rope.scaling.type")
         if scaling not in (None, "none") and not {"rope_scaling", "rope_parameters"} & settings.keys():
             raise InputError(f"{self.path}: its rotary frequencies are scaled ({scaling}), {_NOT_READ}")
         return settings
+
+    def _refuse_unread_keys(self, settings: dict[str, Any]) -> None:
+        """Refuse keys that transformers does not read and that may change the model's numbers.
+
+        Raises:
+            InputError: such a key, whose value is not that of the field of this name in the config either.
+        """
+        from transformers import AutoConfig
+        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+        config = AutoConfig.for_model(**settings)
+        read = {name for name, field in GGUF_CONFIG_MAPPING.get(config.model_type, {}).items() if field is not None}
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        meant = {"attention.causal": True, "rope.dimension_count": int(head * rotary)}
+        prefix = f"{self._field('')}."
+        for key in self._reader.fields:
+            name = key.removeprefix(prefix)
+            if name == key or name in read or (_HARMLESS.fullmatch(name) and name not in meant):
+                continue
+            value = self._field(name)
+            if value != meant.get(name, getattr(config, name.rpartition(".")[2], None)):
+                raise InputError(f"{self.path}: {key} is {str(value)[:80]}, {_NOT_READ}")
 
     @functools.cached_property
     def _claims(self) -> dict[str, Any]:
@@ -119,15 +149,35 @@ class GgufFile:
         return sizes.most_common(1)[0][0]
 
     def tokenizer(self) -> tuple[str, str | None]:
-        """The tokenizer as the JSON of the library tokenizers, and the token that ends a text."""
+        """The tokenizer as the JSON of the library tokenizers, and the token that ends a text.
+
+        Raises:
+            InputError: a way to split texts that transformers does not know.
+        """
+        self._refuse_unknown_split()
         return _tokenizer(self.path, *on_disk(self.path))
 
     def wrapped_tokenizer(self) -> Any:
         """The tokenizer as transformers wraps it."""
         from transformers import AutoTokenizer
 
+        self._refuse_unknown_split()
         with self._reading():
             return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+
+    def _refuse_unknown_split(self) -> None:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        fields = {name: self._reader.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre", "merges")}
+        if fields["model"] is None or fields["model"].contents() != "gpt2":
+            return
+        split = fields["pre"].contents() if fields["pre"] else {"gpt2": "gpt-2"}.get(self._field(""), "no name")
+        merges = fields["merges"].contents() if fields["merges"] and split in _DIGITS_APART else ()
+        is_known = split in (*GGUF_PRE_TOKENIZER_SPLITS, *_SPLITS_OF_GPT2, *_DIGITS_APART)
+        if not is_known or any(re.search(r"\d \d|Ġ \d", merge) for merge in merges):
+            raise InputError(
+                f"{self.path}: its tokenizer splits texts by the rule {split!r} (tokenizer.ggml.pre), {_NOT_READ}"
+            )
 
     def load(self, kind: Any, dtype: Any) -> Any:
         """The model, of a class of transformers, on the CPU; it remembers nothing of having been quantized.

@@ -3,7 +3,8 @@
 import functools
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, r
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.offload import Offload
 
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # which file holds which weights
 # What transformers, timm and their readers of files raise for a config or weights that are wrong.
 _CANNOT_LOAD = (
@@ -47,7 +49,8 @@ def load(
         InputError: no such folder, a folder without a model, or weights that do not fill the model.
     """
     name = os.fspath(folder_or_repo)
-    if os.path.isdir(name):
+    if os.path.isdir(name):  # a whole path is never the name of a repository, even once the folder is gone
+        name = os.path.abspath(name)
         refuse_odd_files(name)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
@@ -128,9 +131,12 @@ def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
         if file is None:
             continue
         try:
-            named_shards(Path(file).read_bytes())
+            shards = named_shards(Path(file).read_bytes())
         except ValueError as error:
             raise InputError(f"{model}: {index} {error}; download or save the model again") from error
+        present = {path.name for path in weight_files(Path(model), "safetensors")} if index == INDEX else set()
+        if unread := sorted(path for path in present - set(shards.values()) if _WEIGHTS.fullmatch(path)):
+            raise InputError(f"{model}: {index} does not name {unread[0]}: delete the weights of the other model")
 
 
 def _load_transformers(
@@ -150,11 +156,38 @@ def _load_transformers(
         if report.get(problem):
             keys = sorted(report[problem])[:3]
             raise InputError(f"the weights of {name} do not fill {kind.__name__}: {problem} {keys}")
+    _refuse_leftovers(model, report["unexpected_keys"], name)
     if model.main_input_name == "pixel_values":
         file = cached_file(name, pixels.PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             pixels.keep_preprocessor_(model, json.loads(Path(file).read_text(encoding="utf-8")))
     return model.eval()
+
+
+# Parts of a model that read its states and change none: transformers leaves them out and says so in its own report.
+_HEADS = re.compile(
+    r"cls|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
+)
+
+
+def _refuse_leftovers(model: Network, leftovers: Iterable[str], name: str) -> None:
+    """Refuse weights that the class has no place for, unless they are a head that the model does without.
+
+    Raises:
+        InputError: weights of the trunk, or of a head that the model has.
+    """
+    trunk, held = f"{model.base_model_prefix}.", {path for path, _ in model.named_modules() if path}
+
+    def is_head(key: str) -> bool:
+        module = key.rpartition(".")[0]
+        part = key.removeprefix(trunk).partition(".")[0]
+        return not {module, module.removeprefix(trunk)} & held and _HEADS.fullmatch(part) is not None
+
+    if lost := sorted(key for key in leftovers if not is_head(key)):
+        raise InputError(
+            f"{name} holds {len(lost)} weights that {type(model).__name__} with its config.json has no place for "
+            f"({', '.join(lost[:3])}): it would be measured as another model; mend the config.json or the weights"
+        )
 
 
 def class_of(settings: dict[str, Any], name: str) -> Any:
@@ -456,6 +489,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     wrong = [*report["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"])]
     if lost := sorted(key for key in wrong if key.startswith(prefix) and ".pooler." not in key):
         raise InputError(f"model: the weights of {name} do not fill its trunk: {', '.join(lost[:3])} are not there")
+    _refuse_leftovers(model, report["unexpected_keys"], str(name))
     trunk = trunk_of(model)
     family_of(trunk)
     return model.eval(), trunk

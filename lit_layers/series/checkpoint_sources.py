@@ -149,7 +149,7 @@ class FolderSource(Source):
         return {"checkpoint": str(self.folder)}
 
     def tokenizer(self) -> str | None:
-        return str(self.folder) if TOKENIZER in self.files else None
+        return str(self.folder.absolute()) if TOKENIZER in self.files else None
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,10 @@ class ModelFiles:
         self.model = os.fspath(model)
         self.commit: str | None = None
         self._revision = revision
-        self._folder = Path(self.model) if os.path.isdir(self.model) else None
+        self._folder = Path(self.model).absolute() if os.path.isdir(self.model) else None
+        self.location = (
+            self.model if self._folder is None else str(self._folder)
+        )  # never a name of the Hub for a folder
         self.local = self._folder is not None
         self._paths: dict[str, Path] = {}
         if os.path.isfile(self.model):

@@ -127,7 +127,7 @@ class _Alone(Source):
     def tokenizer(self) -> str | None:
         if not self.model.has(TOKENIZER):
             return None
-        return self.model.model if self.revision is None else f"{self.model.model}@{self.model.commit}"
+        return self.model.location if self.revision is None else f"{self.model.model}@{self.model.commit}"
 
     def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
         from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
@@ -137,7 +137,7 @@ class _Alone(Source):
             preprocessor = json.loads(self.read(PREPROCESSOR)) if self.model.has(PREPROCESSOR) else None
             about: Any = {"seed": self.untrained, "dtype": dtype, "preprocessor": preprocessor}
             return initialised(self.model.config, self.model.model, **about)
-        return load(self.model.model, revision=self.model.commit, dtype=dtype, offload=offload)
+        return load(self.model.location, revision=self.model.commit, dtype=dtype, offload=offload)
 
 
 @dataclass(frozen=True)

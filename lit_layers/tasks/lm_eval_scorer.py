@@ -352,7 +352,7 @@ def _tokenizer_of(spec: str) -> tuple[Any, str]:
             raise InputError(f"tokenizer: lm-eval reads a folder with a tokenizer.json, got the file {path}")
         return str(path.parent), "main"
     if path.exists():
-        return spec, "main"
+        return str(path.absolute()), "main"
     name, _, revision = spec.partition("@")
     return name, revision or "main"
 

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from lit_layers.data.tokenization import (
     END_OF_TEXT,
@@ -154,3 +154,23 @@ def test_the_real_tokenizers_give_the_published_ids(realdata, tmp_path):
         save_tokenizer(found, tmp_path / name)
         assert tokenizer_hash(load_tokenizer(str(tmp_path / name)).tokenizer) == tokenizer_hash(found.tokenizer)
     assert load_tokenizer(str(realdata / "tokenizers" / "gpt2" / "tokenizer.json")).vocab_size == 50257
+
+
+@pytest.mark.parametrize("before", [None, "<s> $A", "<s> $A </s>"])
+def test_the_end_token_that_a_config_asks_for_ends_each_text(texts, tmp_path, before):
+    trained = train_bpe(texts, 300).tokenizer
+    trained.add_special_tokens(["<s>", "</s>"])
+    plain, (start, end) = trained.encode("a b").ids, [trained.token_to_id(token) for token in ("<s>", "</s>")]
+    if before is not None:
+        trained.post_processor = processors.TemplateProcessing(
+            single=before, special_tokens=[("<s>", start), ("</s>", end)]
+        )
+    trained.save(str(tmp_path / "tokenizer.json"))
+    for asked in (True, False):
+        said = {"eos_token": "</s>", "add_eos_token": asked}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        expected = [*([] if before is None else [start]), *plain]
+        expected += [end] if asked or before == "<s> $A </s>" else []
+        tokenizer = load_tokenizer(str(tmp_path)).tokenizer
+        assert tokenizer.encode("a b").ids == expected
+        assert tokenizer.encode("a b", add_special_tokens=False).ids == plain

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,52 @@ def test_hidden_states_are_those_of_the_model_that_was_written(gpt2, tmp_path):
     for options in ({}, {"tie_word_embeddings": True}, other_base):
         model = llama(**options)
         expect_equal(model, write_gguf(model, gpt2, tmp_path / "llama.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_read"),
+    [
+        ("attention.scale", 0.5, False),
+        ("attention.causal", False, False),
+        ("attention.causal", True, True),
+        ("attention.sliding_window", 8, False),
+        ("attention.key_length", 8, True),
+        ("logit_scale", 2.0, False),
+    ],
+)
+def test_a_key_that_decides_numbers_and_is_not_read_is_refused_by_name(gpt2, tmp_path, key, value, is_read):
+    model = llama()
+    file = write_gguf(model, gpt2, tmp_path / "llama.gguf", keys={f"llama.{key}": value})
+    if is_read:
+        expect_equal(model, file)
+    else:
+        with pytest.raises(InputError, match=f"llama.{key} is {value}, which is not read"):
+            load(file)
+
+
+def test_a_rotary_part_of_a_head_is_refused(gpt2, tmp_path):
+    model = llama()
+    config, head_dim = model.config, model.config.head_dim
+    config.head_dim = head_dim // 2  # what the writer says of it
+    file = write_gguf(model, gpt2, tmp_path / "llama.gguf")
+    config.head_dim = head_dim
+    with pytest.raises(InputError):
+        load(file)
+
+
+def test_a_split_of_texts_that_is_not_known_is_refused(gpt2, tmp_path):
+    model = llama()
+    merges = json.loads((gpt2 / "tokenizer.json").read_text())["model"]["merges"]
+    assert not any(re.search(r"\d \d", " ".join(merge)) for merge in merges)  # so that digits apart change nothing
+    for split in ("falcon", "default", "some-name"):
+        file = write_gguf(model, gpt2, tmp_path / f"{split}.gguf", split=split)
+        with pytest.raises(InputError, match=f"splits texts by the rule '{split}'"):
+            load_tokenizer(str(file))
+    text = "In 1969, 12 345 of them didn't."
+    expected = load_tokenizer(str(gpt2)).tokenizer.encode(text).ids
+    for split in ("gpt-2", "smollm"):
+        read = load_tokenizer(str(write_gguf(model, gpt2, tmp_path / f"{split}.gguf", split=split)))
+        assert read.tokenizer.encode(text).ids == expected
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("F16", "BF16"))])

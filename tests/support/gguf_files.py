@@ -20,6 +20,8 @@ def write_gguf(
     quantization: Type = Type.F32,
     factors: Any = None,
     scaling: str = "none",
+    split: str = "gpt-2",
+    keys: dict[str, Any] | None = None,
 ) -> Path:
     """A GPT-2 or Llama of a folder with tokenizer.json as a GGUF file; matrices are quantized, vectors are not."""
     config: Any = model.config
@@ -42,7 +44,10 @@ def write_gguf(
     else:
         writer.add_feed_forward_length(4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), split)
+    for key, value in (keys or {}).items():
+        kind = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        kind(key, value)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -66,12 +71,12 @@ def write_gguf(
     return file
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, parts: dict) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, parts: dict, split: str) -> None:
     vocabulary = {**parts["model"]["vocab"], **{each["content"]: each["id"] for each in parts["added_tokens"]}}
     special = {each["id"] for each in parts["added_tokens"]}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_token_types([control if number in special else normal for number in range(len(tokens))])

@@ -394,7 +394,7 @@ def _opened(
 
     model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    network = load(model, revision=files.commit, dtype=getattr(torch, named, torch.float32))
+    network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
     view = LayeredModel(network.to(device_of(options.device)))
     kind, wide = type(view.model).__name__, at_least_float32(view)
     if view.family.sees_images:
