@@ -1,5 +1,7 @@
 """A plan is an extrapolation from a share of the data, and a budget thins a schedule by such numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ class Clock:
 def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion_to_the_last_rows(monkeypatch):
     clock = Clock(monkeypatch)
     plan = sampled([Trajectory(batches=rows(20)), Trajectory(name="long", batches=rows(10_000))], clock.measure)
-    assert clock.asked == [4, 4, 4, 4, 16, 16, 20, 64]  # a first round warms up
+    assert clock.asked == [4, 4, 8, 8, 16, 16, 20, 32, 64]
     assert clock.now < planning.LONGEST + 10
     assert (max(plan.seconds["trajectory"]), max(plan.seconds["long"])) == (1.0, 64 / 10_000)
     assert plan.of_analysis("trajectory") == pytest.approx(1 + 2)
@@ -66,11 +68,44 @@ def test_an_analysis_that_needs_more_rows_is_measured_once_it_has_them_and_one_t
     assert [note for note in plan.notes() if ": not in" in note] == ["few: not in these numbers: InputError: too few"]
 
 
+def test_an_analysis_that_takes_long_leaves_the_time_of_the_others(monkeypatch):
+    clock = Clock(monkeypatch)
+    analyses = [Trajectory(batches=rows(200)), Trajectory(name="slow", batches=rows(64))]
+
+    def measure(analyses):
+        clock.now += sum(15 for each in analyses if each.name == "slow")
+        return [m if m.analysis != "slow" else replace(m, seconds=15 + m.seconds) for m in clock.measure(analyses)]
+
+    plan = sampled(analyses, measure)
+    assert (max(plan.seconds["slow"]), max(plan.seconds["trajectory"])) == (8 / 64, 32 / 200)
+    assert clock.asked == [4, 4, 8, 8, 16, 32]
+
+
+def test_an_analysis_that_refuses_few_rows_stops_no_other(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    def measure(analyses):
+        for each in analyses:
+            if each.name == "probe" and sum(len(batch["input_ids"]) for batch in each.batches) < 30:
+                raise InputError(f"probe: too few, {each.name}")
+        return clock.measure(analyses)
+
+    plan = sampled([Trajectory(batches=rows(64)), Trajectory(name="probe", batches=rows(64))], measure)
+    assert plan.of_analysis("trajectory") == plan.of_analysis("probe") == pytest.approx(1 + 6.4)
+    assert plan.around == pytest.approx(2)
+    plan = sampled([Trajectory(name="probe", batches=rows(64))], measure)
+    assert plan.of_analysis("probe") == pytest.approx(1 + 6.4)
+    with pytest.raises(InputError, match="probe: too few"):  # on all of its rows
+        sampled([Trajectory(batches=rows(64)), Trajectory(name="probe", batches=rows(20))], measure)
+
+
 def test_a_share_is_of_batches_texts_or_prompts_and_of_nothing_else():
     cut, share = Trajectory(batches=rows(40)).first_share(10)
     assert ([len(batch["input_ids"]) for batch in cut.batches], share) == ([10], 0.25)
     cut, share = Coupling(batches=rows(40), num_prompts=20).first_share(5)
     assert (cut.num_prompts, share) == (5, 0.25)
+    few = Coupling(batches=rows(4), num_prompts=8)
+    assert few.first_share(4) == (few, 1.0), "there are no more prompts than rows"
     cut, share = Induction(num_prompts=8).first_share(2)
     assert (cut.num_prompts, share) == (2, 0.25)
     cut, share = Invariance(texts=GivenTexts([f"text {n}" for n in range(8)]), tokenizer="none").first_share(4)

@@ -71,16 +71,17 @@ class Analysis(ABC):
         """
         self.adopt_batches_()
         most = getattr(self, "num_prompts", sys.maxsize)
-        totals: list[int] = [most] if most < sys.maxsize else []
+        totals: list[int] = []
         changes: dict[str, Any] = {"num_prompts": min(rows, most)} if most < sys.maxsize else {}
         for name, value in vars(self).items():
             if isinstance(value, Texts):
-                totals.append(len(value.texts()))
+                totals.append(min(most, len(value.texts())))
                 changes[name] = GivenTexts(value.texts()[:rows])
             elif isinstance(value, Batches):
                 totals.append(min(most, sum(len(next(iter(batch.values()))) for batch in value)))
                 changes[name] = GivenBatches([*first_rows(value, rows)], tokenizer_hash=value.tokenizer_hash())
-        share = sum(min(rows, total) for total in totals) / sum(totals) if totals else 1.0
+        totals = totals or [most if most < sys.maxsize else 1]
+        share = sum(min(rows, total) for total in totals) / sum(totals)
         return (self, 1.0) if share == 1 else (dataclasses.replace(cast("Any", self), **changes), share)
 
     def adopt_batches_(self) -> None:

@@ -14,8 +14,8 @@ from lit_layers.errors import InputError
 from lit_layers.models.costs import most_ever
 from lit_layers.records import Measurement
 
-ROWS, GROWTH = 4, 4  # of data in the first round, and how many times more in the next one
-LONGEST = 40.0  # seconds of all rounds together
+ROWS, GROWTH = 4, 2  # of data in the first round, and how many times more in each next one
+LONGEST = 60.0  # seconds of all rounds together; half as much again for analyses that were not measured twice by then
 
 
 @dataclass
@@ -37,6 +37,15 @@ class Plan:
             return sum(self.seconds[name][share] / share for share in shares)
         earlier, last = (self.seconds[name][share] for share in shares[-2:])
         return last + max(0.0, last - earlier) / (shares[-1] - shares[-2]) * (1 - shares[-1])
+
+    def lacks_rows(self, name: str, left: float) -> bool:
+        """Return whether an analysis should be measured on more rows, with so many seconds left.
+
+        Two shares are needed to tell what a row adds. After these it has its part of the time.
+        """
+        if len(self.seconds[name]) < 2:
+            return left > -LONGEST / 2
+        return GROWTH * self.seconds[name][max(self.seconds[name])] <= (left - self.around) / len(self.seconds)
 
     @property
     def of_checkpoint(self) -> float:
@@ -66,25 +75,44 @@ class Plan:
 
 
 def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
-    """Measure analyses on more and more rows of their data, until all of them or the time is used up."""
+    """Measure each analysis on more and more rows of its data, until all of them or its part of the time is used up."""
     plan, began = Plan({each.name: {} for each in analyses}), time.perf_counter()
-    for rows in (ROWS, *(ROWS * GROWTH**power for power in range(20))):  # the first round warms up
-        cuts = {each.name: each.first_share(rows) for each in analyses if max(plan.seconds[each.name], default=0) < 1}
+    tried = {each.name: 0.0 for each in analyses}  # the largest share, measured or refused
+    for rows in (ROWS * GROWTH**power for power in range(40)):
+        left = LONGEST - (time.perf_counter() - began)
+        due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
+        cuts = {each.name: each.first_share(rows) for each in due}
+        if not cuts:
+            break
         plan.reasons |= {name: "a share takes as long as the whole" for name, cut in cuts.items() if cut is None}
-        shares = {name: cut[1] for name, cut in cuts.items() if cut is not None}
-        started = time.perf_counter()
-        measured = measure([cut[0] for cut in cuts.values() if cut is not None]) if shares else ()
-        took, inside = time.perf_counter() - started, sum(each.seconds for each in measured)
-        plan.around = min(plan.around, took - inside)
+        tried |= {name: 1.0 if cut is None else cut[1] for name, cut in cuts.items()}
+        measured, took = _measured({name: cut for name, cut in cuts.items() if cut is not None}, measure, plan)
+        if measured:
+            plan.around = min(plan.around, took - sum(each.seconds for each in measured))
         for each in measured:
             if each.error is not None:
                 plan.reasons[each.analysis] = each.error
                 continue
-            plan.seconds[each.analysis][shares[each.analysis]] = each.seconds
+            plan.seconds[each.analysis][tried[each.analysis]] = each.seconds
             plan.num_bytes[each.analysis] = sum(len(repr(record)) for record in each.records)
-        if min(shares.values(), default=1) == 1 or time.perf_counter() - began + took + (GROWTH - 1) * inside > LONGEST:
-            break
     return plan
+
+
+def _measured(
+    cuts: dict[str, tuple[Analysis, float]], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]], plan: Plan
+) -> tuple[Sequence[Measurement], float]:
+    """Return what is measured and the seconds; without those analyses that refuse so few rows, which the plan names."""
+    while cuts:
+        started = time.perf_counter()
+        try:
+            return measure([analysis for analysis, _ in cuts.values()]), time.perf_counter() - started
+        except InputError as error:
+            refusing = [name for name, (_, share) in cuts.items() if share < 1 and f"{name}: " in str(error)]
+            if not refusing:
+                raise
+            plan.reasons[refusing[0]] = str(error)
+            del cuts[refusing[0]]
+    return (), 0.0
 
 
 def share_of(budget: str | float) -> float:
