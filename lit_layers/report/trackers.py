@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,10 +23,9 @@ from lit_layers import records
 from lit_layers.errors import first_line
 from lit_layers.files.table_files import csv_text
 from lit_layers.identity import latest, plain_settings
-from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import TIMES, Table, as_logged, heat_maps, image, of_the_whole_run
+from lit_layers.report.logged_numbers import TIMES, Table, as_logged, image, of_the_whole_run
 from lit_layers.report.wandb_files import AXIS
-from lit_layers.report.wandb_mirror import define
+from lit_layers.report.wandb_mirror import best_of
 
 
 class CallThread:
@@ -87,11 +86,13 @@ class CallThread:
 
 logger = logging.getLogger(__name__)
 PATIENCE = 30.0  # seconds that a training waits for a tracker, once, at its end
-_WAITING = 1000  # measurements
+_WAITING = 1000  # rows
 _TEXT_ROWS = 1000  # of a table that is text
 _PARAMETER = 500  # characters, the least that a server of MLflow takes
 _BATCH = 1000  # metrics that it takes at once
-_PLACE = "lit_layers"  # of what is no curve
+_PLACE = "lit_layers"  # section of everything that is not the curve of a metric
+STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
+TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B or trackio
 
 Pictures = Mapping[str, bytes]
 
@@ -100,6 +101,7 @@ class Tracker(ABC):
     """A run of the user's own; each call may raise or wait, as the tracker does."""
 
     name: str
+    is_prompt = False  # whether a row is handed over in the thread that trains
 
     @abstractmethod
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -107,7 +109,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        """Takes the curves of a step, and its pictures."""
+        """Takes the curves of a step of the axis, and its pictures."""
 
     @abstractmethod
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
@@ -115,26 +117,72 @@ class Tracker(ABC):
 
 
 class WandbRun(Tracker):
-    """Rows have the run's own numbers; `trainer/global_step` is the axis of every curve, tokens stand beside it, and
-    the run's summary keeps the best value of a score."""
+    """A guest in a run of W&B: its rows join the user's rows, which keep their numbers.
 
-    name = "W&B"
+    W&B numbers the rows of a run, and drops a row whose number is below that of the row before. A row of measurements
+    is therefore added to the row that is open, at most one to each. A row that finds no place waits for the end.
 
-    def __init__(self, run: Any) -> None:
-        self._run, self._wandb, self._defined = run, sys.modules["wandb"], set[str]()
+    Args:
+        run: the run.
+        axis: the name under which the user's logger writes the step into each of its rows; None: it writes none. The
+            measurements of a step then join only the row that the logger writes at that step (`join`).
+    """
+
+    name, is_prompt = "W&B", True
+    _taken: ClassVar[dict[str, int]] = {}  # by run, the last row that measurements were added to
+
+    def __init__(self, run: Any, axis: str | None = None) -> None:
+        self._run, self._wandb = run, sys.modules["wandb"]
+        self._axis, self._is_shared = axis or STEP, axis is not None
+        self._waiting = dict[int, tuple[Mapping[str, float], Pictures]]()
+        self._defined = {self._axis}
 
     def begin(self, about: Mapping[str, Any]) -> None:
         self._run.config.update({_PLACE: dict(about)}, allow_val_change=True)
+        if not self._is_shared:
+            self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        self._log({**values, **as_logged(self._wandb, {}, pictures), AXIS: step})
+        self._waiting[step] = values, pictures
+        if not self._is_shared:
+            self.join(step)
+
+    def join(self, step: int) -> None:
+        """Adds the row of a step to the one that is open, unless that has measurements of another step."""
+        if step in self._waiting and self._taken.get(self._run.id) != (number := self._run.step):
+            self._log(step, commit=False)
+            self._taken[self._run.id] = number
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
-        self._log(as_logged(self._wandb, tables, pictures))
+        self.flush()
+        if tables:
+            logged = as_logged(self._wandb, {f"{_PLACE}/{name}": table for name, table in tables.items()}, pictures)
+            self._run.log(logged, commit=False)
 
-    def _log(self, row: dict[str, Any]) -> None:
-        define(self._run, row, self._defined)
-        self._run.log(row)
+    def flush(self) -> None:
+        """Writes the rows that wait behind the user's last row."""
+        if self._waiting and not self._is_shared:
+            self.join(max(self._waiting))
+        if not self._waiting:
+            return
+        number = self._run.step
+        if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
+            # The user numbers the rows: one that comes later would be dropped if these took its number.
+            words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
+            logger.warning(words, len(self._waiting), _PLACE)
+            return
+        if self._taken.get(self._run.id) == number:
+            self._run.log({}, commit=True)
+        for step in sorted(self._waiting):
+            self._log(step, commit=True)
+
+    def _log(self, step: int, *, commit: bool) -> None:
+        values, pictures = self._waiting.pop(step)
+        row = {**values, **as_logged(self._wandb, {}, pictures), self._axis: step}
+        for name in row.keys() - self._defined:  # by exact name: globs are the user's
+            self._run.define_metric(name, step_metric=self._axis, summary=best_of(name))
+        self._defined |= row.keys()
+        self._run.log(row, commit=commit)
 
 
 class TensorBoardWriter(Tracker):
@@ -158,7 +206,8 @@ class TensorBoardWriter(Tracker):
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
         for name, (columns, rows) in tables.items():
-            shown = rows if name == TIMES else [row for row in rows if row[columns.index("step")] == step]
+            at = 0 if name == TIMES else columns.index("step")
+            shown = rows if name == TIMES else [row for row in rows if row[at] == max(each[at] for each in rows)]
             self._writer.add_text(f"{_PLACE}/{name}", _markdown(columns, shown), step)
         self.row(step, {}, pictures)
 
@@ -199,9 +248,9 @@ class MLflowRun(Tracker):
 
 
 class TrackioRun(Tracker):
-    """Rows have the run's own numbers; their step is `train/global_step`, as in what transformers logs there."""
+    """Rows have the number of the user's last row; their step is `train/global_step`, as in those of transformers."""
 
-    name, axis = "trackio", "train/global_step"
+    name, axis = "trackio", TRANSFORMERS_AXIS
 
     def __init__(self, run: Any) -> None:
         self._run, self._trackio = run, sys.modules["trackio"]
@@ -210,22 +259,30 @@ class TrackioRun(Tracker):
         self._run.config[_PLACE] = json.loads(json.dumps(about, default=str))  # sent with the run's first row
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
-        self._run.log({**values, **as_logged(self._trackio, {}, pictures), self.axis: step})
+        self._log({**values, **as_logged(self._trackio, {}, pictures), self.axis: step})
 
     def end(self, step: int, tables: Mapping[str, Table], pictures: Pictures) -> None:
-        self._run.log({**as_logged(self._trackio, tables, pictures), self.axis: step})
+        tables = {f"{_PLACE}/{name}": table for name, table in tables.items()}
+        self._log({**as_logged(self._trackio, tables, pictures), self.axis: step})
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self._run.log(row, step=self._run._next_step - 1)  # another number would move those of the rows to come
 
 
 def tracker_of(destination: Any) -> Tracker | None:
-    """The tracker that a logger of Lightning writes to, or that the destination is: a run of W&B, MLflow or trackio, a
-    SummaryWriter of TensorBoard. None of others, and on other ranks than the first.
+    """The tracker that a logger of Lightning or accelerate writes to, or that the destination is: a run of W&B, MLflow
+    or trackio, a SummaryWriter of TensorBoard. None of others, and on other ranks than the first.
     """
+    if isinstance(destination, Tracker):
+        return destination
     kinds = [kind.__name__ for kind in type(destination).__mro__]
     is_logger = not {"WandbLogger", "TensorBoardLogger", "MLFlowLogger"}.isdisjoint(kinds)
     behind = destination.experiment if is_logger else destination
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(behind).__mro__}
+    if "accelerate.GeneralTracker" in names:
+        return tracker_of(behind.tracker)
     if "wandb.Run" in names:
-        return WandbRun(behind)
+        return WandbRun(behind, AXIS if is_logger else None)
     if {"torch.SummaryWriter", "tensorboardX.SummaryWriter"} & names:
         return TensorBoardWriter(behind)
     if "mlflow.MlflowClient" in names:
@@ -238,7 +295,7 @@ def tracker_of(destination: Any) -> Tracker | None:
 def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list[Any]:
     """The runs that a Trainer of transformers has begun in its trackers, of the names of these and its callbacks."""
     open_runs: dict[str, Callable[[Any], Any]] = {
-        "wandb": lambda module: module.run,
+        "wandb": lambda module: module.run and WandbRun(module.run, TRANSFORMERS_AXIS),
         "mlflow": lambda module: module.active_run(),
         "trackio": lambda module: module.context_vars.current_run.get(),
     }
@@ -249,11 +306,12 @@ def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list
 
 
 class TrackedRun(CallThread):
-    """Hands what is measured to a tracker, from a thread of its own: curves and heat maps as they are measured, at the
-    end the table of all numbers, when each metric emerges, and layers by steps as pictures.
+    """Hands what is measured to a tracker: a row a step as it is measured, at the end the table of all numbers, when
+    each metric emerges, and layers by steps as pictures.
 
-    A tracker that raises loses that row, with a warning. Training waits for none, but at its end, for `PATIENCE`
-    seconds; one that needs longer, or keeps too much waiting, is given up. The run's files have what it lacks.
+    A tracker that raises loses that row, with a warning. All but W&B, whose rows join the user's, are served by a
+    thread. Training waits for it only at its end, for `PATIENCE` seconds; a tracker that needs longer, or keeps too
+    much waiting, is given up. The run's files have what it lacks.
     """
 
     def __init__(self, tracker: Tracker, root: Path, analyses: Mapping[str, Any]) -> None:
@@ -263,21 +321,23 @@ class TrackedRun(CallThread):
         about = {"root": str(root), "analyses": dict(analyses)}
         self._tell("its config", lambda: tracker.begin(about))
 
-    def log(self, measurement: Measurement, name: str, values: Mapping[str, float]) -> None:
-        """One measurement: its curves, the tokens, its heat maps. Returns at once."""
-        if measurement.error is not None or measurement.step is None:
-            return
-        row, step = dict(values), measurement.step
-        if measurement.tokens is not None:
-            row["tokens"] = measurement.tokens
+    def log(self, step: int, values: Mapping[str, float], draw: Callable[[], Pictures]) -> None:
+        """Hands over the curves of one step of the axis, and its heat maps."""
         self._last = max(self._last, step)
-        what = f"{measurement.analysis} at step {step}"
-        self._tell(what, lambda: self.tracker.row(step, row, heat_maps(measurement, name)))
+        self._tell(f"step {step}", lambda: self.tracker.row(step, values, draw()))
+
+    def join(self, step: int) -> None:
+        """Has a row that waits join the one that the user's logger is about to write."""
+        tracker = self.tracker
+        if isinstance(tracker, WandbRun):
+            self._tell(f"step {step}", lambda: tracker.join(step))
 
     def finish(self, *, whole: bool) -> None:
         """Returns when all is handed over, the tables, too, if it is `whole`, or when the tracker is given up."""
         if whole:
             self._tell("the table of measurements", self._send_tables, PATIENCE)
+        elif isinstance(self.tracker, WandbRun):
+            self._tell("what waits", self.tracker.flush, PATIENCE)
         self._end()
 
     def _send_tables(self) -> None:
@@ -294,7 +354,10 @@ class TrackedRun(CallThread):
             except Exception as error:  # whatever a tracker has
                 logger.warning("%s: %s is not logged: %s", self.tracker.name, what, first_line(error))
 
-        self._later(guarded, *limit)
+        if self.tracker.is_prompt and not limit:
+            guarded()
+        else:
+            self._later(guarded, *limit)
 
     def _give_up(self, reason: str) -> None:
         super()._give_up(reason)

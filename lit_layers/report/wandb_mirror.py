@@ -404,11 +404,11 @@ def define(run: Any, names: Iterable[str], defined: set[str]) -> None:
         run.define_metric(AXIS)
         defined |= {AXIS, TABLE, TIMES}
     for name in set(names) - defined:
-        run.define_metric(name, step_metric=AXIS, summary=_summary(name))
+        run.define_metric(name, step_metric=AXIS, summary=best_of(name))
         defined.add(name)
 
 
-def _summary(name: str) -> str | None:
+def best_of(name: str) -> str | None:
     """What a run's summary keeps of a curve: the best value of a score, else the last."""
     better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
     return {"lower": "min", "higher": "max", None: None}[better]

@@ -149,6 +149,15 @@ def span_of(trainer: L.Trainer) -> tuple[int, int]:
     return first, first + steps
 
 
+def _next_place(trainer: L.Trainer) -> int:
+    """Return where Lightning logs the next loss: it counts batches that stepped, whatever the number of optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _logs_batch(trainer: L.Trainer) -> bool:
+    return bool(trainer._logger_connector.metrics["log"])
+
+
 def _data(trainer: L.Trainer) -> Any:
     """The run's data module; None where it has plain loaders."""
     return getattr(trainer, "datamodule", None)
@@ -264,6 +273,7 @@ class EmergenceCallback(_AtSteps):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
+        self._place = 0  # where losses of the weights that are measured stand on the axis of the trainer's loggers
 
     @property
     def file(self) -> Path:
@@ -293,6 +303,7 @@ class EmergenceCallback(_AtSteps):
         self._budget_at_start = state_dict.get("budget", self.budget)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place = _next_place(trainer)
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
         first, steps = origin_of(trainer).step, planned_steps(trainer)
@@ -322,6 +333,9 @@ class EmergenceCallback(_AtSteps):
         if self.budget is not None and not self._stride and self._pauses and self._step_times.of_step is not None:
             self._stride = self._ranks.from_first(functools.partial(self._stride_within, trainer))
             self.schedule = self.schedule.thinned(self._stride, *span_of(trainer)[::-1])
+        self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged
+        if trainer.loggers and self._place % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
+            self.measurer.join(self._place - 1)
         super().on_train_batch_end(trainer, pl_module)
         self._hear(trainer)
 
@@ -341,6 +355,7 @@ class EmergenceCallback(_AtSteps):
         return stride
 
     def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        self.measurer.axis[step] = self._place
         if self.measure == "sync":
             super()._act(trainer, model, step)
         elif self._aside is not None:
@@ -358,6 +373,7 @@ class EmergenceCallback(_AtSteps):
         return None if self._aside is None else self._aside.under_way()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place = _next_place(trainer)
         super().on_train_end(trainer, pl_module)
         if self._aside is None:
             self.measurer.finish()

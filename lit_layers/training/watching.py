@@ -22,8 +22,8 @@ from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
-from lit_layers.report.logged_numbers import plotted_values, values_of
-from lit_layers.report.trackers import TrackedRun, tracker_of
+from lit_layers.report.logged_numbers import heat_maps, plotted_values, values_of
+from lit_layers.report.trackers import STEP, TOKENS, TrackedRun, tracker_of
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
@@ -76,6 +76,8 @@ class StepMeasurer:
         self.scalars: Scalars = scalars
         self._unreachable = set[int]()
         self._tracked: dict[int, TrackedRun | None] = {}
+        self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
+        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
         if isinstance(analyses, str) or not isinstance(analyses, Sequence):
@@ -169,6 +171,7 @@ class StepMeasurer:
             kind, _, sentence = (measurement.error or "").partition(": ")
             if kind == InputError.__name__:
                 refusals.append(sentence)
+        self.log_row()
         if is_first:
             self.ranks.from_first(functools.partial(_refuse, refusals))
 
@@ -189,32 +192,57 @@ class StepMeasurer:
             self.tell(failed, loggers)
 
     def tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
-        """Tells loggers and watchers of a measurement."""
+        """Tells watchers of a measurement, and loggers of the step before it once another step begins."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
-        name = logged_name(measurement, self._plain) if measurement.records else measurement.analysis
-        values = values_of(measurement, name) if self.scalars == "all" else plotted_values(measurement, name)
-        tokens = {} if measurement.tokens is None else {"tokens": measurement.tokens}
-        for destination in loggers:
+        elif measurement.step is not None:
+            if self._row and self._row[0].step != measurement.step:
+                self.log_row()
+            self._row.append(measurement)
+        self._loggers = tuple(loggers)
+        for watcher in self.watchers:
+            watcher.measured(measurement)
+
+    def log_row(self) -> None:
+        """Hands the measurements of a step to the loggers as one row, at the place of its losses."""
+        measured, self._row = self._row, []
+        if not measured or (step := measured[0].step) is None:
+            return
+        place = self.axis.get(step, step)
+        named = [(each, logged_name(each, self._plain) if each.records else each.analysis) for each in measured]
+        curves = values_of if self.scalars == "all" else plotted_values
+        row = {name: value for each in named for name, value in curves(*each).items()}
+        tokens = next((each.tokens for each in measured if each.tokens is not None), None)
+        row |= {} if tokens is None else {TOKENS: tokens}
+        row |= {} if place == step else {STEP: step}
+        for destination in self._loggers:
             if id(destination) in self._unreachable:
                 continue
             try:
                 if (tracked := self._tracker_behind(destination)) is not None:
-                    tracked.log(measurement, name, values)
+                    tracked.log(place, row, lambda: {k: png for each in named for k, png in heat_maps(*each).items()})
                 else:
-                    destination.log_metrics(values | tokens, step=measurement.step)
+                    destination.log_metrics(dict(row), step=place)
             except Exception as error:  # whatever a logger has: no training ends for it
-                what = f"{measurement.analysis} is not logged at step {measurement.step}"
-                logger.warning("%s: %s: %s", type(destination).__name__, what, error)
-        for watcher in self.watchers:
-            watcher.measured(measurement)
+                logger.warning("%s: step %s is not logged: %s", type(destination).__name__, step, error)
 
-    def finish(self, *, whole: bool = True) -> None:
-        """What loggers get at the end, from all that was measured; those of a run that failed get no more."""
-        tracked, self._tracked = self._tracked, {}
-        for each in tracked.values():
+    def join(self, place: int) -> None:
+        """Has rows that wait join those that the user's loggers are about to write at a place of their axis."""
+        for each in self._tracked.values():
             if each is not None:
-                each.finish(whole=whole)
+                each.join(place)
+
+    def finish(self, *, whole: bool = True, but: str | None = None) -> None:
+        """What loggers get at the end, from all that was measured; those of a run that failed get no more.
+
+        The tracker of the name `but` goes on.
+        """
+        self.log_row()
+        for key, each in [*self._tracked.items()]:
+            if each is None or each.tracker.name != but:
+                del self._tracked[key]
+                if each is not None:
+                    each.finish(whole=whole)
 
     def _tracker_behind(self, destination: Any) -> TrackedRun | None:
         """What writes to the tracker that a logger is of; None of other loggers."""
@@ -300,8 +328,8 @@ class Watch:
         tokens_per_step: tokens per optimizer step, for the token axis.
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
-        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; a run of W&B, which gets heat
-            maps and tables, too.
+        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
+            W&B, MLflow or trackio and a SummaryWriter, which also get heat maps and tables.
         watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
 
     Raises:

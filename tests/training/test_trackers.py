@@ -75,13 +75,13 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     (run,) = read_finished(tmp_path).values()
     assert [value for _, value in run.curve("loss")] == [3.0, 2.0]
     assert dict(run.curve("lens/logit_lens_loss/layer_01")) == losses_of(tmp_path / "run")
-    assert run.step_metric("lens/logit_lens_loss/layer_01") == "trainer/global_step"
-    assert dict(run.curve("tokens"))[3] == 300
+    assert run.step_metric("lens/logit_lens_loss/layer_01") == "lit_layers/step"
+    assert dict(run.curve("lit_layers/tokens"))[3] == 300
     assert any(name.endswith("/layer_mean") for name in run.names())
     assert len(run.media("image-file")["coupling/coupling_pair/k=2/matrix"]) == len(STEPS)
     assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 1
-    assert len(run.tables["emergence"]["data"]) == len(numbers_of(tmp_path / "run"))
-    assert "emergence_times" in run.tables
+    assert len(run.tables["lit_layers/emergence"]["data"]) == len(numbers_of(tmp_path / "run"))
+    assert "lit_layers/emergence_times" in run.tables
     config = run.config["lit_layers"]["analyses"]
     assert config["coupling"]["init_args"]["k"] == [2]
     assert nothing_that_nobody_plots(run.names())
@@ -126,7 +126,9 @@ def test_tensorboard_shows_curves_maps_with_a_slider_and_tables_as_texts(way, tm
     events = accumulator.EventAccumulator(folder, size_guidance={"images": 0, "scalars": 0, "tensors": 0}).Reload()
     shown = {event.step: event.value for event in events.Scalars("lens/logit_lens_loss/layer_01")}
     assert shown == pytest.approx(losses_of(root), rel=1e-6)  # which it keeps in float32
-    assert {event.step: event.value for event in events.Scalars("tokens")} == {step: 100 * step for step in STEPS}
+    assert {event.step: event.value for event in events.Scalars("lit_layers/tokens")} == {
+        step: 100 * step for step in STEPS
+    }
     names = events.Tags()["scalars"]
     assert any(name.endswith("/layer_mean") for name in names)
     assert nothing_that_nobody_plots(names)
@@ -173,7 +175,7 @@ def test_mlflow_has_curves_pictures_parameters_and_tables_as_artefacts(way, tmp_
         return {int(step): float(value) for _, value, step in map(str.split, lines)}
 
     assert curve("lens/logit_lens_loss/layer_01") == losses_of(root)
-    assert curve("tokens") == {step: 100 * step for step in STEPS}
+    assert curve("lit_layers/tokens") == {step: 100 * step for step in STEPS}
     names = [str(path.relative_to(folder / "metrics")) for path in (folder / "metrics").rglob("*") if path.is_file()]
     assert any(name.endswith("/layer_mean") for name in names)
     assert "coupling/linearized_rollout/whole" in names, "which is a folder, too: coupling/linearized_rollout/layer_01"
@@ -202,23 +204,26 @@ def test_trackio_has_them_in_its_own_database(tmp_path, monkeypatch):
     run = trackio.init(project="emergence", name="mine", embed=False, auto_log_cpu=False, auto_log_gpu=False)
     root = tmp_path / "run"
     trained(root, [run])
+    run.log({"loss": 3.0})
     run.log({"loss": 2.0})
     trackio.finish()
     with sqlite3.connect(folder / "emergence.db") as database:
-        rows = [json.loads(row) for (row,) in database.execute("select metrics from metrics order by step, id")]
+        stored = database.execute("select metrics, step from metrics order by step, id").fetchall()
+        rows = [json.loads(row) for row, _ in stored]
         ((config,),) = database.execute("select config from configs").fetchall()
     database.close()
     name = "lens/logit_lens_loss/layer_01"
     assert {row["train/global_step"]: row[name] for row in rows if name in row} == losses_of(root)
-    assert {row["train/global_step"]: row["tokens"] for row in rows if "tokens" in row}[3] == 300
-    assert [row["loss"] for row in rows if "loss" in row] == [2.0]
+    tokens = "lit_layers/tokens"
+    assert {row["train/global_step"]: row[tokens] for row in rows if tokens in row}[3] == 300
+    assert [(json.loads(row)["loss"], step) for row, step in stored if "loss" in json.loads(row)] == [(3, 0), (2, 1)]
     assert nothing_that_nobody_plots({name for row in rows for name in row})
     matrix = "coupling/coupling_pair/k=2/matrix"
     pictures = [row[matrix]["file_path"] for row in rows if matrix in row]
     assert len(pictures) == len(STEPS)
     with Image.open(folder / "media" / pictures[0]) as picture:
         assert picture.size == (1, 1)
-    (table,) = [row["emergence"]["_value"] for row in rows if "emergence" in row]
+    (table,) = [row["lit_layers/emergence"]["_value"] for row in rows if "lit_layers/emergence" in row]
     assert len(table) == len(numbers_of(root))
     assert json.loads(config)["lit_layers"]["analyses"]["coupling"]["init_args"]["k"] == [2]
 
@@ -259,7 +264,8 @@ def test_other_loggers_get_the_tokens_and_what_is_plotted_or_all_of_it(tmp_path)
     plotted, whole = Note(), Note()
     trained(tmp_path / "one", [plotted])
     trained(tmp_path / "two", [whole], scalars="all")
-    assert "tokens" in plotted.names
+    assert "lit_layers/tokens" in plotted.names
+    assert all("/" in name for name in whole.names)
     assert plotted.names < whole.names
     assert any("singular_value" in name for name in whole.names - plotted.names)
     assert not any("other_layer" in name for name in whole.names)
@@ -304,7 +310,7 @@ def test_a_tracker_that_raises_ends_no_training(strange, tmp_path, caplog):
     strange.act = lambda: 1 / 0
     trained(tmp_path / "run", [object()])
     assert all_is_measured(tmp_path / "run")
-    for what in ("its config", "lens at step 0", "coupling at step 6", "the table of measurements"):
+    for what in ("its config", "step 0", "step 6", "the table of measurements"):
         assert f"Strange: {what} is not logged: division by zero" in caplog.text
 
 
@@ -331,7 +337,7 @@ def test_a_tracker_that_does_not_keep_up_is_given_up(strange, tmp_path, caplog, 
 def test_a_tracker_gets_every_measurement_in_order_and_one_end(strange, tmp_path):
     strange.act = lambda: time.sleep(0.01)
     trained(tmp_path / "run", [object()])
-    assert strange.rows == sorted([*STEPS, *STEPS])
+    assert strange.rows == [*STEPS]
     ((step, tables),) = strange.ends
     assert step == 6
     assert tables["emergence"] == len(numbers_of(tmp_path / "run"))
@@ -366,8 +372,8 @@ def test_a_logger_that_raises_or_whose_server_does_not_answer_ends_no_training(t
 
     trained(tmp_path / "run", [Broken(), WandbLogger()])
     assert all_is_measured(tmp_path / "run")
-    assert "Broken: lens is not logged at step 0: disk full" in caplog.text
-    assert "WandbLogger: lens is not logged at step 0: no route" in caplog.text
+    assert "Broken: step 0 is not logged: disk full" in caplog.text
+    assert "WandbLogger: step 0 is not logged: no route" in caplog.text
     assert len(asked) == 1, "it is not asked again"
 
 
@@ -377,5 +383,5 @@ def test_a_run_of_wandb_that_is_finished_gets_nothing_and_ends_no_training(tmp_p
     own = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
     own.finish()
     trained(tmp_path / "run", [own])
-    assert "W&B: lens at step 0 is not logged" in caplog.text
+    assert "W&B: step 0 is not logged" in caplog.text
     assert all_is_measured(tmp_path / "run")
