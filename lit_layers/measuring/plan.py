@@ -78,41 +78,44 @@ def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]]
     """Measure each analysis on more and more rows of its data, until all of them or its part of the time is used up."""
     plan, began = Plan({each.name: {} for each in analyses}), time.perf_counter()
     tried = {each.name: 0.0 for each in analyses}  # the largest share, measured or refused
-    for rows in (ROWS * GROWTH**power for power in range(40)):
+    rows = {each.name: ROWS for each in analyses}
+
+    def measured(cuts: dict[str, Analysis]) -> Sequence[Measurement]:
+        """Measure; an analysis that refuses so few rows is given more."""
+        while True:
+            try:
+                return measure([*cuts.values()]) if cuts else ()
+            except InputError as error:
+                refusing = [each for each in analyses if each.name in cuts and f"{each.name}: " in str(error)]
+                if not refusing or tried[refusing[0].name] == 1:
+                    raise
+                cuts |= cut(refusing[0])
+
+    def cut(analysis: Analysis) -> dict[str, Analysis]:
+        found = analysis.first_share(rows[analysis.name])
+        rows[analysis.name] *= GROWTH
+        tried[analysis.name] = 1.0 if found is None else found[1]
+        if found is None:
+            plan.reasons[analysis.name] = "a share takes as long as the whole"
+        return {} if found is None else {analysis.name: found[0]}
+
+    while True:
         left = LONGEST - (time.perf_counter() - began)
         due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
-        cuts = {each.name: each.first_share(rows) for each in due}
-        if not cuts:
-            break
-        plan.reasons |= {name: "a share takes as long as the whole" for name, cut in cuts.items() if cut is None}
-        tried |= {name: 1.0 if cut is None else cut[1] for name, cut in cuts.items()}
-        measured, took = _measured({name: cut for name, cut in cuts.items() if cut is not None}, measure, plan)
-        if measured:
-            plan.around = min(plan.around, took - sum(each.seconds for each in measured))
-        for each in measured:
+        if not due:
+            return plan
+        cuts = {name: part for each in due for name, part in cut(each).items()}
+        started = time.perf_counter()
+        found = measured(cuts)
+        took = time.perf_counter() - started
+        if found:
+            plan.around = min(plan.around, took - sum(each.seconds for each in found))
+        for each in found:
             if each.error is not None:
                 plan.reasons[each.analysis] = each.error
                 continue
             plan.seconds[each.analysis][tried[each.analysis]] = each.seconds
             plan.num_bytes[each.analysis] = sum(len(repr(record)) for record in each.records)
-    return plan
-
-
-def _measured(
-    cuts: dict[str, tuple[Analysis, float]], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]], plan: Plan
-) -> tuple[Sequence[Measurement], float]:
-    """Return what is measured and the seconds; without those analyses that refuse so few rows, which the plan names."""
-    while cuts:
-        started = time.perf_counter()
-        try:
-            return measure([analysis for analysis, _ in cuts.values()]), time.perf_counter() - started
-        except InputError as error:
-            refusing = [name for name, (_, share) in cuts.items() if share < 1 and f"{name}: " in str(error)]
-            if not refusing:
-                raise
-            plan.reasons[refusing[0]] = str(error)
-            del cuts[refusing[0]]
-    return (), 0.0
 
 
 def share_of(budget: str | float) -> float:
