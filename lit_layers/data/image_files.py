@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lit_layers.errors import InputError
 
 SMALL = 64  # px; images up to this size are kept decoded (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
 _BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow says of a file it cannot read
+# Kinds of pixels that Pillow converts to RGB with nothing cut off.
+_EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
 class Pictures(ABC):
@@ -101,18 +103,26 @@ class EncodedPictures(Pictures):
 
 
 def decoded(source: Path | bytes | None, name: str) -> Image.Image:
-    """An image in RGB from a file or its bytes.
+    """Return an image in RGB, turned upright as its EXIF data ask for, from a file or its bytes.
+
+    Sixteen bits are scaled to eight. Transparency is dropped, as timm and torchvision do.
 
     Raises:
-        InputError: what cannot be decoded, by its name.
+        InputError: what cannot be decoded, by its name; numbers without a known range.
     """
     try:
-        with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as image:
-            return image.convert("RGB")
+        with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
+                image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))  # convert cuts off at 255
+            if image.mode in _EIGHT_BITS:
+                return image.convert("RGB")
+            kind = image.mode
     except _BROKEN as error:
         raise InputError(
             f"{name} is no image that can be read ({' '.join(str(error).split())}): repair or remove it"
         ) from error
+    raise InputError(f"{name} has pixels of the kind {kind}, whose range is not known: save it in RGB")
 
 
 def pictures_of_rows(rows: Callable[[int], Any], labels: Tensor, name: str, fingerprint: str) -> Pictures:

@@ -384,12 +384,12 @@ class LocalText(Source):
                     raise InputError(
                         f"{file} has no JSON object at byte {start} ({error}): mend or remove that line"
                     ) from error
-                if not isinstance(row, dict) or not isinstance(row.get(column), str):
+                if not isinstance(row, dict) or not isinstance(row.get(column, 0), str | None):
                     keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
                     raise InputError(
                         f"{file} has no text {column!r} at byte {start} (found: {keys}): name the column of the text"
                     )
-                text = row[column].encode("utf-8", "replace").decode("utf-8")  # JSON can hold half a surrogate pair
+                text = (row[column] or "").encode("utf-8", "replace").decode("utf-8")  # JSON may halve surrogate pairs
                 yield start, text, place, place / total
 
     def _read_parquet(self, file: Path, place: int) -> Iterator[_Piece]:
@@ -426,7 +426,7 @@ class LocalText(Source):
 
 def _decoded(lines: list[bytes], file: Path, start: int) -> str:
     try:
-        return b"".join(lines).decode("utf-8").strip("\r\n")
+        return b"".join(lines).decode("utf-8" if start else "utf-8-sig").strip("\r\n")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{file} is not UTF-8 (byte {start + error.start} is {error.object[error.start]:#x}): convert it first, "

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -139,6 +140,21 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
                 block.forward = previous
 
 
+@contextmanager
+def handing_on(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
+    """As `replaced`, without the blocks' hooks: a state that is handed on is already the one behind them."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks")
+    kept = [(block, name, getattr(block, name)) for block in dict.fromkeys(blocks) for name in hooks]
+    with replaced(blocks, forwards):
+        for block, name, _ in kept:
+            setattr(block, name, OrderedDict())
+        try:
+            yield
+        finally:
+            for block, name, before in kept:
+                setattr(block, name, before)
+
+
 def _in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     turns = itertools.cycle(forwards)
 
@@ -210,8 +226,29 @@ def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
         hidden, args, kwargs = split_arguments(args, kwargs)
         return (hidden, *softened(args, masks)), softened(kwargs, masks)
 
-    with hooked([block.register_forward_pre_hook(soften, with_kwargs=True) for block in dict.fromkeys(blocks)]):
+    unique = dict.fromkeys(blocks)
+    with hooked([block.register_forward_pre_hook(soften, prepend=True, with_kwargs=True) for block in unique]):
         yield
+
+
+def watching(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
+    """Return hooks by which `note` sees each call: the arguments before all other hooks, the output after them."""
+    given: list[tuple[tuple, dict[str, Any]]] = []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given.append((args, kwargs))
+
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        note(module, *given.pop(), output)
+
+    return [
+        handle
+        for block in dict.fromkeys(blocks)
+        for handle in (
+            block.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            block.register_forward_hook(after, with_kwargs=True),
+        )
+    ]
 
 
 @contextmanager

@@ -234,12 +234,17 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The network itself, out of what torch.compile, DistributedDataParallel or sentence-transformers put around it."""
+    """Return the network that torch.compile, DistributedDataParallel, peft or sentence-transformers have wrapped.
+
+    Adapters of peft that are parts of the network stay in it.
+    """
     while True:
         if (inner := getattr(model, "_orig_mod", None)) is not None:
             model = inner
         elif type(model).__name__ in _WRAPPERS:
             model = model.get_submodule("module")
+        elif hasattr(model, "get_base_model") and not getattr(model.active_peft_config, "is_prompt_learning", True):
+            model = model.get_base_model()
         elif _is_sentence_encoder(model) and len(inside := known_inside(model)) == 1:
             (model,) = inside.values()
         else:
@@ -414,6 +419,10 @@ def pad_vocabulary_(model: Network, multiple: int) -> None:
 def unpadded_state(model: Network) -> dict[str, Tensor]:
     """The state dict without padding rows: views of the model's own tensors, nothing is copied."""
     state = model.state_dict(keep_vars=True)
+    if packed := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise InputError(
+            f"{type(model).__name__} has weights that are no tensors ({packed[0]}): measure it unquantized"
+        )
     padded = {id(parameter) for parameter in _vocabulary_parameters(model)} if is_padded(model) else set()
     return {
         name: tensor.detach()[: true_vocab_size(model)] if id(tensor) in padded else tensor.detach()

@@ -14,11 +14,23 @@ from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models import block_calls
-from lit_layers.models.block_calls import BlockCall, Layout, cut, first, hooked, replaced, softening, split_arguments
+from lit_layers.models.block_calls import (
+    BlockCall,
+    Layout,
+    cut,
+    first,
+    handing_on,
+    hooked,
+    softening,
+    split_arguments,
+    watching,
+)
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, text_config, trunk_of
 from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
+from lit_layers.models.families.proof import apart
 from lit_layers.models.families.structure import UNPROVEN, is_proven
+from lit_layers.models.families.trial_batch import probe_of
 from lit_layers.models.offload import execution_device
 
 Batch = Mapping[str, Tensor]
@@ -71,7 +83,17 @@ class LayeredModel:
     @property
     def predicts_next_token(self) -> bool:
         """Whether the model's own head predicts the next token, so that no state sees a later one."""
-        return self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
+        can_predict = self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
+        return can_predict and self._is_causal
+
+    @functools.cached_property
+    def _is_causal(self) -> bool:
+        """Whether the last token of a text changes no state before it: a config may say `is_causal: false`."""
+        if self.family.origin != "row" or self.device.type == "meta":  # structure is proven, with this as well
+            return True
+        texts = probe_of(self.model).needed[:2]  # they differ in the last token
+        hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
+        return not apart(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
 
     @property
     def max_tokens(self) -> int | None:
@@ -155,12 +177,12 @@ class LayeredModel:
 
     def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-        with replaced(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
+        with handing_on(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, hidden)
 
     def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
-        with replaced(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
+        with handing_on(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, as_far_as_0=True)
 
     def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
@@ -260,9 +282,8 @@ class LayeredModel:
             order.append(module)
             hook(module, args, kwargs, output)
 
-        blocks = dict.fromkeys(self.blocks)  # some run several times
-        handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
-        with hooked(handles), softening(blocks) if self.dtype == torch.float64 else nullcontext():
+        handles = watching(self.blocks, note)
+        with hooked(handles), softening(self.blocks) if self.dtype == torch.float64 else nullcontext():
             yield
         if order != list(self.blocks):
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
@@ -279,7 +300,7 @@ class LayeredModel:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
         self.refuse_reordered()
         forwards = self.family.as_identity(self.num_layers, in_tuple=in_tuple, last=hidden)
-        handed_on = replaced(self.blocks, forwards)
+        handed_on = handing_on(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._real(self.family.logits(self.model, inputs))
 

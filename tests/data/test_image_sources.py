@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from lit_layers.data.image_files import EncodedPictures, FilePictures, SmallPictures
+from lit_layers.data.image_files import EncodedPictures, FilePictures, SmallPictures, decoded
 from lit_layers.data.images import ImageSource, image_source
 from lit_layers.errors import InputError
 
@@ -300,3 +300,45 @@ def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
     test = small(source, "test")
     assert test.pixels.shape == (8000, 3, 32, 32)
     assert test.labels.bincount().tolist() == [800] * 10
+
+
+EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "I;16B", "LAB")
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_every_kind_of_pixels_is_converted_scaled_or_refused_by_name(mode):
+    levels = np.array([[0, 255], [85, 170]], dtype=np.uint8)
+    if mode.startswith("I;16"):
+        image = Image.frombytes(mode, (2, 2), (levels.astype(">u2" if mode == "I;16B" else "<u2") * 257).tobytes())
+    else:
+        image = Image.new("LAB", (2, 2)) if mode == "LAB" else Image.fromarray(levels).convert(mode)
+    raw = io.BytesIO()
+    image.save(raw, "TIFF" if mode in ("CMYK", "F", "LAB", "I", "I;16B") else "PNG")
+    if mode in ("I", "F", "LAB"):
+        with pytest.raises(InputError, match=f"x has pixels of the kind {mode}, whose range is not known"):
+            decoded(raw.getvalue(), "x")
+        return
+    expected = np.asarray(image.convert("L")) if mode in ("1", "P") else levels
+    assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.stack([expected] * 3, -1))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "PPM"])
+def test_sixteen_bits_are_scaled_and_not_cut_off(tmp_path, kind):
+    values = np.array([[0, 128, 129, 385], [386, 1000, 32768, 65535]], dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "x", kind)
+    expected = np.round(values / 65535 * 255)
+    assert np.array_equal(np.asarray(decoded(tmp_path / "x", "x"))[..., 1], expected)
+
+
+def test_an_image_is_upright_as_datasets_has_it_and_without_transparency():
+    rng = np.random.default_rng(0)
+    for orientation in range(1, 9):
+        image, raw = Image.fromarray(rng.integers(0, 256, (4, 6, 3), dtype=np.uint8)), io.BytesIO()
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        image.save(raw, "PNG", exif=exif)
+        expected = datasets.Image().decode_example({"bytes": raw.getvalue(), "path": None})
+        assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.asarray(expected))
+    pixels, raw = rng.integers(0, 256, (4, 6, 4), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(raw, "PNG")
+    assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), pixels[..., :3])

@@ -240,6 +240,25 @@ def test_damaged_text_is_named_with_its_place(tmp_path):
         read_all(tmp_path / "e.parquet")
 
 
+def test_a_null_text_is_an_empty_document_in_json_as_in_parquet(tmp_path):
+    rows = ["one", None, "two"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        source = LocalText(tmp_path / name)
+        assert [document.text for document in source.read(None)] == ["one", "", "two"]
+    (tmp_path / "a.jsonl").write_text('{"title": "one"}\n')
+    with pytest.raises(InputError, match="has no text 'text'"):
+        next(LocalText(tmp_path / "a.jsonl").read(None))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n<|endoftext|>\ntwo \xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
+    assert [each.text for each in LocalText(tmp_path / "a.txt").read(None)] == ["one", "two \ufeff"]
+    assert [each.text for each in LocalText(tmp_path / "b.jsonl").read(None)] == ["one"]
+
+
 def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
     assert read_all(tmp_path / "a.jsonl")[0].text == "a?b"

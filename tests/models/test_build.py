@@ -301,3 +301,26 @@ def test_a_configuration_that_cannot_be_completed_is_left_as_it_is():
     broken = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0}
     assert with_defaults(broken) == broken
     assert with_defaults({"model_type": "gpt2", "n_layer": 3})["n_head"] == 12
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM", "FEATURE_EXTRACTION"])
+@pytest.mark.filterwarnings("ignore:The PEFT config", "ignore:.*is_gradient_checkpointing")
+def test_adapters_are_measured_as_they_act_whatever_their_task(task):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task, init_lora_weights=False)
+    adapted = peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora).eval()
+    ids = torch.arange(1, 9)[None]
+    seen = LayeredModel(adapted).trajectory({"input_ids": ids})
+    with torch.no_grad():
+        expected = adapted.get_base_model()(ids).logits
+        assert not torch.allclose(expected, causal_lm("llama", seed=3, **PLAIN).eval()(ids).logits, atol=1e-4)
+    assert torch.allclose(seen.logits, expected, atol=1e-5)
+    assert weights_hash(adapted) != weights_hash(causal_lm("llama", seed=3, **PLAIN))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_of_a_quantised_model_are_refused_in_a_sentence():
+    model = causal_lm("llama", seed=3, **PLAIN)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(InputError, match="has weights that are no tensors"):
+        weights_hash(quantised)

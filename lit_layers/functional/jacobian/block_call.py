@@ -78,7 +78,12 @@ def is_cache(value: Any) -> bool:
 
 
 def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
-    """The module of a block: itself, or with the arguments that a block of a trajectory carries."""
+    """The module of a block: itself, or with the arguments that a block of a trajectory carries.
+
+    None for a block with hooks of the user in it: what a hook does depends on all tokens of the call.
+    """
+    if has_hooks(getattr(block, "module", block)):
+        return None
     if isinstance(block, nn.Module):
         return Call(block, (), {})
     if getattr(block, "layout", None) is not None:  # its module holds states otherwise than it is called with
@@ -87,6 +92,15 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
     if isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict):
         return Call(module, args, kwargs)
     return None
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a module or a part of it has a forward hook of the user: sharding and transformers add hooks as well."""
+    return isinstance(module, nn.Module) and any(
+        not getattr(hook, "__module__", "").startswith(("torch.", "transformers."))
+        for part in module.modules()
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import Layout, first, replaced
+from lit_layers.models.block_calls import Layout, first, handing_on
 from lit_layers.models.families.own_networks import OwnNetwork
 from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
@@ -72,7 +72,7 @@ class Structured(Family):
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
         states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
-        with replaced(blocks, self.as_identity(len(blocks), in_tuple=False, last=states)):
+        with handing_on(blocks, self.as_identity(len(blocks), in_tuple=False, last=states)):
             logits = self.logits(model, self._any_inputs(model, states))
         return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
 

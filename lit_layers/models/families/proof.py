@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import BlockCall, hooked, replaced, softening
+from lit_layers.models.block_calls import BlockCall, handing_on, hooked, replaced, softening
 from lit_layers.models.families.rows import Network, trunk_of
 from lit_layers.models.families.trial_batch import CANNOT_CALL, Probe, Watched, watch
 
@@ -131,7 +131,7 @@ class Evidence:
 
         with replaced(self.blocks, [forward, *others]):
             calls = self._passed(self.probe.call)
-        hidden, worst = changed, 0.0
+        hidden, worst = calls[0].after, 0.0
         for number in self._numbers()[1:]:
             hidden = self._call(number)(hidden)
             difference = apart(hidden, calls[number - 1].after)
@@ -171,7 +171,7 @@ class Evidence:
 
     def arguments_alone(self) -> None:
         """What blocks are called with besides their state depends on the batch, and on no state."""
-        with replaced(self.blocks, self.family.as_identity(len(self.blocks), in_tuple=False)):
+        with handing_on(self.blocks, self.family.as_identity(len(self.blocks), in_tuple=False)):
             calls = self._passed(self.probe.call)
         refusal = None
         # The last block first: what one leaves in an argument that all share, those before it have not put there yet.

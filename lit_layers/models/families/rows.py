@@ -52,7 +52,9 @@ TIMM = Vision(
     prefix=lambda model: model.num_prefix_tokens,
     classes=lambda model: model.num_classes,
     has_head=lambda model: model.num_classes > 0,
-    attention=lambda model: "sdpa" if getattr(model.blocks[0].attn, "fused_attn", False) else "eager",
+    attention=lambda model: (
+        "sdpa" if any(getattr(part, "fused_attn", False) for part in model.blocks[0].modules()) else "eager"
+    ),
 )
 
 TRANSFORMERS = Vision(

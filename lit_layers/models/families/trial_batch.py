@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import Layout, first, hooked, split_arguments
+from lit_layers.models.block_calls import Layout, first, hooked, split_arguments, watching
 from lit_layers.models.families.rows import Network, by_name, by_pixels, side_length, text_config, without_mask
 from lit_layers.models.offload import execution_device
 
@@ -149,8 +149,7 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[Watched]]:
             state, others, named = None, args, kwargs
         calls.append(Watched(module, state if isinstance(state, Tensor) else None, others, dict(named), output))
 
-    each_once = {id(module): module for module in modules}.values()
-    with hooked([module.register_forward_hook(note, with_kwargs=True) for module in each_once]):
+    with hooked(watching(modules, note)):
         yield calls
 
 
