@@ -67,7 +67,7 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
     if options.way.startswith("ours"):
         probes = fit_logistic_probes(features[None], labels, tolerance=options.tolerance)
         spent, used = time.process_time() - since, peak() - before
-        iterations, correct = int(probes.num_iterations), probes.predict(test[None])[0] == test_labels
+        correct = probes.predict(test[None])[0] == test_labels
         mean, scale, weight, bias = probes.mean[0], probes.scale[0], probes.weight[0], probes.bias[0]
     else:
         scaler = StandardScaler()
@@ -75,7 +75,6 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
         rows = scaler.fit_transform(rows)
         model = LogisticRegression(tol=options.tolerance, max_iter=20_000).fit(rows, labels.numpy())
         spent, used = time.process_time() - since, peak() - before
-        iterations = int(model.n_iter_[0])
         correct = torch.from_numpy(model.predict(scaler.transform(test.numpy()))) == test_labels
         mean, scale = torch.from_numpy(scaler.mean_), torch.from_numpy(scaler.scale_)
         weight, bias = torch.from_numpy(model.coef_.T), torch.from_numpy(model.intercept_)
@@ -84,7 +83,7 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
         logits = ((rows.double() - mean) / scale) @ weight.double() + bias
         total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
     accuracy = correct.double().mean().item()
-    return {"seconds": spent, "MiB": used, "iterations": iterations, "objective": total, "accuracy": accuracy}
+    return {"seconds": spent, "MiB": used, "objective": total, "accuracy": accuracy}
 
 
 def run(way: str, layer: int, tolerance: float) -> dict[str, Any]:

@@ -15,7 +15,6 @@ FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
 PLUMBING = {
     "gram_spectra",
-    "probes.lbfgs",
     "jacobian.block_call",
     "jacobian.block_attention",
     "jacobian.linear_cut",

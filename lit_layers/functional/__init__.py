@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Files that metrics are computed with; all others define them.
 _PLUMBING = (
-    *("_checks", "gram_spectra", "probes.lbfgs", "emergence.drawn_curves", "emergence.replicates"),
+    *("_checks", "gram_spectra", "emergence.drawn_curves", "emergence.replicates"),
     "emergence.step_pairs",
     *("jacobian.block_call", "jacobian.block_attention", "jacobian.linear_cut"),
 )

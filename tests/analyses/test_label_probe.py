@@ -54,7 +54,7 @@ def joined(batches, name):
 
 
 def analysis(train, test, **options):
-    return LabelProbe(train=train, test=test, **({"tolerance": 1e-9, "random_labels": False} | options))
+    return LabelProbe(train=train, test=test, **({"tolerance": 1e-8, "random_labels": False} | options))
 
 
 def run(model, train, test, **options):

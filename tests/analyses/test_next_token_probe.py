@@ -59,7 +59,7 @@ def batches(rows, padding="right", size=7, junk=50):
 
 
 def analysis(train, test, padding="right", **options):
-    given = {"num_classes": 6, "min_context": CONTEXT, "tolerance": 1e-9, "random_labels": False} | options
+    given = {"num_classes": 6, "min_context": CONTEXT, "tolerance": 1e-8, "random_labels": False} | options
     return NextTokenProbe(train=batches(train, padding), test=batches(test, padding), **given)
 
 

@@ -29,7 +29,7 @@ from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.tiny_models import LAYERS, tiny
 
 WORDS = {"red": "apple rose blood", "green": "grass leaf frog", "blue": "sky sea ice"}
-TIGHT = {"tolerance": 1e-9, "max_iterations": 5000}
+TIGHT = {"tolerance": 1e-8, "max_iterations": 5000}
 
 
 @pytest.fixture(scope="module")

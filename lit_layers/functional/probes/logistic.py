@@ -1,17 +1,20 @@
-"""Logistic probes of all layers at once; ridge probes are in `regression.py`."""
+"""Logistic probes of layers, at the exact optimum; ridge probes are in `regression.py`."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy.optimize import minimize
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from lit_layers.functional._checks import CHUNK, check_features, check_finite, feature_scaling, widened_chunks
-from lit_layers.functional.probes.lbfgs import Minimum, minimize, remaining_decrease
+from lit_layers.functional._checks import check_features, check_finite, feature_scaling, widened_chunks
+
+RESOLVED = 1e-8  # share of the objective: steps that gain less are lost in the rounding of float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +33,10 @@ class LogisticProbes:
     num_classes: int
     converged: Bool[Tensor, " layers"]
     objective: Float[Tensor, " layers"]
-    num_iterations: Int[Tensor, " layers"]
     c: Float[Tensor, " layers"]
 
     def log_proba(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n num_classes"]:
-        """Natural logarithms of the classes' probabilities. In float32 or wider."""
+        """Return natural logarithms of the classes' probabilities, in float32 or wider."""
         check_features(features, like=self.weight)
         check_finite(features)
         seen = torch.stack([self._seen_log_proba(layer, rows) for layer, rows in enumerate(features)])
@@ -43,7 +45,7 @@ class LogisticProbes:
         return seen.new_full((*seen.shape[:2], self.num_classes), -torch.inf).index_copy(2, self.classes, seen)
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Int[Tensor, "layers n"]:
-        """The most probable class of each row; the lowest of several."""
+        """Return the most probable class of each row; the lowest of several."""
         return self.log_proba(features).argmax(-1)
 
     def to(self, device: torch.device) -> Self:
@@ -56,6 +58,12 @@ class LogisticProbes:
         if len(self.classes) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
         return logits.log_softmax(-1)
+
+    @classmethod
+    def stacked(cls, layers: Sequence["LogisticProbes"]) -> "LogisticProbes":
+        """Return the probes of several layers with the same classes as one."""
+        layerwise = {field.name for field in fields(cls)} - {"classes", "num_classes"}
+        return replace(layers[0], **{name: torch.cat([getattr(each, name) for each in layers]) for name in layerwise})
 
 
 def fit_logistic_probes(
@@ -70,22 +78,18 @@ def fit_logistic_probes(
     max_iterations: int = 1000,
     device: torch.device | str | None = None,
 ) -> LogisticProbes:
-    """The L2-regularised logistic regression of the labels on each layer's features: scikit-learn's, with C = c.
+    """Fit the L2-regularised logistic regression of the labels on each layer: scikit-learn's, with C = c.
 
-    Minimises c sum_i CE_i + |W|^2 / 2, natural logarithm, the intercept free; three or more classes share a softmax
+    Minimises c sum_i CE_i + |W|^2 / 2, natural logarithm, the intercept free. Three or more classes share a softmax
     with a weight vector each, two have one logit. With `standardize`, features are first centred and divided by the
-    training rows' population deviation (by 1 where that is 0), which makes the probabilities invariant to affine maps
-    of each feature. They do not depend on the order of rows, nor on how classes are numbered. Constant features give
-    the class frequencies. `c` multiplies a sum: regularisation fades as rows are added.
+    training rows' population deviation (by 1 if it is 0), which makes the probabilities invariant to affine maps of
+    each feature. They do not depend on the order of rows, nor on how classes are numbered. Constant features give the
+    class frequencies. `c` multiplies a sum: regularisation fades as rows are added.
 
-    A layer has converged when max |gradient| <= tolerance c n; one that has not is flagged in `converged`. The solver
-    goes on from there until what is left to gain is about the same share of the objective, which a nearly separable
-    problem's gradient does not show. Computed in float32, or in float64 where the features are: large features that are
-    not standardised, or a tolerance far below 1e-6, need that.
-
-    On a CPU layers are read one after another, a few rows at a time, and besides the probes about one layer's features
-    are held in memory: the features may be a memory-mapped tensor. `device` says where to compute, if not where the
-    features are; these are moved as they are needed, and the probes come back to where the features were.
+    A layer has converged when max |gradient| <= tolerance c n. A layer that has not is flagged in `converged`. Computed
+    by scipy's L-BFGS-B, in float32 until that no longer resolves the objective, then in float64; in float64 throughout
+    if the features are. The probes work on one layer at a time, so that the features may be a memory-mapped tensor.
+    `device` says where to compute, if not where the features are; the probes come back to where the features were.
 
     Raises:
         TypeError: features that are not floating-point, labels that are not integers.
@@ -93,20 +97,165 @@ def fit_logistic_probes(
             an option out of range.
     """
     check_features(features)
-    _check_options(c, tolerance, max_iterations)
-    classes, targets, num_classes = checked_classes(labels, features, num_classes)
+    for name, value in (("c", c), ("tolerance", tolerance)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"expected a positive {name}, got {value}")
+    if max_iterations < 1:
+        raise ValueError(f"expected max_iterations of at least 1, got {max_iterations}")
     device = features.device if device is None else torch.device(device)
+    classes, targets, num_classes = checked_classes(labels, features, num_classes)
     classes, targets = classes.to(device), targets.to(device)
-    parts: list[LogisticProbes] = []
-    for layers in layers_at_once(features, len(classes), device):
-        group = features[layers].detach().to(device)
-        check_finite(group, first_layer=layers.start)
-        rows = PrincipalRows(group, standardize=standardize, intercept=intercept)
-        softmax = Softmax(rows, targets, torch.full_like(rows.mean[:, 0], 1 / (c * len(targets))))
-        minimum = _minimum(softmax, tolerance, max_iterations)
-        converged = softmax.largest_gradient(minimum.slope) <= tolerance
-        parts.append(softmax.probes(minimum, classes, num_classes, converged=converged))
-    return together(parts).to(features.device)
+    share = torch.bincount(targets).double() / len(targets)
+    probes = []
+    for layer in range(len(features)):
+        rows = PrincipalRows(features[layer].detach().to(device), layer, standardize=standardize, intercept=intercept)
+        point = rows.spread.new_zeros(len(rows.spread) + 1, len(classes))
+        if intercept:
+            point[-1] = share.log()  # no weights; biases that give the class shares
+        is_solved = partial(rows.is_solved, intercept=intercept, tolerance=tolerance)
+        found, left = Minimum(point, math.nan, is_solved=False, num_iterations=0), max_iterations
+        for dtype in dict.fromkeys((rows.inputs.dtype, torch.float64)):
+            softmax = Softmax(rows.inputs.to(dtype), targets, rows.spread, 1 / (c * len(targets)), intercept=intercept)
+            found = softmax.minimize(found.point, left, is_solved)
+            left -= found.num_iterations
+            if found.is_solved or left < 1:
+                break
+        numbers = {"converged": found.is_solved, "objective": found.value * c * len(targets), "c": c}
+        probes.append(rows.probes(found.point, classes, num_classes, numbers))
+    return LogisticProbes.stacked(probes).to(features.device)
+
+
+class PrincipalRows:
+    """The features of one layer, scaled and turned to their principal axes, the largest last."""
+
+    def __init__(self, features: Tensor, layer: int, *, standardize: bool = True, intercept: bool = True) -> None:
+        check_finite(features[None], first_layer=layer)
+        mean, scale = feature_scaling(features[None], standardize=standardize, center=standardize or intercept)
+        self.mean, self.scale, self.standardize = mean[0], scale[0], standardize
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        self.inputs = torch.empty_like(features, dtype=dtype)  # the one copy of the features, made some rows at a time
+        gram, since = torch.diag(torch.zeros_like(self.mean)), 0
+        for chunk in widened_chunks(features[None]):
+            rows = chunk[0].sub_(self.mean).div_(self.scale)
+            gram += rows.T @ rows
+            self.inputs[since : since + len(rows)] = rows
+            since += len(rows)
+        spread, self.axes = torch.linalg.eigh(gram / len(features))
+        self.spread = spread.clamp(min=0)  # (dim,)
+        for part in self.inputs.split(4096):
+            part.copy_(part @ self.axes.to(dtype))
+
+    def is_solved(self, slope: Float[Tensor, "inputs classes"], *, intercept: bool, tolerance: float) -> bool:
+        """Whether no entry of the gradient is above the tolerance in the coordinates of the features."""
+        of_weights, of_biases = slope[:-1], slope[-1] * intercept
+        # A turn keeps the norm, and the largest entry is at least the root mean square: most slopes need no turn.
+        if self.standardize and of_weights.norm() > tolerance * of_weights.numel() ** 0.5:
+            return False
+        of_weights = self.axes @ of_weights
+        if not self.standardize:  # the features were centred unasked
+            of_weights = of_weights + self.mean[:, None] * of_biases
+        return max(float(of_weights.abs().max()), float(of_biases.abs().max())) <= tolerance
+
+    def probes(self, point: Tensor, classes: Tensor, num_classes: int, numbers: dict[str, float]) -> LogisticProbes:
+        """Return the probe of the features as they came, from weights and biases (dim + 1, classes) of the rows."""
+        weight, bias = self.axes @ point[:-1], point[-1] - point[-1].mean()
+        if len(classes) == 2:
+            weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
+        mean = self.mean
+        if not self.standardize:
+            mean, bias = torch.zeros_like(mean), bias - mean @ weight
+        about: dict[str, Any] = {
+            name: torch.tensor([value], dtype=torch.bool if name == "converged" else torch.float64, device=bias.device)
+            for name, value in numbers.items()
+        }
+        parts = weight.to(self.inputs.dtype)[None], bias.to(self.inputs.dtype)[None], mean[None], self.scale[None]
+        return LogisticProbes(*parts, classes, num_classes, **about)
+
+
+class Softmax:
+    """The objective mean CE + penalty |W|^2 / 2 with one weight vector per class.
+
+    A point (dim + 1, classes) holds weights and, below them, biases, in float64. Logits are inputs W + b + `offset`.
+    The inputs lie in their principal axes, with the mean squares `spread`, so that X'X is diagonal. Where all rows have
+    the class shares p the Hessian is (diag(p) - p p') x X'X / n + penalty. L-BFGS-B runs in coordinates in which the
+    diagonal of that is 1.
+
+    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2: the problem of one logit w is this one
+    with twice the penalty, and its gradient is that of W_1.
+    """
+
+    def __init__(
+        self,
+        inputs: Float[Tensor, "n dim"],
+        targets: Int[Tensor, " n"],
+        spread: Float[Tensor, " dim"],
+        penalty: float,
+        *,
+        intercept: bool = True,
+        offset: Float[Tensor, "n classes"] | None = None,
+    ) -> None:
+        self.inputs, self.targets, self.offset = inputs, targets, offset
+        self.row = torch.arange(len(targets), device=targets.device)
+        share = torch.bincount(targets).double() / len(targets)
+        self.penalty = penalty * (2 if len(share) == 2 else 1)
+        of_weights = (spread[:, None] * share * (1 - share) + self.penalty).rsqrt()
+        of_biases = (share * (1 - share)).rsqrt() * intercept
+        self.unit = torch.cat([of_weights, of_biases[None]])
+
+    def evaluate(self, point: Float[Tensor, "inputs classes"]) -> tuple[float, Float[Tensor, "inputs classes"]]:
+        """Return objective and gradient."""
+        here = point.to(self.inputs)
+        logits = self.inputs @ here[:-1] + here[-1] if self.offset is None else self.offset + here[-1]
+        if self.offset is not None:
+            logits.addmm_(self.inputs, here[:-1])
+        right, top = logits[self.row, self.targets], logits.amax(-1, keepdim=True)
+        share = logits.sub_(top).exp_()  # in place: with many classes the time goes into memory
+        total = share.sum(-1, keepdim=True)
+        loss = ((top + total.log())[:, 0] - right).double().mean()
+        residual = share.div_(total)
+        residual[self.row, self.targets] -= 1
+        pull = self.penalty * point[:-1]
+        slope = (self.inputs.T @ residual).double() / len(self.targets) + pull
+        return float(loss + (pull * point[:-1]).sum() / 2), torch.cat([slope, residual.mean(0)[None].double()])
+
+    def minimize(
+        self, start: Tensor, max_iterations: int, is_solved: Callable[[Tensor], bool] | None = None
+    ) -> "Minimum":
+        """Go down from `start` until `is_solved` of the gradient, the iterations end or no step is found."""
+        last: tuple[float, Tensor] | None = None
+        accepted: tuple[float, Tensor] | None = None
+
+        def at(flat: np.ndarray) -> Tensor:
+            return self.unit * torch.from_numpy(flat).to(self.unit).view_as(self.unit)
+
+        def evaluate(flat: np.ndarray) -> tuple[float, np.ndarray]:
+            nonlocal last, accepted
+            last = self.evaluate(at(flat))
+            accepted = accepted or last
+            return last[0], (self.unit * last[1]).flatten().cpu().numpy()
+
+        def stop(xk: np.ndarray) -> None:  # at the point that was evaluated last
+            nonlocal accepted
+            accepted = last
+            if is_solved and last and is_solved(last[1]):
+                raise StopIteration
+
+        flat = (start / self.unit).nan_to_num(0).flatten().cpu().numpy()
+        resolved = RESOLVED if self.inputs.dtype == torch.float32 else 0.0
+        options: Any = {"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": resolved, "gtol": 0}
+        found = minimize(evaluate, flat, method="L-BFGS-B", jac=True, callback=stop, options=options)
+        assert accepted is not None, "scipy evaluates the start"
+        value, slope = accepted
+        return Minimum(at(found.x), value, is_solved is not None and is_solved(slope), found.nit)
+
+
+class Minimum(NamedTuple):
+    """Where L-BFGS-B stopped."""
+
+    point: Tensor  # (dim + 1, classes)
+    value: float
+    is_solved: bool
+    num_iterations: int
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
@@ -124,177 +273,8 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
     return (2 * hits / (num_labelled + num_predicted)).mean().item()
 
 
-def _minimum(softmax: "Softmax", tolerance: float, max_iterations: int) -> "Minimum":
-    start = softmax.start()
-
-    def is_done(point: Tensor, value: Tensor, slope: Tensor, direction: Tensor) -> Tensor:
-        near = remaining_decrease(slope, direction) <= 0.03 * tolerance * value.abs()
-        # where classes are nearly separable the estimate is 20 times too low; telling the gradient may cost much more
-        return near & (softmax.largest_gradient(slope) <= tolerance) if near.any() else near
-
-    return minimize(softmax.evaluate, start, softmax.preconditioner(), is_done, max_iterations)
-
-
-class PrincipalRows:
-    """Features of a few layers, scaled and turned to their principal axes, with a column of ones for the intercept."""
-
-    def __init__(self, features: Tensor, *, standardize: bool, intercept: bool) -> None:
-        self.features, self.standardize, self.intercept = features, standardize, intercept
-        self.mean, self.scale = feature_scaling(features, standardize=standardize, center=standardize or intercept)
-        layers, num_rows, self.dim = features.shape
-        # The one copy of the features, filled and turned a few rows at a time.
-        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        self.inputs = features.new_ones((layers, num_rows, self.dim + intercept), dtype=dtype)
-        rows = self.inputs[..., : self.dim]
-        gram, since = self.mean.new_zeros(layers, self.dim, self.dim), 0
-        for chunk in widened_chunks(features):
-            here = rows[:, since : since + chunk.shape[1]]
-            here.copy_(chunk.sub_(self.mean[:, None]).div_(self.scale[:, None]))
-            gram += here.mT @ here
-            since += chunk.shape[1]
-        spread, axes = torch.linalg.eigh(gram / num_rows)
-        self.spread, self.axes = spread.clamp(min=0), axes.to(dtype)  # (layers, dim), (layers, dim, dim)
-        for here in rows.split(max(1, CHUNK // (layers * self.dim)), dim=1):
-            here.copy_(here @ self.axes)
-        shift = self.mean if intercept and not standardize else torch.zeros_like(self.mean)
-        self.shift = shift.to(dtype)  # (layers, dim) by which features were centred unasked
-
-
-class Softmax:
-    """The objective mean CE + penalty |W|^2 / 2 with one weight vector per class, for a few layers.
-
-    A point (layers, inputs, classes) holds the weights of the features' principal axes and, with an intercept, the
-    biases below them. The penalty is the same there and X'X is diagonal, so that where all rows have the class shares
-    p, as at the start, the Hessian is (diag(p) - p p') x X'X / n + penalty. Its diagonal, inverted among the weights
-    that sum to 0 over the classes (gradients do), is the preconditioner.
-
-    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2: the problem of one logit w is this one
-    with twice the penalty, and its gradient is that of W_1.
-    """
-
-    def __init__(self, rows: PrincipalRows, targets: Tensor, penalty: Float[Tensor, " layers"]) -> None:
-        self.rows, self.targets, self.penalty = rows, targets, penalty  # of the objective divided by c n
-        self.inputs, self.axes, self.dim, self.intercept = rows.inputs, rows.axes, rows.dim, rows.intercept
-        self.row = torch.arange(len(targets), device=targets.device)
-        self.share = torch.bincount(targets).to(self.inputs.dtype) / len(targets)
-        self.spread = rows.spread.to(self.inputs.dtype)
-        penalties = (penalty * (2 if len(self.share) == 2 else 1)).to(self.inputs.dtype)
-        self.penalties = penalties[:, None, None].expand(-1, self.dim, 1)  # (layers, inputs, 1)
-        if self.intercept:
-            self.spread = torch.nn.functional.pad(self.spread, (0, 1), value=1.0)
-            self.penalties = torch.nn.functional.pad(self.penalties, (0, 0, 0, 1))
-
-    def start(self) -> Tensor:
-        """No weights; the biases that give the class shares."""
-        point = self.inputs.new_zeros(len(self.inputs), self.inputs.shape[-1], len(self.share))
-        if self.intercept:
-            point[:, -1] = self.share.log() - self.share.log().mean()
-        return point
-
-    def evaluate(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Objective and gradient; the objective is infinite where a probability underflows."""
-        residual = (self.inputs @ point).softmax(-1)
-        right = residual[:, self.row, self.targets]
-        residual[:, self.row, self.targets] = right - 1
-        pull = self.penalties * point
-        value = (pull * point).sum((1, 2)) / 2 - right.log().mean(1)
-        return value, (self.inputs.mT @ residual).div_(len(self.targets)).add_(pull)
-
-    def preconditioner(self) -> Callable[[Tensor], Tensor]:
-        inverse = 1 / (self.spread[..., None] * (self.share * (1 - self.share)) + self.penalties)
-        inverse_share = inverse / inverse.sum(-1, keepdim=True)
-
-        def precondition(gradient: Tensor) -> Tensor:
-            scaled = inverse * gradient
-            return scaled - inverse_share * scaled.sum(-1, keepdim=True)
-
-        return precondition
-
-    def largest_gradient(self, gradient: Tensor) -> Tensor:
-        """Per layer, in the coordinates of the features the user knows."""
-        by_feature, by_bias = self.axes @ gradient[:, : self.dim], gradient[:, self.dim :]
-        if self.intercept:
-            by_feature = by_feature + self.rows.shift[..., None] * by_bias
-        return torch.cat([by_feature, by_bias], dim=1).abs().flatten(1).amax(1)
-
-    def coefficients(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and centred biases of the rows' own features, float64; of the one logit for two classes."""
-        point = point.double()
-        weight = self.axes.double() @ point[:, : self.dim]
-        bias = point[:, self.dim] if self.intercept else torch.zeros_like(point[:, 0])
-        bias = bias - bias.mean(-1, keepdim=True)
-        if len(self.share) == 2:
-            return weight[..., 1:] - weight[..., :1], bias[..., 1:] - bias[..., :1]
-        return weight, bias
-
-    def probes(
-        self,
-        minimum: "Minimum",
-        classes: Tensor,
-        num_classes: int,
-        *,
-        converged: Tensor,
-        objective: Tensor | None = None,
-    ) -> LogisticProbes:
-        """Of the features as they came. The objective, divided by c n, is computed in float64 unless it is given."""
-        rows, dtype = self.rows, self.inputs.dtype
-        weight, bias = self.coefficients(minimum.point)
-        if objective is None:
-            objective = _cross_entropy(rows.features, rows.mean, rows.scale, weight, bias, self.targets)
-            objective = objective + self.penalty * weight.square().sum((1, 2)) / 2
-        mean = rows.mean
-        if not rows.standardize:
-            bias = bias - (mean[:, None] @ weight)[:, 0]
-            mean = torch.zeros_like(mean)
-        return LogisticProbes(
-            weight.to(dtype),
-            bias.to(dtype),
-            mean,
-            rows.scale,
-            classes,
-            num_classes,
-            converged,
-            objective / self.penalty,
-            minimum.num_iterations,
-            1 / (self.penalty * len(self.targets)),
-        )
-
-
-_Probes = TypeVar("_Probes", bound=LogisticProbes)
-
-
-def together(parts: Sequence[_Probes]) -> _Probes:
-    """The probes of several groups of layers, of the same classes."""
-    layerwise = {field.name for field in fields(parts[0])} - {"classes", "num_classes"}
-    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in layerwise})
-
-
-def _cross_entropy(
-    features: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
-) -> Tensor:
-    """The mean over the rows for each layer, in float64."""
-    total, since = torch.zeros_like(mean[:, 0]), 0
-    for chunk in widened_chunks(features):
-        logits = (chunk.sub_(mean[:, None]).div_(scale[:, None])) @ weight + bias[:, None]
-        if logits.shape[-1] == 1:
-            logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
-        here = targets[since : since + chunk.shape[1]].expand(len(logits), -1)
-        total += cross_entropy(logits.mT, here, reduction="none").sum(1)
-        since += chunk.shape[1]
-    return total / len(targets)
-
-
-def layers_at_once(features: Tensor, num_classes: int, device: torch.device | None = None) -> Iterator[slice]:
-    """One after another on a CPU, whose cache then holds it; on a GPU as many as keep the work below about 4 GB."""
-    layers, num_rows, dim = features.shape
-    size = 1
-    if (device or features.device).type != "cpu":
-        size = max(1, 2**32 // (num_rows * (dim + 4 * num_classes) * max(4, features.element_size())))
-    yield from (slice(first, min(layers, first + size)) for first in range(0, layers, size))
-
-
 def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:
-    """The classes that there are rows of, the rows' places among these, and how many classes there are in all."""
+    """Return the classes that there are rows of, the rows' indices into these, and the number of all classes."""
     num_rows = features.shape[1]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
@@ -311,11 +291,3 @@ def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -
     if len(classes) < 2:
         raise ValueError(f"expected labels of at least 2 classes, got only class {classes.item()}")
     return classes, targets, num_classes
-
-
-def _check_options(c: float, tolerance: float, max_iterations: int) -> None:
-    for name, value in (("c", c), ("tolerance", tolerance)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"expected a positive {name}, got {value}")
-    if max_iterations < 1:
-        raise ValueError(f"expected max_iterations of at least 1, got {max_iterations}")
