@@ -23,6 +23,7 @@ from lit_layers.models.saved import has_head, open_plainly
 from lit_layers.models.truncation import truncate
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
+from lit_layers.tasks.sentence_encoder import save_sentence_encoder
 
 POOLINGS = (  # of texts, of images
     {
@@ -242,6 +243,8 @@ def export(
         del cut
         if text_tokenizer is not None:
             save_tokenizer(text_tokenizer, draft)
+            if view.family.norm is None:  # else its vectors are those before the final norm
+                save_sentence_encoder(draft, head.facts.pooling, view.dim, head.facts.max_tokens)
         head.save(draft)
         _verify(draft, view, layer, head, text_tokenizer, batches, keep_lm_head, fingerprint)
         _write_page(card if costs is None else replace(card, costs=costs(draft)), head, view, draft)

@@ -157,7 +157,10 @@ class Selection:
                 show(f"{cost_table(of_both)}\n\n{measured_on(of_both)}")
                 return of_both
 
-            how: Any = {"tokenizer": self.tokenizer, "card": card, "costs": costs, **options}
+            is_cut = choice.layer < choice.num_layers
+            if not is_cut:
+                show(f"layer {choice.layer} is the last one: nothing can be cut, and no costs are compared")
+            how: Any = {"tokenizer": self.tokenizer, "card": card, "costs": costs if is_cut else None, **options}
             export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
 
     @contextmanager

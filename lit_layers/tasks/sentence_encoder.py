@@ -3,10 +3,12 @@
 They are data; nothing in them is run. What a `type` of modules.json names decides only what is expected beside it.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import with_config
@@ -158,6 +160,24 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
         prompts=tuple(sorted((name, prompt) for name, prompt in prompts.items() if prompt)),
         default_prompt=default,
     )
+
+
+def save_sentence_encoder(folder: Path, pooling: TextPooling, dim: int, max_tokens: int | None) -> None:
+    """Write the files by which sentence-transformers gives pooled states of the model in a folder as its vectors."""
+    switches = {name: _POOLINGS.get(mode) == pooling for name, mode in _SWITCHES.items()}
+    kinds = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(kinds.items())
+    ]
+    contents = {
+        MODULES: modules,
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+        "1_Pooling/config.json": {"word_embedding_dimension": dim, **switches},
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _pooling(read: Callable[[str], bytes], place: str, *, prompted: bool) -> TextPooling:

@@ -50,7 +50,7 @@ class SelectOptions:
             ANALYSIS/NAME, with [tag=value,...] for a variant
         rule: which layer is enough (docs/select.md)
         tolerance: how much the rule lets a layer lose, in units of the score
-        pooling: how a layer's states become one vector (default: last for texts, cls for images)
+        pooling: how a layer's states become one vector (default: as modules.json says, else last; cls for images)
         max_tokens: most tokens of a text; a longer one is cut
         num_train: images to fit and choose on (default: all)
         num_test: images to report on (default: all)
@@ -391,6 +391,7 @@ def _opened(
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import of_images, of_texts
     from lit_layers.series import OneModel
+    from lit_layers.tasks.sentence_encoder import sentence_encoder
 
     model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -409,7 +410,9 @@ def _opened(
     if tokenizer is None:
         raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
     chosen = {name: getattr(options, name) for name in ("folder", "max_tokens", "cache")}
-    return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=options.pooling or "last", **chosen), tokenizer
+    encoder = sentence_encoder(lambda name: files.fetch(name).read_bytes()) if options.pooling is None else None
+    pooling = options.pooling or ("last" if encoder is None else encoder.pooling)
+    return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
