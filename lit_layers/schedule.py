@@ -52,6 +52,10 @@ class Schedule:
         then_every = self._rule.get("then_every")
         return then_every is not None and step % then_every == 0
 
+    def is_due(self, step: int, before: int) -> bool:
+        """Return whether a scheduled step lies after `before` and not after `step`."""
+        return any(each in self for each in range(step, before, -1))
+
     def thinned(self, stride: int, last: int, first: int = 0) -> "Schedule":
         """Every `stride`-th of the steps of a run from `first` to `last`, the first one always."""
         return self if stride == 1 else Schedule([*self.until(last, first)][::stride])

@@ -6,6 +6,7 @@ import logging
 import shutil
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -35,13 +36,18 @@ logger = logging.getLogger(__name__)
 class _AtSteps(L.Callback):
     """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate.
 
+    A step is an update of the network. With manual optimization the optimizers that hold its parameters are counted: in
+    a batch, the steps of the one that made the most. A scheduled step that is passed by within a batch counts as due.
+
     While a training lasts, its first process holds the root for writing, if it does not yet, as in `lit-layers fit`.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), Path(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
-        self._last_step = -1
+        self._last_step, self._first, self._seen = -1, 0, 0
+        self._updates: int | None = None  # of this run, with manual optimization
+        self._in_batch, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
         self._held, self._is_async = contextlib.ExitStack(), False
 
@@ -58,6 +64,7 @@ class _AtSteps(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._held.close()
+        self._hooks.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._held.close()
@@ -70,17 +77,45 @@ class _AtSteps(L.Callback):
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         """Acts on the sharded model, on every rank, where the whole one does not fit into memory."""
 
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._updates is None else {"updates": self._updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._updates = state_dict.get("updates")
+
+    def now(self, trainer: L.Trainer) -> int:
+        """Return the updates that the network has seen: those before this run and those of this run."""
+        return axis_step(trainer) if self._updates is None else origin_of(trainer).step + self._updates
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._visit(trainer, pl_module, due=axis_step(trainer) in self.schedule or trainer.global_step == 0)
+        if not pl_module.automatic_optimization:
+            self._count_updates(trainer, self._plain_model(pl_module))
+        self._first = self._seen = self.now(trainer)
+        self._visit(trainer, pl_module, due=self._seen in self.schedule or trainer.global_step == 0)
+
+    def _count_updates(self, trainer: L.Trainer, model: nn.Module) -> None:
+        self._updates = trainer.global_step if self._updates is None else self._updates
+        parameters = {*map(id, model.parameters())}
+
+        def holds(optimizer: torch.optim.Optimizer) -> bool:
+            return any(id(each) in parameters for group in optimizer.param_groups for each in group["params"])
+
+        for optimizer in [*filter(holds, trainer.optimizers)] or trainer.optimizers:
+            hook = optimizer.register_step_post_hook(lambda made, *_: self._in_batch.update([id(made)]))
+            self._hooks.callback(hook.remove)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._visit(trainer, pl_module, due=axis_step(trainer) in self.schedule)
+        if self._updates is not None:
+            self._updates += max(self._in_batch.values(), default=0)
+            self._in_batch.clear()
+        before, self._seen = self._seen, self.now(trainer)
+        self._visit(trainer, pl_module, due=self.schedule.is_due(self._seen, before))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._visit(trainer, pl_module, due=True)
 
     def _visit(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
-        step, model = axis_step(trainer), self._plain_model(pl_module)
+        step, model = self.now(trainer), self._plain_model(pl_module)
         if due and step != self._last_step and not trainer.sanity_checking:
             self._last_step = step
             started = time.perf_counter()
@@ -123,10 +158,11 @@ class StepTimes(L.Callback):
             self._began.setdefault(trainer.global_step, time.perf_counter())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.of_step is None and (began := self._began.get(trainer.global_step - 1)) is not None:
+        earlier = [step for step in self._began if step < trainer.global_step]  # several optimizers count as several
+        if self.of_step is None and earlier:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()
-            self._seconds.setdefault(trainer.global_step, time.perf_counter() - began)
+            self._seconds.setdefault(trainer.global_step, time.perf_counter() - self._began[max(earlier)])
 
 
 def _last_of_us(trainer: L.Trainer) -> _AtSteps:
@@ -180,7 +216,6 @@ class SeriesCheckpoint(_AtSteps):
     ) -> None:
         super().__init__(steps, root, model)
         self.tokenizer = Path(tokenizer) if tokenizer else None
-        self._resumed_at: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -188,13 +223,10 @@ class SeriesCheckpoint(_AtSteps):
             for leftover in self.root.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._resumed_at = axis_step(trainer) if trainer.ckpt_path else None
-        super().on_train_start(trainer, pl_module)
-
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)
-        write = functools.partial(save_step, model, self.root, step, tokenizer, resumed_at=self._resumed_at)
+        resumed_at = self._first if trainer.ckpt_path else None
+        write = functools.partial(save_step, model, self.root, step, tokenizer, resumed_at=resumed_at)
         self._ranks.from_first(write)
 
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
@@ -296,9 +328,11 @@ class EmergenceCallback(_AtSteps):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
+        kept = {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
+        return super().state_dict() | kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._stride = state_dict.get("stride", 0)
         self._budget_at_start = state_dict.get("budget", self.budget)
 
@@ -346,7 +380,7 @@ class EmergenceCallback(_AtSteps):
 
         def count(stride: int) -> int:
             steps = self.schedule.thinned(stride, last, first).until(last, first)
-            return len(self._pauses) + len([step for step in steps if step >= axis_step(trainer)])
+            return len(self._pauses) + len([step for step in steps if step >= self.now(trainer)])
 
         seconds = min(self._pauses)
         if (stride := stride_within(self.budget or 1, training, seconds, count)) > 1:
@@ -377,6 +411,8 @@ class EmergenceCallback(_AtSteps):
         super().on_train_end(trainer, pl_module)
         if self._aside is None:
             self.measurer.finish()
+        if self.measure == "sync" and self.measurer.analyses:
+            self.measurer.say_how_many(self.schedule.until(self.now(trainer), self._first))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Not before: the checkpoint to resume from does not wait for measuring.

@@ -6,10 +6,11 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, get_args
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed, nn
 
 from lit_layers import records
@@ -77,6 +78,7 @@ class StepMeasurer:
         self._unreachable = set[int]()
         self._tracked: dict[int, TrackedRun | None] = {}
         self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
+        self._measured, self._failed = set[int](), set[int]()  # steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
         sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
         refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
@@ -171,6 +173,7 @@ class StepMeasurer:
             kind, _, sentence = (measurement.error or "").partition(": ")
             if kind == InputError.__name__:
                 refusals.append(sentence)
+        self._measured.add(step)
         self.log_row()
         if is_first:
             self.ranks.from_first(functools.partial(_refuse, refusals))
@@ -195,6 +198,7 @@ class StepMeasurer:
         """Tells watchers of a measurement, and loggers of the step before it once another step begins."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
+            self._failed |= {measurement.step or 0}
         elif measurement.step is not None:
             if self._row and self._row[0].step != measurement.step:
                 self.log_row()
@@ -231,6 +235,13 @@ class StepMeasurer:
         for each in self._tracked.values():
             if each is not None:
                 each.join(place)
+
+    def say_how_many(self, scheduled: Iterable[int]) -> None:
+        """Say how many of the scheduled steps were measured, and which were not."""
+        due = {*scheduled}
+        missing = sorted(due - (self._measured - self._failed))
+        rest = f", not {', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}" if missing else ""
+        rank_zero_info(f"measured {len(due) - len(missing)} of {len(due)} scheduled steps{rest}: {self.root}")
 
     def finish(self, *, whole: bool = True, but: str | None = None) -> None:
         """What loggers get at the end, from all that was measured; those of a run that failed get no more.
@@ -403,6 +414,8 @@ class Watch:
     def step(self, number: int | None = None) -> None:
         """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
 
+        Scheduled steps that numbers leave out are measured as the next one.
+
         Raises:
             InputError: a number below that of the step before, whose numbers it would replace; a watch that is closed.
         """
@@ -410,8 +423,8 @@ class Watch:
             refuse_outside("", {"step": Range(self.now, MANY, whole=True)}, {"step": number})
         if self._is_over:
             raise InputError("step: this watch is closed: make another one to go on")
-        self.now = self.now + 1 if number is None else int(number)
-        self._visit(due=self.now in self.schedule or self.now == self._final)
+        before, self.now = self.now, self.now + 1 if number is None else int(number)
+        self._visit(due=self.schedule.is_due(self.now, before) or self.now == self._final)
 
     def close(self, *, is_last: bool = True) -> None:
         """Measures the last step, if it was not, and gives the run's folder free.
@@ -422,6 +435,8 @@ class Watch:
         try:
             self._visit(due=is_last)
             self.measurer.finish()
+            if self.measurer.analyses and not self._is_over:
+                self.measurer.say_how_many(self.schedule.until(self.now, self._first))
         except BaseException:
             self.give_up()
             raise

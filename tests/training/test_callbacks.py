@@ -22,6 +22,7 @@ from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.support.random_text import RandomText
+from tests.support.tiny_models import tiny
 from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module
 
 
@@ -123,6 +124,66 @@ def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(tmp_pa
     measurements = records.read(tmp_path / "measurements.jsonl")
     assert [m.step for m in measurements] == [0, 2, 3, 5] == saved_steps(tmp_path)
     assert [m.tokens for m in measurements] == [step * CONTEXT * 8 for step in (0, 2, 3, 5)]
+
+
+class ByHand(L.LightningModule):
+    """Optimizers that each hold a share of the network, and one of another part; all make their steps in each batch."""
+
+    def __init__(self, shares: int, steps: int = 1, others: int = 0):
+        super().__init__()
+        self.automatic_optimization = False
+        self.model, self.other = tiny("gpt2").train(), torch.nn.Linear(2, 2)
+        self.shares, self.steps, self.others = shares, steps, others
+
+    def training_step(self, batch, _):
+        self.manual_backward(self.model(input_ids=batch, labels=batch).loss)
+        *of_network, other = self.optimizers()
+        for each in of_network * self.steps + [other] * self.others:
+            each.step()
+
+    def configure_optimizers(self):
+        shares = [[*self.model.parameters()][at :: self.shares] for at in range(self.shares)]
+        return [torch.optim.SGD(each, lr=0.01) for each in [*shares, [*self.other.parameters()]]]
+
+
+def by_hand(root, steps, network, batches=20, epochs=1, **options):
+    callbacks = [SeriesCheckpoint(steps, root), EmergenceCallback([Noisy()], steps, root)]
+    trainer = L.Trainer(
+        max_epochs=epochs, limit_train_batches=batches, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(network, torch.utils.data.DataLoader(torch.arange(160).reshape(20, 8) % 30), **options)
+    measured = [m.step for m in records.read(root / "measurements.jsonl")]
+    assert measured == saved_steps(root)
+    return trainer, measured
+
+
+@pytest.mark.parametrize(
+    ("network", "steps", "measured"),
+    [
+        ({"shares": 2}, [1, 3, 5, 7], [0, 1, 3, 5, 7, 20]),
+        ({"shares": 3}, "pythia", [0, 1, 2, 4, 8, 16, 20]),
+        ({"shares": 1, "others": 5}, {"every": 8}, [0, 8, 16, 20]),
+        ({"shares": 2, "steps": 3}, [1, 6, 7, 8, 60], [0, 3, 6, 9, 60]),
+    ],
+)
+def test_with_several_optimizers_a_step_is_an_update_of_the_network(network, steps, measured, tmp_path):
+    assert by_hand(tmp_path, steps, ByHand(**network))[1] == measured
+
+
+def test_the_end_says_how_many_of_the_scheduled_steps_were_measured(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        by_hand(tmp_path / "all", [1, 3], ByHand(2), batches=4)
+        by_hand(tmp_path / "passed", [1, 6, 7, 8], ByHand(2, 3), batches=4)
+    assert f"measured 4 of 4 scheduled steps: {tmp_path / 'all'}" in caplog.text
+    assert f"measured 3 of 6 scheduled steps, not 1, 7, 8: {tmp_path / 'passed'}" in caplog.text
+
+
+def test_a_training_that_goes_on_counts_on(tmp_path):
+    trainer, _ = by_hand(tmp_path / "one", [3], ByHand(2), batches=5)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = {"ckpt_path": tmp_path / "last.ckpt", "weights_only": False}
+    assert by_hand(tmp_path / "two", [7], ByHand(2), batches=5, epochs=2, **resumed)[1] == [7, 10]
 
 
 def test_a_saved_step_is_the_measured_model_and_loads_anywhere(tmp_path):

@@ -279,6 +279,17 @@ def test_a_number_that_no_step_can_have_is_refused_and_nothing_is_measured(tmp_p
     assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0, 5]
 
 
+def test_a_scheduled_step_that_numbers_leave_out_is_measured_at_the_next(tmp_path, caplog):
+    with (
+        caplog.at_level("INFO"),
+        lit_layers.watch(network(0.0), analyses()[:1], steps=[3, 7, 8], root=tmp_path / "run") as watched,
+    ):
+        for number in (2, 3, 5, 9, 10):
+            watched.step(number)
+    assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0, 3, 9, 10]
+    assert f"measured 3 of 5 scheduled steps, not 7, 8: {tmp_path / 'run'}" in caplog.text
+
+
 def test_numbers_reach_loggers_of_any_kind(tmp_path):
     heard = []
     note = SimpleNamespace(log_metrics=lambda metrics, step: heard.append((step, sorted(metrics)[0])))
