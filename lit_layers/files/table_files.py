@@ -4,7 +4,7 @@
 # pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,6 @@ def export(frame: pd.DataFrame, path: str | Path) -> None:
         content = frame.astype(mixed).where(frame.notna(), None).to_parquet(index=False)
     with refused(f"cannot write {path}"):
         replace_file(path, content)
-
-
-def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns rows as the text of such a CSV; whole numbers stay whole beside gaps."""
-    cells = [[_no_formula(cell) for cell in row] for row in rows]
-    return pd.DataFrame(cells, columns=[*map(_no_formula, columns)], dtype=object).to_csv(index=False)
 
 
 def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:

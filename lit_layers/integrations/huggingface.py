@@ -90,8 +90,6 @@ class EmergenceTrainerCallback(TrainerCallback):
             self._watch.step(state.global_step)
             if control.should_log or control.should_evaluate:
                 self._watch.measurer.join(state.global_step)
-            if state.global_step == state.max_steps:  # before the Trainer's own callbacks close their runs
-                self._watch.measurer.finish(but="W&B")  # which stays open, and has rows of the Trainer to come
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:

@@ -228,7 +228,7 @@ def of_the_whole_run(
 
 
 def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:
-    """Tables and pictures (PNG) as a row of wandb or trackio takes them, which name their kinds alike.
+    """Tables and pictures (PNG) as a row of wandb takes them.
 
     Beside others of its name a picture has a slider over the steps.
     """

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError, first_sentence
+from lit_layers.errors import InputError, first_line, first_sentence
 from lit_layers.files import run_lock
 from lit_layers.identity import logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
@@ -24,7 +24,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import heat_maps, plotted_values, values_of
-from lit_layers.report.trackers import STEP, TOKENS, TrackedRun, tracker_of
+from lit_layers.report.trackers import STEP, TOKENS, WandbRun, writer_of
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
@@ -75,8 +75,7 @@ class StepMeasurer:
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
-        self._unreachable = set[int]()
-        self._tracked: dict[int, TrackedRun | None] = {}
+        self._writers: dict[int, Any] = {}  # by the id of a logger
         self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
         self._measured, self._failed = set[int](), set[int]()  # steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
@@ -220,21 +219,26 @@ class StepMeasurer:
         row |= {} if tokens is None else {TOKENS: tokens}
         row |= {} if place == step else {STEP: step}
         for destination in self._loggers:
-            if id(destination) in self._unreachable:
-                continue
             try:
-                if (tracked := self._tracker_behind(destination)) is not None:
-                    tracked.log(place, row, lambda: {k: png for each in named for k, png in heat_maps(*each).items()})
-                else:
-                    destination.log_metrics(dict(row), step=place)
+                writer = self._writer_of(destination)
+                if isinstance(writer, WandbRun):
+                    writer.row(place, row, {key: png for each in named for key, png in heat_maps(*each).items()})
+                elif writer is not None:
+                    writer.log_metrics(dict(row), step=place)
             except Exception as error:  # whatever a logger has: no training ends for it
-                logger.warning("%s: step %s is not logged: %s", type(destination).__name__, step, error)
+                logger.warning("%s: step %s is not logged: %s", type(destination).__name__, step, first_line(error))
 
     def join(self, place: int) -> None:
         """Has rows that wait join those that the user's loggers are about to write at a place of their axis."""
-        for each in self._tracked.values():
-            if each is not None:
-                each.join(place)
+        self._at_wandb(lambda run: run.join(place))
+
+    def _at_wandb(self, call: Callable[[WandbRun], None]) -> None:
+        for writer in self._writers.values():
+            if isinstance(writer, WandbRun):
+                try:
+                    call(writer)
+                except Exception as error:  # no training ends for it
+                    logger.warning("W&B: measurements are not logged: %s", first_line(error))
 
     def say_how_many(self, scheduled: Iterable[int]) -> None:
         """Say how many of the scheduled steps were measured, and which were not."""
@@ -243,29 +247,22 @@ class StepMeasurer:
         rest = f", not {', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}" if missing else ""
         rank_zero_info(f"measured {len(due) - len(missing)} of {len(due)} scheduled steps{rest}: {self.root}")
 
-    def finish(self, *, whole: bool = True, but: str | None = None) -> None:
-        """What loggers get at the end, from all that was measured; those of a run that failed get no more.
-
-        The tracker of the name `but` goes on.
-        """
+    def finish(self, *, whole: bool = True) -> None:
+        """Gives loggers what is left, and a run of W&B the tables, unless the training failed."""
         self.log_row()
-        for key, each in [*self._tracked.items()]:
-            if each is None or each.tracker.name != but:
-                del self._tracked[key]
-                if each is not None:
-                    each.finish(whole=whole)
+        self._at_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
+        self._writers = {}
 
-    def _tracker_behind(self, destination: Any) -> TrackedRun | None:
-        """What writes to the tracker that a logger is of; None of other loggers."""
-        if id(destination) not in self._tracked:
-            try:
-                tracker = tracker_of(destination)
-            except Exception:  # whose server does not answer: it is not waited for again
-                self._unreachable.add(id(destination))
-                raise
-            configs = {analysis.name: analysis.config() for analysis in self.analyses}
-            self._tracked[id(destination)] = None if tracker is None else TrackedRun(tracker, self.root, configs)
-        return self._tracked[id(destination)]
+    def _writer_of(self, destination: Any) -> Any:
+        """Return what writes to a logger; None for one that does not answer, which is asked only once."""
+        if id(destination) not in self._writers:
+            self._writers[id(destination)] = None
+            writer = writer_of(destination)
+            if isinstance(writer, WandbRun):
+                configs = {analysis.name: analysis.config() for analysis in self.analyses}
+                writer.begin({"root": str(self.root), "analyses": configs})
+            self._writers[id(destination)] = writer
+        return self._writers[id(destination)]
 
 
 def _refusal_of(model: nn.Module) -> str | None:
@@ -340,7 +337,7 @@ class Watch:
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
         loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
-            W&B, MLflow or trackio and a SummaryWriter, which also get heat maps and tables.
+            W&B, which also get heat maps and tables; of MLflow or trackio; a SummaryWriter.
         watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
 
     Raises:
@@ -373,7 +370,7 @@ class Watch:
         if isinstance(loggers, str) or not isinstance(loggers, Sequence):
             raise InputError(f"loggers: expected a list of them, got {_named(loggers)}")
         for each in loggers:
-            if not hasattr(each, "log_metrics") and tracker_of(each) is None:
+            if not hasattr(each, "log_metrics") and writer_of(each) is None:
                 raise InputError(
                     "loggers: expected loggers of Lightning, runs of W&B, MLflow or trackio, or a SummaryWriter, got "
                     f"{_named(each)}"

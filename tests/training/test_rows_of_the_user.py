@@ -19,7 +19,7 @@ from tests.support.undrawn import leave_undrawn
 
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
