@@ -71,6 +71,8 @@ def causal_lm(
     """
     import transformers
 
+    if weights is not None:
+        overrides = {"tie_word_embeddings": has_tied_head(weights)} | overrides
     plain = _config(name)
     fields = (set(plain.to_dict()) | set(plain.attribute_map)) - {"model_type", "architectures", TRUE_SIZE}
     _refuse_unknown(overrides, fields, f"option of {plain.model_type}")
@@ -428,6 +430,12 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
         name: tensor.detach()[: true_vocab_size(model)] if id(tensor) in padded else tensor.detach()
         for name, tensor in state.items()
     }
+
+
+def has_tied_head(model: Network) -> bool:
+    """Return whether head and embedding are one tensor: a config may say so of a file that holds both."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def is_padded(model: Network) -> bool:

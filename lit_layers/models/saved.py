@@ -19,7 +19,7 @@ from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whol
 from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
-from lit_layers.models.build import TIMM_OPTIONS, quiet, refuse_beyond_memory, refuse_endless, untrained
+from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, refuse_endless, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.offload import Offload
 
@@ -305,6 +305,8 @@ def described(model: Network) -> dict[str, Any]:
         statistics = pixels.pixel_statistics(model)
         return said if statistics is None else said | {"mean": list(statistics[0]), "std": list(statistics[1])}
     settings = json.loads(model.config.to_json_string(use_diff=False))
+    if model.get_output_embeddings() is not None:
+        settings["tie_word_embeddings"] = has_tied_head(model)
     return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # as sharding calls it
 
 

@@ -11,7 +11,9 @@ from transformers import BertConfig, BertForPreTraining, BertModel, LlamaConfig,
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.models.saved import load, sequence_classifier
+from lit_layers.models.build import causal_lm, has_tied_head, weights_hash
+from lit_layers.models.offload import Offload
+from lit_layers.models.saved import described, load, rebuilt, sequence_classifier
 from lit_layers.series.checkpoint_sources import FolderSource, ModelFiles
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -91,6 +93,26 @@ def test_weights_of_another_model_beside_the_index_are_refused(tmp_path):
     shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path)  # transformers would read this one
     with pytest.raises(InputError, match="does not name model.safetensors"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("differ", [True, False])
+def test_ties_are_those_in_memory_whatever_the_config_says(tmp_path, tied, differ):
+    model = llama(tie_word_embeddings=False)
+    if not differ:
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
+    model.save_pretrained(tmp_path)
+    configure(tmp_path, tie_word_embeddings=tied)
+    whole = load(tmp_path)
+    again = rebuilt(described(whole))  # as a resumed training is
+    again.load_state_dict(whole.state_dict())
+    started = causal_lm(str(tmp_path), weights=whole)
+    offloaded = load(tmp_path, offload=Offload(tmp_path / "offloaded", torch.device("cpu")))
+    for other in (again, started):
+        for name, weight in whole.state_dict().items():
+            assert torch.equal(other.state_dict()[name], weight), name
+        assert has_tied_head(other) == has_tied_head(whole)
+    assert len({weights_hash(each) for each in (whole, again, started, offloaded)}) == 1
 
 
 def test_a_folder_that_is_gone_is_never_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
