@@ -65,6 +65,8 @@ def load(
     except InputError:
         raise
     except _CANNOT_LOAD as error:
+        if os.path.isabs(name) and not os.path.exists(name):
+            raise InputError(f"{name} was removed while it was opened") from error
         refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
         if isinstance(refused, UnpicklingError):
             raise would_run_code(name, refused) from refused
