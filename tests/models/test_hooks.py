@@ -6,6 +6,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadMo
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian
+from lit_layers.models.build import causal_lm
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 
@@ -95,3 +96,8 @@ def test_a_model_with_hooks_does_not_run_in_another_order():
 def test_a_decoder_that_sees_later_tokens_does_not_predict_the_next_one(family):
     assert LayeredModel(model(family)).predicts_next_token
     assert not LayeredModel(model(family, is_causal=False)).predicts_next_token
+
+
+def test_rows_that_only_fill_the_vocabulary_up_leave_a_decoder_one_of_next_tokens():
+    padded = causal_lm("gpt2", vocab_size=61, n_layer=1, n_embd=32, n_head=2, n_positions=16, pad_vocab_to=64)
+    assert LayeredModel(padded).predicts_next_token

@@ -98,7 +98,7 @@ def probe_of(model: Network) -> Probe:
 
 
 def _texts(model: Network) -> Tensor:
-    """(3, tokens), without any token that the config gives a meaning."""
+    """(3, tokens), of real tokens that the config gives no meaning."""
     config = text_config(model.config)
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise InputError(f"no layered view of {type(model).__name__}: its config says no vocab_size")
@@ -107,7 +107,7 @@ def _texts(model: Network) -> Tensor:
         for name, value in config.to_dict().items()
         if name.endswith(("_id", "_index", "_idx")) and isinstance(value, int)
     }
-    tokens = range(min(config.vocab_size, 4096))
+    tokens = range(min(getattr(model.config, "unpadded_vocab_size", None) or config.vocab_size, 4096))
     plain = [token for token in tokens if token not in special] or [*tokens]
     limit = getattr(config, "max_position_embeddings", None) or 0
     length = min(NUM_TOKENS, limit) if limit > 0 else NUM_TOKENS
