@@ -39,7 +39,8 @@ class WandbRun:
             measurements of a step then join only the row that the logger writes at that step (`join`).
     """
 
-    _taken: ClassVar[dict[str, int]] = {}  # by run, the last row that measurements were added to
+    # By run, the last row that measurements were added to, and their step: two networks may be measured in one run.
+    _taken: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
         self._run, self._wandb = run, sys.modules["wandb"]
@@ -61,9 +62,12 @@ class WandbRun:
 
     def join(self, step: int) -> None:
         """Adds the row of a step to the one that is open, unless that has measurements of another step."""
-        if step in self._waiting and self._taken.get(self._run.id) != (number := self._run.step):
+        if step not in self._waiting:
+            return
+        number, (taken, by) = self._run.step, self._taken.get(self._run.id, (-1, -1))
+        if number != taken or step == by:
             self._log(step, commit=False)
-            self._taken[self._run.id] = number
+            self._taken[self._run.id] = number, step
 
     def end(self, root: Path) -> None:
         """Takes the tables and the pictures of all steps; the run is the user's to close."""
@@ -86,7 +90,7 @@ class WandbRun:
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
             logger.warning(words, len(self._waiting), _PLACE)
             return
-        if self._taken.get(self._run.id) == number:
+        if self._taken.get(self._run.id, (-1, -1))[0] == number:
             self._run.log({}, commit=True)
         for step in sorted(self._waiting):
             self._log(step, commit=True)

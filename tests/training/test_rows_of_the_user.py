@@ -26,7 +26,12 @@ pytestmark = [
 LENGTHS = [30, pytest.param(1000, marks=pytest.mark.nightly)]
 CURVE = "lens/logit_lens_loss/layer_01"
 EVERY = 4
+
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
+def every(num_rows: int) -> dict[str, int]:
+    return {"every": EVERY if num_rows < 1000 else 50}
 
 
 def measured():
@@ -51,7 +56,7 @@ def loop(name, folder, log, num_rows, *, is_watched, order="log, step", analyses
     run, model = begun(folder, name), tiny("gpt2")
     watched = None
     if is_watched:
-        options = {"steps": {"every": EVERY}, "root": folder / "root", "tokens_per_step": 100}
+        options = {"steps": every(num_rows), "root": folder / "root", "tokens_per_step": 100}
         watched = lit_layers.watch(model, analyses or measured(), loggers=[run], **options)
     for step in range(1, num_rows + 1):
         with torch.no_grad():
@@ -117,7 +122,7 @@ def test_rows_of_a_loop_at_wandb_keep_values_and_numbers(log, order, num_rows, t
     both = equal_rows(tmp_path)
     assert len(both.curve("loss")) == num_rows
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
-    assert len(both.curve(CURVE)) == 1 + -(-num_rows // EVERY)
+    assert len(both.curve(CURVE)) == 1 + -(-num_rows // every(num_rows)["every"])
 
 
 def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, monkeypatch):
@@ -130,6 +135,29 @@ def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, m
     assert all(any(name.startswith("trajectory/") for name in row) for row in rows)
     assert [row["lit_layers/tokens"] for row in rows] == [0, 400, 800, 900]
     assert [row["loss"] for row in rows[1:]] == [1 / 4, 1 / 8, 1 / 9]
+
+
+def test_two_networks_that_are_measured_in_one_run_share_its_rows(tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
+    run, models = begun(tmp_path, "both"), [tiny("gpt2"), tiny("gpt2", seed=1)]
+    watches = []
+    for name, model in zip(("student", "teacher"), models, strict=True):
+        lens = [Lens(name=name, batches=measured()[0].batches)]
+        options = {"steps": {"every": 2}, "root": tmp_path / name, "loggers": [run]}
+        watches.append(lit_layers.watch(model, lens, **options))
+    for step in range(1, 7):
+        run.log({"loss": 1 / step}, step=step)
+        for watched in watches:
+            watched.step()
+    for watched in watches:
+        watched.close()
+    run.log({"test": 1.0}, step=6)
+    run.finish()
+    (both,) = read_finished(tmp_path).values()
+    assert [x for x, _ in both.curve("loss", x="_step")] == [*range(1, 7)]
+    assert both.curve("test", x="_step") == [(6, 1.0)]
+    for name in ("student", "teacher"):
+        assert dict(both.curve(f"{name}/logit_lens_loss/layer_01")) == losses_of(tmp_path / name)
 
 
 @pytest.mark.parametrize("log", [with_step, without_step])
@@ -203,7 +231,7 @@ class Module(L.LightningModule):
 
 def in_lightning(root, logger, num_batches, *, is_watched, module=None, **options) -> L.Trainer:
     torch.manual_seed(0)
-    watch = [EmergenceCallback(measured(), options.pop("steps", {"every": EVERY}), root)] if is_watched else []
+    watch = [EmergenceCallback(measured(), options.pop("steps", every(num_batches)), root)] if is_watched else []
     options = {"max_epochs": 1, "log_every_n_steps": 1, **options}
     trainer = L.Trainer(accelerator="cpu", logger=logger, callbacks=watch, **options, **QUIET)
     data = torch.arange(16 * num_batches).reshape(2 * num_batches, 8) % 30
@@ -261,7 +289,7 @@ def in_transformers(folder, num_steps, *, is_watched, **options) -> None:
         str(folder / "hf"), max_steps=num_steps, use_cpu=True, disable_tqdm=True, save_strategy="no",
         per_device_train_batch_size=2, **{"logging_steps": 1, **options},
     )  # fmt: skip
-    watch = [EmergenceTrainerCallback(measured(), {"every": EVERY}, folder / "root")] if is_watched else []
+    watch = [EmergenceTrainerCallback(measured(), every(num_steps), folder / "root")] if is_watched else []
     Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=watch).train()
 
 
