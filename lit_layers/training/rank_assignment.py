@@ -20,6 +20,7 @@ from lit_layers.records import Measurement
 from lit_layers.tasks.task_splits import connected
 
 _PATIENCE = datetime.timedelta(hours=12)
+RENDEZVOUS = datetime.timedelta(seconds=20)  # ranks that begin to watch begin together
 _NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
 
 
@@ -78,11 +79,22 @@ class OneProcess:
         return compute()
 
 
-def ranks_of(world_size: int) -> "OneProcess | Ranks":
-    """The processes of a run, each of which calls. They have a group of their own on the CPU: results are objects, and
-    training's collectives stay undisturbed."""
+def ranks_of(world_size: int, *, first: datetime.timedelta = _PATIENCE) -> "OneProcess | Ranks":
+    """Return the processes of a run, each of which calls. They have a group of their own on the CPU: results are
+    objects, and training's collectives stay undisturbed.
+
+    Raises:
+        InputError: if not all of them call within `first`.
+    """
     if world_size == 1:
         return OneProcess()
+    try:
+        distributed.destroy_process_group(distributed.new_group(backend="gloo", timeout=first))
+    except RuntimeError as error:
+        raise InputError(
+            f"watch: expected a call in each of the {world_size} processes, but after {first.seconds} s not all have "
+            "called: call it, step() and close() on all ranks, not on the first alone"
+        ) from error
     return Ranks(distributed.new_group(backend="gloo", timeout=_PATIENCE))
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import random
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,9 @@ from torch import distributed
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from lit_layers.training.rank_assignment import Part, Ranks, assign_parts
+from lit_layers.training import watching
+from lit_layers.training.rank_assignment import Part, Ranks, assign_parts, ranks_of
+from lit_layers.training.watching import watch
 from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
@@ -112,3 +115,30 @@ def fail_on_first_rank() -> int:
 
 def test_what_the_first_rank_fails_with_ends_all_ranks():
     assert run_ranks(fail_on_first_rank) == [0, 0]
+
+
+def watch_on_first_rank() -> int:
+    """0 where the rank that watches alone is told so in a second."""
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    watching.RENDEZVOUS = datetime.timedelta(seconds=1)
+    if distributed.get_rank() == 0:
+        began = time.monotonic()
+        with pytest.raises(InputError, match="each of the 2 processes, but after 1 s not all have called"):
+            watch(tiny("gpt2"), [Trajectory(batches=RandomText(num_batches=1))], steps=[1], root="never_written")
+        assert time.monotonic() - began < 10
+    return 0
+
+
+def slow_after_the_first_meeting() -> int:
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    ranks = ranks_of(2, first=datetime.timedelta(seconds=1))
+    time.sleep(1.5 * distributed.get_rank())
+    return 0 if ranks.from_first(lambda: 7) == 7 else 1
+
+
+def test_a_rank_that_watches_alone_is_told_so_and_does_not_wait():
+    assert run_ranks(watch_on_first_rank) == [0, 0]
+
+
+def test_ranks_that_are_slow_later_are_waited_for():
+    assert run_ranks(slow_after_the_first_meeting) == [0, 0]
