@@ -29,7 +29,7 @@ from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
-from lit_layers.training.trainer import StepSampler
+from lit_layers.training.trainer import StepSampler, refuse_another_order
 
 Batch = dict[str, Tensor]
 DATA_RANGES = {
@@ -67,6 +67,7 @@ class LitStepData(L.LightningDataModule, ABC):
     def _steps(self, num_samples: int, kind: type[StepSampler] = StepSampler) -> StepSampler:
         """The micro-batches of this rank, from the trainer's step on."""
         trainer = self._loop()
+        refuse_another_order(trainer)
         try:
             return kind(
                 num_samples,

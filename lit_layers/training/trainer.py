@@ -6,12 +6,13 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
@@ -28,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
+    "min_epochs": 0,  # else Lightning makes it 1 beside min_steps, and endless data never end an epoch
     "check_val_every_n_epoch": None,
     "log_every_n_steps": 10,
 }
@@ -101,6 +103,43 @@ def refuse_another_number_of_ranks(trainer: L.Trainer) -> None:
         raise InputError(
             f"trainer.strategy.data_parallel_size: expected {ranks}, the number of nodes times devices, got {shards}"
         )
+
+
+def refuse_another_order(trainer: L.Trainer, *, also: Sequence[type] = ()) -> None:
+    """Refuse options that mean something else than Lightning says where a step's samples follow from its number.
+
+    The data have no end: only `limit_train_batches` makes epochs, and the next one goes on where the last ended.
+
+    Args:
+        also: more callbacks to refuse.
+
+    Raises:
+        InputError: naming the option and what to do.
+    """
+    refused = BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging, *also
+    if trainer.overfit_batches:
+        _refuse("overfit_batches", "0, as each step takes the samples that follow", trainer.overfit_batches)
+    if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+        _refuse("use_distributed_sampler", "false, as the data divide a step over the processes", True)
+    limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    if isinstance(limit, int) and limit % accumulate:
+        name = "fast_dev_run" if trainer.fast_dev_run else "limit_train_batches"
+        _refuse(name, f"a multiple of {accumulate}, as so many batches make a step", limit)
+    for each in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        name = f"callbacks.{type(each).__name__}"
+        if isinstance(each, refused):
+            _refuse(name, "none, as it changes the batches, the weights or the rate that a step should have", "one")
+        if isinstance(limit, float) and (
+            getattr(each, "_interval", None) == "epoch" or getattr(each, "_check_on_train_epoch_end", False)
+        ):
+            _refuse(name, "one that counts steps or validations, or trainer.limit_train_batches", "epochs without end")
+    for name, least in {"max_epochs": 1, "min_epochs": 1, "check_val_every_n_epoch": 2}.items():
+        if isinstance(limit, float) and (given := getattr(trainer, name) or 0) >= least:
+            _refuse(name, "none without trainer.limit_train_batches, as the data have no end", given)
+
+
+def _refuse(option: str, expected: str, given: Any) -> None:
+    raise InputError(f"trainer.{option}: expected {expected}, got {given}")
 
 
 class StepSeed(L.Callback):

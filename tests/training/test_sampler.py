@@ -1,9 +1,16 @@
+import inspect
 import itertools
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_layers.training.trainer import StepSampler
+from lit_layers.errors import InputError
+from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.trainer import StepSampler, new_trainer
+from tests.support.tiny_training import RandomBlocks, module
 
 
 def test_an_epoch_holds_every_sample_once_and_epochs_differ():
@@ -56,3 +63,132 @@ def test_there_is_no_length_for_lightning_to_stop_at():
 def test_a_batch_that_does_not_split_is_refused():
     with pytest.raises(ValueError, match="global batch of 10 does not split over 2 ranks x 2 micro-batches"):
         StepSampler(40, global_batch_size=10, world_size=2, num_micro_batches=2)
+
+
+class Blocks(LitStepData):
+    global_batch_size = validation_batch_size = 8
+    num_workers = seed = 0
+    blocks = RandomBlocks()
+
+    def describe(self):
+        return {}
+
+    def train_dataloader(self):
+        return self._loader(self.blocks, self._steps(len(self.blocks)))
+
+    def val_dataloader(self):
+        return self._loader(self.blocks, self._validation_batches(8, "blocks"))
+
+
+class Trained(L.Callback):
+    """Notes which samples each optimizer step was trained on, and validations."""
+
+    def __init__(self):
+        self.steps, self.num_validations = {}, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps.setdefault(trainer.global_step, []).extend(batch["input_ids"].tolist())
+
+    def on_validation_end(self, trainer, pl_module):
+        self.num_validations += 1
+
+
+def train(folder, **options):
+    seen = Trained()
+    given = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": folder, **options}
+    given["callbacks"] = [seen, *given.get("callbacks", [])]
+    trainer = new_trainer(**given)
+    trainer.fit(module(dropout=0.0), datamodule=Blocks())
+    whole = StepSampler(len(Blocks.blocks), global_batch_size=8)
+    for step, rows in seen.steps.items():
+        assert rows == Blocks.blocks.tokens[whole.global_batch(step)].tolist()
+    return len(seen.steps), seen.num_validations
+
+
+# Options of the Trainer -> what they mean with data whose order follows from the step: the steps that are trained, each
+# on its whole batch, and the validations; a part of a sentence where they are refused; None: nothing about the data.
+MEANT = (
+    ({}, (4, 1)),
+    ({"fast_dev_run": 2}, (2, 1)),
+    ({"fast_dev_run": 3, "accumulate_grad_batches": 2}, "fast_dev_run: expected a multiple of 2"),
+    ({"max_epochs": 2}, "max_epochs: expected none without trainer.limit_train_batches"),
+    ({"max_epochs": 2, "limit_train_batches": 1}, (2, 2)),
+    ({"min_epochs": 1}, "min_epochs: expected none without trainer.limit_train_batches"),
+    ({"min_epochs": 1, "limit_train_batches": 2}, (4, 2)),
+    ({"min_steps": 3}, (4, 1)),
+    ({"max_time": {"hours": 1}}, (4, 1)),
+    ({"limit_train_batches": 3, "accumulate_grad_batches": 2}, "limit_train_batches: expected a multiple of 2"),
+    ({"limit_train_batches": 2, "accumulate_grad_batches": 2}, (4, 4)),
+    ({"limit_train_batches": 0.5}, "must be `1.0` or an int"),
+    ({"limit_val_batches": 0}, (4, 0)),
+    ({"overfit_batches": 1}, "overfit_batches: expected 0"),
+    ({"overfit_batches": 0.5}, "overfit_batches: expected 0"),
+    ({"val_check_interval": 2}, (4, 2)),
+    ({"val_check_interval": 0.5}, "should be an integer or a time-based duration"),
+    ({"check_val_every_n_epoch": 2}, "check_val_every_n_epoch: expected none without trainer.limit_train_batches"),
+    ({"check_val_every_n_epoch": 2, "limit_train_batches": 1}, (4, 2)),
+    ({"num_sanity_val_steps": 1}, (4, 2)),
+    ({"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}, (4, 2)),
+    ({"use_distributed_sampler": True}, (4, 1)),
+    *(
+        ({name: None}, None)
+        for name in (
+            *("accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "max_steps"),
+            *("limit_test_batches", "limit_predict_batches", "log_every_n_steps", "enable_checkpointing"),
+            *("enable_progress_bar", "enable_model_summary", "gradient_clip_val", "gradient_clip_algorithm"),
+            *("deterministic", "benchmark", "inference_mode", "profiler", "detect_anomaly", "barebones", "plugins"),
+            *("sync_batchnorm", "default_root_dir", "enable_autolog_hparams", "model_registry"),
+        )
+    ),
+)
+REFUSED = "expected none, as it changes the batches, the weights or the rate"
+ENDLESS = "expected one that counts steps or validations"
+LOSS = "validation/loss"
+CALLBACKS = (
+    ("BatchSizeFinder", {"batch_arg_name": "global_batch_size", "max_trials": 2, "steps_per_trial": 1}, REFUSED),
+    ("EarlyStopping", {"monitor": LOSS, "check_on_train_epoch_end": True}, ENDLESS),
+    ("EarlyStopping", {"monitor": LOSS}, (4, 1)),
+    ("GradientAccumulationScheduler", {"scheduling": {0: 1, 1: 2}}, REFUSED),
+    ("LearningRateFinder", {"num_training_steps": 2}, (4, 1)),
+    ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}, REFUSED),
+    ("Timer", {"duration": {"hours": 1}, "interval": "epoch"}, ENDLESS),
+    ("Timer", {"duration": {"hours": 1}}, (4, 1)),
+    # These leave the data and the steps alone; what they need else Lightning asks for.
+    *(
+        (name, {}, None)
+        for name in ("Callback", "Checkpoint", "DeviceStatsMonitor", "LambdaCallback", "ModelCheckpoint")
+    ),
+    *((name, {}, None) for name in ("ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary")),
+    *((name, {}, None) for name in ("RichProgressBar", "SpikeDetection", "ThroughputMonitor", "TQDMProgressBar")),
+    *((name, {}, None) for name in ("BasePredictionWriter", "LearningRateMonitor")),
+    # These `fit` refuses for its models and its series.
+    *((name, {}, None) for name in ("BackboneFinetuning", "BaseFinetuning", "ModelPruning")),
+    *((name, {}, None) for name in ("EMAWeightAveraging", "WeightAveraging")),
+)
+
+
+def test_each_option_and_callback_of_the_trainer_has_its_decision():
+    names = {name for options, _ in MEANT for name in options}
+    assert names == inspect.signature(L.Trainer).parameters.keys()
+    assert {name for name, *_ in CALLBACKS} == {*callbacks.__all__}
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [row for row in MEANT if row[1] is not None]
+    + [
+        pytest.param({"callbacks": (name, arguments)}, meant, id=f"{name}-{place}")
+        for place, (name, arguments, meant) in enumerate(CALLBACKS)
+        if meant is not None
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of Lightning, on a few batches
+def test_an_option_means_what_lightning_says_or_is_refused(options, meant, tmp_path):
+    if "callbacks" in options:
+        name, arguments = options["callbacks"]
+        options = {"callbacks": [getattr(callbacks, name)(**arguments)]}
+    if isinstance(meant, str):
+        with pytest.raises((InputError, MisconfigurationException), match=meant):
+            train(tmp_path, **options)
+    else:
+        assert train(tmp_path, **options) == meant

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import lightning as L
 import yaml
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
@@ -30,10 +31,11 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, RUN_FILE, SEED, VALUES_MB, Range
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
+from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
@@ -44,6 +46,7 @@ from lit_layers.training.trainer import (
     plugins_with_cluster,
     quieten,
     refuse_another_number_of_ranks,
+    refuse_another_order,
 )
 
 TRAINER = {
@@ -59,7 +62,6 @@ TRAINER = {
     "num_sanity_val_steps": Range(-1, MANY, whole=True),
     "limit_train_batches": Range(0, MANY, above=True),
     "limit_val_batches": Range(0, MANY),
-    "overfit_batches": Range(0, MANY),
     "reload_dataloaders_every_n_epochs": COUNT_OR_NONE,
     "num_nodes": COUNT,
 }
@@ -122,23 +124,22 @@ class Run:
             held.enter_context(run_lock.writing(self.root, part=part))
         self.console = Console(quiet=verbosity() < 0)
         self.resume_from = self.resume_point(hashed=is_first_rank())
-        goes_on = options.resume is not None and (self.root / RUN_FILE).is_file() and self._is_inside()
+        goes_on = options.resume is not None and run_folder.is_a_run(self.root) and self._is_inside()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
         if goes_on:
             run_folder.refuse_another_run(self.root, given)
-        going: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
-        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **going)
+        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, resume=goes_on)
         if (
             goes_on
             and getattr(self.module, "init_from", None)
             and (begun := kept(self.root, run_folder.origin_in(self.root)))
         ):
             self.module.beginning = begun
-        self.trainer = self._trainer(dict(options.trainer))
+        self.trainer = self._trainer(dict(options.trainer), run=run_folder.name_of_run(self.root) if goes_on else None)
 
-    def _trainer(self, given: dict[str, Any]) -> L.Trainer:
+    def _trainer(self, given: dict[str, Any], *, run: str | None) -> L.Trainer:
         """Callbacks in this order: the folder is ready, scalars are noted, weights are on disk, then they are measured,
         and the checkpoint to resume from knows all that.
         """
@@ -147,7 +148,7 @@ class Run:
         progress = StepProgress(run_log, console=self.console)
         self.series = SeriesCheckpoint(options.steps, self.root)
         measuring: Any = {name: options[name] for name in ("budget", "kept_mb", "values_mb", "measure")}
-        measuring["watchers"] = [run_log, progress]
+        measuring |= {"watchers": [run_log, progress], "run": run}
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
@@ -162,6 +163,9 @@ class Run:
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise InputError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_another_number_of_ranks(trainer)
+        if isinstance(self.datamodule, LitStepData):
+            # The model is built when training begins, and the series holds the weights that were trained.
+            refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         threads.settle(trainer.num_devices)
         if trainer.is_global_zero:
             self.console.print(threads.description(trainer.strategy.root_device), highlight=False)
@@ -226,8 +230,7 @@ def fit(
     with contextlib.ExitStack() as held:
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
-            if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
-            run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
+            run_folder.refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
         if run.trainer.is_global_zero and recipe.typed("seed_everything"):
             run.console.print(_other_seeds(run, seed_everything), end="", highlight=False, soft_wrap=True)
         return _train(run)
