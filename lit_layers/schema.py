@@ -302,7 +302,6 @@ class _Config(TypedDict, total=False):
 class _Resumed(TypedDict):
     step: Count
     at: str
-    back: bool
 
 
 @with_config(OPEN)

@@ -100,13 +100,8 @@ def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> C
 _EAGER_LOSS = ("cpu",)
 
 
-_NOT_OF_CONFIG = {
-    "name",
-    "seed",
-    "pad_vocab_to",
-    "attention",
-    "device",
-}  # arguments of `causal_lm` beside the configuration
+# Arguments of `causal_lm` beside the configuration.
+_NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention", "device"}
 MODEL_RANGES = {  # of all modules
     "init_seed": schema.SEED,
     "pad_vocab_to": schema.Range(1, 2**16, whole=True),
@@ -266,8 +261,9 @@ class LitModule(L.LightningModule, ABC):
 class LitCausalLM(LitModule):
     """Next-token training of a plain Hugging Face causal language model, kept eager at `.model`.
 
-    A batch holds `input_ids` (batch, tokens), by that name, alone or first of a tuple; each predicts the next, and none
-    is padding. Without `LitTextData` the vocabulary is that of `config`, or the architecture's own.
+    A batch holds `input_ids` (batch, tokens), by that name or as a tensor; each predicts the next, and none is padding.
+    `labels`, by name or second of a pair, have to equal them, and other tensors are refused. Without `LitTextData` the
+    vocabulary is that of `config`, or the architecture's own.
 
     Args:
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
@@ -336,7 +332,7 @@ class LitCausalLM(LitModule):
         return published(self.init_from, allow_suspect=self.allow_suspect)
 
     def build(self) -> nn.Module:
-        model: Any = built_once(self.trainer.strategy, self._new_model if self.init_from is None else self._continued)
+        model: Any = built_once(self.trainer.strategy, self._model_of_next_tokens)
         context = getattr(model.config, "max_position_embeddings", None)
         num_tokens = getattr(self.data, "num_tokens", 0)
         if context is not None and context < num_tokens:
@@ -352,6 +348,15 @@ class LitCausalLM(LitModule):
     def _num_words(self) -> int | None:
         """Tokens that the run's data may hold; None where it does not say."""
         return getattr(getattr(self.data, "shards", None), "vocab_size", None)
+
+    def _model_of_next_tokens(self, device: str) -> nn.Module:
+        model = self._new_model(device) if self.init_from is None else self._continued(device)
+        if device == "cpu" and not LayeredModel(model).predicts_next_token:
+            raise InputError(
+                f"model: expected one that predicts the next token, got a {type(model).__name__} whose tokens see "
+                "later ones, as with is_causal: false in config.json"
+            )
+        return model
 
     def _new_model(self, device: str) -> nn.Module:
         options: dict[str, Any] = {**self.config, "pad_vocab_to": self.pad_vocab_to, "device": device}
@@ -433,16 +438,22 @@ class LitCausalLM(LitModule):
 
 
 def _token_ids(batch: Any) -> Tensor:
-    """Of a batch as `LitTextData` gives it, or other loaders do.
+    """Return the token ids of a batch, of `LitTextData` or another loader.
 
     Raises:
-        InputError: none are there, or texts with padding.
+        InputError: if there are none, or tensors with them that the loss would leave out, such as padding and labels.
     """
-    given = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
-    ids = given.get("input_ids") if isinstance(given, Mapping) else given
+    given, *labels = batch if isinstance(batch, list | tuple) and batch else [batch]
+    parts = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
+    ids = parts.pop("input_ids", None)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise InputError(f"data: expected batches with input_ids (batch, tokens), got a {type(given).__name__}")
-    if mask is not None and not mask.all():
-        raise InputError("data: expected blocks of tokens without padding, got an attention_mask with zeros")
+    for name, part in [*parts.items(), *(("labels", each) for each in labels)]:
+        if name == "attention_mask" and not part.all():
+            raise InputError("data: expected blocks of tokens without padding, got an attention_mask with zeros")
+        if name != "attention_mask" and isinstance(part, Tensor) and not torch.equal(part, ids):
+            raise InputError(
+                f"data: expected batches of input_ids, each of which predicts the next, got other {name} with them: "
+                "train on such batches with a module of your own"
+            )
     return ids

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_layers.errors import InputError
@@ -201,3 +202,44 @@ def test_a_misspelt_configuration_field_is_refused(tmp_path):
 def test_wrong_hyper_parameters_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         LitCausalLM(**options)
+
+
+IDS = torch.arange(12).reshape(2, 6)
+PROMPTED = torch.where(torch.arange(6) < 4, -100, IDS)  # as collators mark a prompt
+
+
+@pytest.mark.parametrize(
+    ("batch", "left_out"),
+    [
+        ({"input_ids": IDS, "labels": PROMPTED}, "labels"),
+        ((IDS, PROMPTED), "labels"),
+        (({"input_ids": IDS}, PROMPTED), "labels"),
+        ((IDS[:, :-1], IDS[:, 1:]), "labels"),
+        ({"input_ids": IDS, "position_ids": IDS % 3}, "position_ids"),
+        ({"input_ids": IDS, "loss_mask": torch.ones(2, 6)}, "loss_mask"),
+        ({"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS)}, "token_type_ids"),
+    ],
+)
+def test_a_part_of_a_batch_that_the_loss_would_leave_out_is_refused_by_name(batch, left_out):
+    with pytest.raises(InputError, match=f"expected batches of input_ids, .* got other {left_out}"):
+        LitCausalLM().loss(batch)
+
+
+def test_labels_that_are_the_token_ids_change_no_loss():
+    lit = LitCausalLM("gpt2", {**CONFIG, "vocab_size": 61})
+    lit.take(causal_lm("gpt2", vocab_size=61, **CONFIG).eval())
+    batches = [IDS, [IDS], (IDS, IDS.clone()), {"input_ids": IDS, "labels": IDS.clone(), "text": ["a", "b"]}]
+    batches.append({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)})
+    logits = lit.model(input_ids=IDS[:, :-1]).logits[..., :61]
+    expected = F.cross_entropy(logits.double().flatten(0, 1), IDS[:, 1:].flatten()).item()
+    assert [lit.loss(batch).item() for batch in batches] == [pytest.approx(expected, abs=1e-5)] * len(batches)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_a_decoder_that_sees_later_tokens_is_no_model_of_next_tokens(family, tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8} if family == "gemma" else {}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "is_causal": False}
+    AutoConfig.for_model(family, **sizes, **more, **ends).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="whose tokens see later ones, as with is_causal: false"):
+        fit(tmp_path, [], module=LitCausalLM(str(tmp_path)))
