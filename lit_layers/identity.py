@@ -1,8 +1,11 @@
 """One number, what one analysis found on one checkpoint, and which of that is the same number or makes one curve.
 
-A number's identity is (run, step, analysis, config hash, data hash), and the last measurement of it counts. The two
-hashes are its *settings*: the options of the analysis, and the data it looked at. One settings of each run and analysis
-makes the curve, and numbers of others never enter it. Unless the reader names another it is
+A number's identity is (training, step, analysis, config hash, data hash), and the last measurement of it counts. A run
+has one training: of two that bear one name nothing is drawn. A training that went back to an earlier step has left what
+it had measured behind that step, which is in no curve.
+
+The two hashes are the *settings* of a number: the options of the analysis, and the data it looked at. One settings of
+each run and analysis makes the curve, and numbers of others never enter it. Unless the reader names another it is
 
 - over steps the settings that were measured at the most steps, of equally many those measured first: so a run keeps the
   curves that its training drew, whatever is tried on some of its checkpoints afterwards;
@@ -23,7 +26,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,13 +91,27 @@ class _Provenance(TypedDict, total=False):
     versions: dict[str, str]
 
 
+class Lineage(NamedTuple):
+    """The training of a run: its id, and the steps that it went back to, in the order in which that happened."""
+
+    run: str
+    training: str
+    resumed: Sequence[int] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one analysis found on one checkpoint: one line of `measurements.jsonl`."""
+    """What one analysis found on one checkpoint: one line of `measurements.jsonl`.
+
+    `training` and `resumed` are those of `Lineage` when it was measured. A model that is measured outside a training
+    has the name of its run as its training.
+    """
 
     __pydantic_config__ = schema.STRICT
 
     run: str
+    training: str = ""
+    resumed: list[Count] = field(default_factory=list)
     step: Count | None
     tokens: Count | None
     analysis: str
@@ -104,6 +121,9 @@ class Measurement:
     provenance: Annotated[dict[str, Any], GetPydanticSchema(lambda _, of: of(_Provenance))] = field(
         default_factory=dict
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "training", self.training or self.run)
 
     if TYPE_CHECKING:
 
@@ -137,16 +157,46 @@ def short(settings: str) -> str:
     return ".".join(part[:8] for part in settings.split("."))
 
 
+def of_one_training(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
+    """Return the measurements without those of the branches that their training has left.
+
+    A training that is resumed at a step leaves the later steps that were measured before. `known` says where, beside
+    what the measurements say.
+
+    Raises:
+        InputError: for one run of two trainings.
+    """
+    measurements = [*measurements]
+    trainings: dict[str, str] = {}  # by run
+    ways = {known.training: known.resumed} if known else {}  # by training, all steps at which it was resumed
+    for m in measurements:
+        if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
+            raise InputError(
+                f"{m.run} has measurements of two trainings, {training} and {m.training}: take the lines of one out of "
+                "measurements.jsonl, or measure each in a root of its own"
+            )
+        ways[m.training] = max(ways.get(m.training, ()), m.resumed, key=len)
+    return [
+        m for m in measurements if m.step is None or m.step <= min(ways[m.training][len(m.resumed) :], default=m.step)
+    ]
+
+
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Returns the last measurement of each identity, failed ones too, in the order written."""
+    """Returns the last measurement of each identity, failed ones too, in the order written.
+
+    Raises:
+        InputError: for one run of two trainings.
+    """
     last: dict[tuple[Any, ...], Measurement] = {}
-    for measurement in measurements:
+    for measurement in of_one_training(measurements):
         keep(last, measurement)
     return list(last.values())
 
 
 def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> str | None:
     """Enters a measurement as the last of its identity: run, step, analysis and settings, which it returns.
+
+    A run has one training.
 
     One that failed before its settings were known, None, stands until anything else is measured in its place.
     """
@@ -164,7 +214,7 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
     `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
 
     Raises:
-        InputError: for settings that no analysis has, or of which one has several.
+        InputError: for settings that no analysis has, or of which one has several; for one run of two trainings.
     """
     return divided(measurements, settings)[0]
 
@@ -173,7 +223,7 @@ def divided(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
     """Returns what `shown` does, and the latest measurements of all other settings."""
-    measurements, asked = [*measurements], [settings] if isinstance(settings, str) else [*settings]
+    measurements, asked = of_one_training(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
     curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # by run and analysis: settings as first written, steps

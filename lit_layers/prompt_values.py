@@ -1,6 +1,7 @@
 """The value of each prompt or test row behind the means of a measurement, in a Parquet file beside it.
 
-`values/step-000001000/ANALYSIS-DIGEST.parquet` in the run's folder belongs to one line of `measurements.jsonl`: a row a
+`values/step-000001000/ANALYSIS-DIGEST-WEIGHTS.parquet` in the run's folder belongs to one line of `measurements.jsonl`,
+and so to the training and the weights that it names: a row a
 number, with `metric`, `layer`, `tags` (JSON) and `values`, a list of one float32 a prompt in the order of the data, NaN
 where a prompt has none. Kept are the values of numbers that make curves, not those of matrices and maps, nor of the
 rows that a probe was fitted to. Vectors that a number is of (`PooledStates`) are in a file of the same name that ends
@@ -45,13 +46,14 @@ def key_of(record: Record) -> Key:
 
 
 def path_of(root: Path, measurement: Measurement, kind: str = VALUES) -> Path:
-    """Returns where the values of a measurement are, or with `kind` its states: one place for each run, step, analysis
-    and settings."""
-    identity = json.dumps([measurement.run, measurement.analysis, settings_of(measurement)])
+    """Returns where the values of a measurement are, or with `kind` its states: one place for each training, run, step,
+    analysis, settings and weights."""
+    identity = json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)])
     digest = hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:10]
     step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
     name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
-    return root / FOLDER / step / f"{name}-{digest}{kind}"
+    weights = str(measurement.provenance.get("weights_hash"))[:8]
+    return root / FOLDER / step / f"{name}-{digest}-{weights}{kind}"
 
 
 class ValueFiles:
@@ -96,12 +98,12 @@ class ValueFiles:
         if self._sizes is None:
             there = (each for kind in (VALUES, STATES) for each in (self.root / FOLDER).glob(f"*/*{kind}"))
             self._sizes = {each: each.stat().st_size for each in there if each.is_file()}
-        others = [size for other, size in self._sizes.items() if other != path and other.parent == path.parent]
-        total = sum(self._sizes.values()) - self._sizes.get(path, 0)
-        if len(content) > min(self.share - sum(others), self.limit - total):
+        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):  # also of weights before
+            other.unlink()
+            self._sizes.pop(other, None)
+        others = [size for other, size in self._sizes.items() if other.parent == path.parent]
+        if len(content) > min(self.share - sum(others), self.limit - sum(self._sizes.values())):
             self._say_no_room(analysis, len(content))
-            path.unlink(missing_ok=True)  # of weights that were there before
-            self._sizes.pop(path, None)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
@@ -150,30 +152,6 @@ def _read_means(path: Path, measurement: Measurement) -> dict[Key, ByPrompt] | s
     if means or not there.keys() & values.keys():
         return means
     return f"{path.name} is of other weights: its means are not the measurement's"
-
-
-def read_states(root: Path, measurement: Measurement) -> dict[int, NDArray[np.float32]] | str:
-    """Returns by layer the states (prompts, dim) of the prompts that were measured; none without a file.
-
-    In place of those of a file that is damaged or holds no states stands the sentence that says so.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    path = path_of(root, measurement, STATES)
-    if not os.path.isfile(path):  # also in a folder nobody may read
-        return {}
-    try:
-        there = load(path.read_bytes())
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        return f"{path.name} is damaged: {first_line(error)}"
-    layers = {
-        record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
-    }
-    by_layer = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
-    if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in by_layer.values()):
-        return f"{path.name} holds no states of prompts"
-    return by_layer
 
 
 def _is_kept(record: Record) -> bool:

@@ -2,8 +2,8 @@
 
 Both files hold one JSON object a line and only ever grow (`lit_layers.json_lines`).
 
-A number's identity is (run, step, analysis, config hash, data hash), and the last line of it counts; which of them make
-a curve is said in `lit_layers.identity`.
+A number's identity is (training, step, analysis, config hash, data hash), and the last line of it counts; which of them
+make a curve is said in `lit_layers.identity`.
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -11,7 +11,7 @@ a curve is said in `lit_layers.identity`.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, Protocol, TypeVar, cast
@@ -25,9 +25,9 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.table_files import export as export
 from lit_layers.files.table_files import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
+from lit_layers.identity import Lineage, Settings, keep, of_one_training, settings_name, settings_of, shown, variant_of
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
-from lit_layers.identity import Settings, keep, settings_name, settings_of, shown, variant_of
 from lit_layers.identity import latest as latest
 from lit_layers.json_lines import RESTORE, lines_of, locked_for_append, write_line
 from lit_layers.prompt_values import ValueFiles, without_values
@@ -91,6 +91,19 @@ def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
     return [schema.parse(line, Measurement, f"{place}{n}", RESTORE) for n, line in lines], offset + len(content)
 
 
+def lineage_in(root: str | Path) -> Lineage | None:
+    """Return what run.json says of the training in a folder; None where it says nothing.
+
+    Raises:
+        InputError: for a run.json that is damaged.
+    """
+    facts = schema.run_facts(Path(root))
+    if "run" not in facts or "id" not in facts:
+        return None
+    resumed = tuple(each["step"] for each in facts.get("resumed", ()) if each["back"])
+    return Lineage(facts["run"], facts["id"], resumed)
+
+
 class Measuring(Protocol):
     """What is asked of an analysis: its name, and the hashes of its options and of its data."""
 
@@ -103,10 +116,13 @@ class Measuring(Protocol):
 class Store:
     """The measurements of one file: the last of each identity, those that were there and those that are added.
 
+    What a training has left as it went back to an earlier step is not among them.
+
     Args:
         path: the file; it need not exist yet.
         measurements: what it holds, where that was read already.
         values: where the values of prompts are kept; None: nowhere.
+        lineage: the training that measurements of its run are added to; None: the one that is there, or the run itself.
     """
 
     def __init__(
@@ -115,18 +131,32 @@ class Store:
         measurements: Iterable[Measurement] | None = None,
         *,
         values: ValueFiles | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
-        self.path, self.values = Path(path), values
+        self.path, self.values, self.lineage = Path(path), values, lineage
         self._last: dict[tuple[Any, ...], Measurement] = {}
-        for measurement in read(path) if measurements is None else measurements:
+        for measurement in of_one_training(read(path) if measurements is None else measurements, lineage):
             keep(self._last, measurement)
+        trained = [m for m in self._last.values() if m.step is not None]
+        if lineage is None and trained:  # by a training whose run.json was removed, or a series
+            last = max(trained, key=lambda m: len(m.resumed))
+            self.lineage = Lineage(last.run, last.training, last.resumed)
 
     def __iter__(self) -> Iterator[Measurement]:
         """In the order of the lines that count."""
         return iter([*self._last.values()])
 
     def add(self, measurement: Measurement) -> Measurement:
-        """Writes a measurement, and returns it, without the values of prompts, when it is on the disk."""
+        """Writes a measurement, and returns it, without the values of prompts, when it is on the disk.
+
+        Raises:
+            InputError: where another training has taken the folder over, as while a second process measured the first.
+        """
+        if (mine := self.lineage) is not None and mine.run == measurement.run and measurement.step is not None:
+            now = lineage_in(self.path.parent)
+            if now is not None and now.training != mine.training:
+                raise InputError(f"root: another training has begun in {self.path.parent}: this is measured for none")
+            measurement = replace(measurement, training=mine.training, resumed=[*mine.resumed])
         if self.values is not None:  # before the line that they belong to
             self.values.write(measurement)
         measurement = without_values(measurement)
@@ -230,7 +260,7 @@ def _table(
     pairs: list[tuple[Measurement, Record]] = []
     table: dict[str, Any] = {"root": []} if roots else {}
     for run, root in zip(runs, roots or [""], strict=True):
-        of_analysis = [m for m in run if choice.analysis in (None, m.analysis)]
+        of_analysis = [m for m in of_one_training(run) if choice.analysis in (None, m.analysis)]
         known = len(pairs)
         pairs += ((m, r) for m in shown(of_analysis, settings) if m.error is None for r in m.records if choice.has(r))
         if roots:

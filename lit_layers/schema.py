@@ -302,6 +302,7 @@ class _Config(TypedDict, total=False):
 class _Resumed(TypedDict):
     step: Count
     at: str
+    back: bool
 
 
 @with_config(OPEN)

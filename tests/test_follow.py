@@ -384,8 +384,6 @@ def test_what_async_cannot_do_is_refused_before_the_first_step(tmp_path):
         EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="async", budget="5%")
     with pytest.raises(InputError, match="measure: expected sync or async, got 'later'"):
         EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="later")
-    with pytest.raises(InputError, match="run: with measure async it is run, as the folder says, and other was given"):
-        fit(root, callbacks(root, "async", run="other"))
 
 
 def test_an_analysis_that_cannot_be_sent_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from scipy import stats
 from lit_layers import measure
 from lit_layers.analyses import PooledStates
 from lit_layers.functional import linear_cka
-from lit_layers.prompt_values import ValueFiles, read_states
+from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Store
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
@@ -195,7 +195,7 @@ def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_p
     line = {root.name: [*Store(root / "measurements.jsonl")] for root in roots}
     for row in table[table["metric"] == "linear_cka"].to_dict("records"):
         sides = [
-            read_states(tmp_path / row[run], line[row[run]][steps.index(row[step])])[row["layer"]]
+            state_similarity.read_states(tmp_path / row[run], line[row[run]][steps.index(row[step])])[row["layer"]]
             for run, step in (("run", "step"), ("other_run", "other_step"))
         ]
         x, y = (torch.from_numpy(side).double() for side in sides)

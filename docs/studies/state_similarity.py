@@ -19,11 +19,14 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load
 from scipy.special import stdtrit
 from study_data import Table, as_markdown
 
 from lit_layers import prompt_values, run_data
 from lit_layers.analyses.statistics import complete
+from lit_layers.errors import first_line
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
 from lit_layers.functional import similarity
@@ -72,7 +75,7 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
         there = [m for m in of_analysis if os.path.isfile(prompt_values.path_of(root, m, prompt_values.STATES))]
         by_step: dict[int, Mapping[int, Array]] = {}
         for m in spread(sorted(there, key=lambda m: m.step or 0), MOST_STEPS):
-            states = prompt_values.read_states(root, m)
+            states = read_states(root, m)
             problem = states if isinstance(states, str) else _problem(m, states)
             if problem or isinstance(states, str):
                 unread.append(problem)
@@ -87,6 +90,29 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
     for sentence in unread:
         print(f"{root}: states are not compared: {sentence}", file=sys.stderr)
     return kept
+
+
+def read_states(root: Path, measurement: Measurement) -> dict[int, Array] | str:
+    """Returns by layer the states (prompts, dim) of the prompts that were measured; none without a file.
+
+    In place of those of a file that is damaged or holds no states stands the sentence that says so.
+    """
+    path = prompt_values.path_of(root, measurement, prompt_values.STATES)
+    if not os.path.isfile(path):  # also in a folder nobody may read
+        return {}
+    try:
+        there = load(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        return f"{path.name} is damaged: {first_line(error)}"
+    layers = {
+        record.layer: there.get(f"layer-{record.layer}")
+        for record in measurement.records
+        if record.metric == prompt_values.DIMENSION
+    }
+    by_layer = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
+    if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in by_layer.values()):
+        return f"{path.name} holds no states of prompts"
+    return by_layer
 
 
 def similar_states(roots: Sequence[Path]) -> pd.DataFrame:

@@ -202,7 +202,7 @@ def curves_in(
     """
     points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
     settings: dict[str, str] = {}  # of each analysis: a run's measurements are of one
-    for m in measurements:
+    for m in records.latest(measurements):
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:
             continue

@@ -1,5 +1,6 @@
 """A callback of the Trainer of transformers, and so of the trainers of TRL."""
 
+import inspect
 import sys
 import threading
 import time
@@ -14,10 +15,10 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.models.build import submodule
 from lit_layers.report.trackers import runs_of_trainer
 from lit_layers.schedule import Steps
-from lit_layers.schema import KEPT_MB, VALUES_MB
-from lit_layers.training.watching import MetricsLogger, Scalars, Watch, Watcher, watch
+from lit_layers.training.watching import MetricsLogger, Watch, watch
 
 LOOK = 0.5  # seconds
+STATE = "lit_layers"  # what the Trainer saves beside the states of callbacks: the id of the training
 
 
 class EmergenceTrainerCallback(TrainerCallback):
@@ -27,11 +28,13 @@ class EmergenceTrainerCallback(TrainerCallback):
             EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
 
     Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
-    step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file.
+    step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file,
+    with `if_exists="resume"`.
     The runs of W&B, TensorBoard, MLflow and trackio that the Trainer reports to are its loggers, where no others are
-    given. Arguments are those of `lit_layers.watch`, and
+    given.
 
     Args:
+        options: all others of `lit_layers.watch`, but `first_step` and `max_steps`, which the Trainer says.
         model: name of the submodule to measure, as of `EmergenceCallback`; None: the Trainer's model itself.
 
     Raises:
@@ -44,43 +47,31 @@ class EmergenceTrainerCallback(TrainerCallback):
         steps: Steps,
         root: str | Path,
         *,
-        save: bool = False,
-        tokenizer: str | Path | None = None,
-        run: str | None = None,
-        tokens_per_step: int | None = None,
         model: str | None = None,
         loggers: Sequence[MetricsLogger] = (),
-        watchers: Sequence[Watcher] = (),
-        kept_mb: int = KEPT_MB,
-        values_mb: int = VALUES_MB,
-        scalars: Scalars = "plotted",
+        **options: Any,
     ) -> None:
         self.analyses, self.model, self.loggers = list(analyses), model, list(loggers)
-        self._options: dict[str, Any] = {
-            "steps": steps,
-            "root": root,
-            "save": save,
-            "tokenizer": tokenizer,
-            "run": run,
-            "tokens_per_step": tokens_per_step,
-            "watchers": watchers,
-            "kept_mb": kept_mb,
-            "values_mb": values_mb,
-            "scalars": scalars,
-        }
+        self._options = {"steps": steps, "root": root, **options}
+        inspect.signature(watch).bind(model, analyses, **self._options)  # an unknown option is refused at once
         self._watch: Watch | None = None
+        self._training: FrameType | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
-        self._give_up()  # of a training that an exception has ended, or that begins anew with smaller batches
+        training = _frame_of_trainer()
+        before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}
+        if before is not None and before.is_open and self._training is training:  # begins anew with smaller batches
+            options |= {"if_exists": "resume", "_saved_by": before.measurer.training}
+        self._give_up()  # also of a training that an exception has ended
         if self.model is not None:
             model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps
-        training = _frame_of_trainer()
         callbacks = training.f_locals["self"].callback_handler.callbacks if training is not None else ()
-        self._options["loggers"] = self.loggers or runs_of_trainer(args.report_to or (), callbacks)
-        self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **self._options)
+        options["loggers"] = self.loggers or runs_of_trainer(args.report_to or (), callbacks)
+        self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **options)
+        self._training, state.stateful_callbacks[STATE] = training, self._watch.measurer.training
         if training is not None:
             arguments = self._watch, training, threading.get_ident()
             threading.Thread(target=_give_up_after, args=arguments, name="lit_layers", daemon=True).start()
@@ -95,22 +86,23 @@ class EmergenceTrainerCallback(TrainerCallback):
         if self._watch is not None:
             # The Trainer has the best checkpoint in its model by now, which may be that of an earlier step.
             self._watch.close(is_last=not (args.load_best_model_at_end and state.best_model_checkpoint))
-            self._watch = None
+            self._watch = self._training = None
 
     def _give_up(self) -> None:
         if self._watch is not None:
             self._watch.give_up()
-            self._watch = None
+            self._watch = self._training = None
 
 
 def _frame_of_trainer() -> FrameType | None:
-    """Where the Trainer trains that calls; a Trainer tells its callbacks of no exception, but then leaves it."""
+    """The call of `Trainer.train` under way; a Trainer tells its callbacks of no exception, but then leaves it."""
     frame = sys._getframe(1)
+    found: list[FrameType] = []
     while frame is not None:
         if any(kind.__name__ == "Trainer" for kind in type(frame.f_locals.get("self")).__mro__):
-            return frame
+            found.append(frame)
         frame = frame.f_back
-    return None
+    return next((each for each in reversed(found) if each.f_code.co_name == "train"), found[0] if found else None)
 
 
 def _give_up_after(watched: Watch, training: FrameType, thread: int) -> None:

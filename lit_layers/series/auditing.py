@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.records import Measurement, Store
+from lit_layers.records import Measurement, Store, lineage_in
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
@@ -225,7 +225,8 @@ class SeriesMeasurements:
     """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
 
     def __init__(self, root: Path) -> None:
-        self.store, self.run = Store(root / "measurements.jsonl"), run_in(root)
+        self.run = run_in(root)
+        self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:

@@ -20,13 +20,13 @@ from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring.follow import MeasuringAside
 from lit_layers.measuring.plan import duration, share_of, stride_within
-from lit_layers.models.build import submodule
+from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import KEPT_MB, VALUES_MB, refuse_below_one
-from lit_layers.series.local_series import run_in
 from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps, save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
+from lit_layers.training.run_folder import IfExists, RunFolder, begin_training
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
 
@@ -40,6 +40,7 @@ class _AtSteps(L.Callback):
     a batch, the steps of the one that made the most. A scheduled step that is passed by within a batch counts as due.
 
     While a training lasts, its first process holds the root for writing, if it does not yet, as in `lit-layers fit`.
+    The first callback of a root begins the training there: before the first step it refuses a root that holds another.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
@@ -61,6 +62,22 @@ class _AtSteps(L.Callback):
     def _hold(self) -> None:
         if not run_lock.is_held(self.root):
             self._held.enter_context(run_lock.writing(self.root, part="training" if self._is_async else "all"))
+
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begins the training in the root, unless a callback before this one has."""
+        self._last_step = -1
+        together = [each for each in _callbacks(trainer) if isinstance(each, _AtSteps | RunFolder)]
+        together = [each for each in together if each.root.resolve() == self.root.resolve()]
+        if self is not together[0]:
+            return
+        measuring = next((each for each in together if isinstance(each, EmergenceCallback)), None)
+        model = (measuring or self)._plain_model(pl_module)
+        weights = None if is_sharded(model) else functools.partial(weights_hash, model)
+        if measuring is None:
+            options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, None
+        else:
+            options = measuring.if_exists, measuring.run, self.now(trainer), weights, measuring.saved_by
+        self._ranks.from_first(functools.partial(begin_training, self.root, *options))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._held.close()
@@ -91,6 +108,7 @@ class _AtSteps(L.Callback):
         if not pl_module.automatic_optimization:
             self._count_updates(trainer, self._plain_model(pl_module))
         self._first = self._seen = self.now(trainer)
+        self._begin(trainer, pl_module)
         self._visit(trainer, pl_module, due=self._seen in self.schedule or trainer.global_step == 0)
 
     def _count_updates(self, trainer: L.Trainer, model: nn.Module) -> None:
@@ -202,7 +220,8 @@ def _data(trainer: L.Trainer) -> Any:
 class SeriesCheckpoint(_AtSteps):
     """Writes each step of a schedule as a standard Hugging Face folder, complete or not at all.
 
-    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads it, tokenizer included.
+    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads it, tokenizer included. A root that holds
+    another run is refused before the first step; what `EmergenceCallback` is told with `if_exists` counts for both.
 
     Args:
         steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
@@ -225,8 +244,7 @@ class SeriesCheckpoint(_AtSteps):
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)
-        resumed_at = self._first if trainer.ckpt_path else None
-        write = functools.partial(save_step, model, self.root, step, tokenizer, resumed_at=resumed_at)
+        write = functools.partial(save_step, model, self.root, step, tokenizer)
         self._ranks.from_first(write)
 
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
@@ -250,6 +268,8 @@ class EmergenceCallback(_AtSteps):
         analyses: what to measure; names are unique.
         steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
         root: the run's folder.
+        if_exists: what to do where root already holds a run, as of `lit_layers.watch`. "resume" takes also a checkpoint
+            of the trainer that this training saved between two measured steps.
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
@@ -268,7 +288,8 @@ class EmergenceCallback(_AtSteps):
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, options that do not fit the model, or a root that another process writes or nobody can.
+            missing, options that do not fit the model, or a root that holds another run, or that another process writes
+            or nobody can.
     """
 
     def __init__(
@@ -277,6 +298,7 @@ class EmergenceCallback(_AtSteps):
         steps: Steps,
         root: str | Path,
         *,
+        if_exists: IfExists = "refuse",
         run: str | None = None,
         tokens_per_step: int | None = None,
         model: str | None = None,
@@ -288,6 +310,7 @@ class EmergenceCallback(_AtSteps):
         scalars: Scalars = "plotted",
     ) -> None:
         super().__init__(steps, root, model)
+        self.if_exists, self.run, self.saved_by = if_exists, run, None
         if measure not in ("sync", "async"):
             raise InputError(f"measure: expected sync or async, got {measure!r}")
         if measure == "async" and budget is not None:
@@ -329,14 +352,16 @@ class EmergenceCallback(_AtSteps):
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
-        return super().state_dict() | kept
+        return {"training": self.measurer.training} | super().state_dict() | kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.saved_by = state_dict.get("training")
         self._stride = state_dict.get("stride", 0)
         self._budget_at_start = state_dict.get("budget", self.budget)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super()._begin(trainer, pl_module)
         self._place = _next_place(trainer)
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
@@ -348,13 +373,8 @@ class EmergenceCallback(_AtSteps):
         self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
         if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
             self._aside = self._measure_aside(trainer)
-        super().on_train_start(trainer, pl_module)
 
     def _measure_aside(self, trainer: L.Trainer) -> MeasuringAside:
-        if self.measurer.run != (there := run_in(self.root)):
-            raise InputError(
-                f"run: with measure async it is {there}, as the folder says, and {self.measurer.run} was given"
-            )
         options: dict[str, Any] = {"kept_mb": self.measurer.kept_mb, "values_mb": self.measurer.values_mb}
         options["tokens_per_step"] = self._tokens_per_step(trainer)
         return MeasuringAside(self.root, self.measurer.analyses, **options)

@@ -60,15 +60,13 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         sync(folder.parent)
 
 
-def save_step(
-    model: nn.Module, root: Path, step: int, tokenizer: str | Path | None, *, resumed_at: int | None = None
-) -> None:
+def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | None) -> None:
     """Writes the model of a step as a Hugging Face folder, complete or not at all.
 
-    The step that a run is resumed at was saved before, with these weights; later ones are saved anew.
+    A step that is there was saved with these weights: a training that goes back takes later ones out of its root.
     """
     folder = step_folder(root, step)
-    if not (step == resumed_at and folder.exists()):
+    if not folder.exists():
         write_folder(folder, lambda folder: save(model, folder, tokenizer))
 
 

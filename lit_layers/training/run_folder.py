@@ -5,25 +5,32 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 
+from lit_layers import records
 from lit_layers.data.shards import TokenShards
 from lit_layers.errors import InputError
 from lit_layers.files.durable import replace_file, write_json
-from lit_layers.models.build import true_vocab_size
+from lit_layers.identity import Lineage, of_one_training
+from lit_layers.models.build import true_vocab_size, weights_hash
+from lit_layers.models.saved import load
 from lit_layers.schema import RUN_FILE, run_facts
-from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, writable_folder
+from lit_layers.training.checkpoints import Origin, axis_step, origin_of, saved_steps, step_folder, writable_folder
 from lit_layers.training.datamodules import LitStepData, LitTextData
 from lit_layers.training.run_log import Mirror
 
-CONFIG_FILE = "config.yaml"
+IfExists = Literal["refuse", "overwrite", "resume"]
+Weights = Callable[[], str]  # returns their hash
+CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "abandoned"
 _TO_GO_ON = ("run", "id", "config")
-_FILES = (RUN_FILE, CONFIG_FILE, "measurements.jsonl", "metrics.jsonl", "report.html")
-_FOLDERS = ("step-*", ".tmp-step-*", "resume", "values", "wandb")
+# What any watched training writes, and what `fit` writes: elsewhere such files may be the user's own.
+_WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
+_OF_FIT = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
@@ -31,28 +38,82 @@ _FREE = {
 }
 
 
-def refuse_a_used_folder(root: Path, if_exists: Literal["refuse", "overwrite"]) -> None:
+def refuse_a_used_folder(root: Path, if_exists: IfExists, *, of_fit: bool = False) -> None:
     """Refuses to mix two runs.
 
     Raises:
-        InputError: where `root` holds a run and the user did not ask to overwrite it.
+        InputError: where `root` holds a run and the user did not ask to overwrite it or to go on with it.
     """
-    if if_exists == "refuse" and _contents(root):
+    if if_exists not in get_args(IfExists):
+        raise InputError(f"if_exists: expected one of {', '.join(get_args(IfExists))}, got {if_exists!r}")
+    if if_exists == "refuse" and _contents(root, of_fit=of_fit):
         steps = saved_steps(root)
         state = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
+        ways = "--resume last or --if_exists overwrite" if of_fit else 'if_exists="resume" or if_exists="overwrite"'
+        raise InputError(f"root: {root} already holds a run {state}; choose another folder, {ways}")
+
+
+def begin_training(
+    root: Path, if_exists: IfExists, run: str | None, step: int, weights: Weights | None, saved_by: str | None
+) -> None:
+    """Make `root` the folder of a training that begins at a step, or goes on there.
+
+    Args:
+        run: the name of the run; None: that of the run that is resumed, or of the folder.
+        weights: those that the training begins with; None: they are sharded.
+        saved_by: the id of the training that saved the state to go on from, if the state says it.
+
+    Raises:
+        InputError: where `root` holds a run and the user did not ask to overwrite it, or a training that did not have
+            these weights at this step.
+    """
+    refuse_a_used_folder(root, if_exists)
+    if if_exists == "resume" and _contents(root):
+        if (lineage := records.lineage_in(root)) is None:
+            raise InputError(f"if_exists: {root} has no {RUN_FILE} of a training to resume; choose another root")
+        _refuse_other_weights(root, lineage, run or lineage.run, step, weights, lineage.training == saved_by)
+        go_on_at(root, step, goes_back=True)
+    else:
+        _remove(_contents(root))
+        write_json(root / RUN_FILE, {"run": run or root.resolve().name, "id": uuid.uuid4().hex[:8], "started": _now()})
+
+
+def _refuse_other_weights(
+    root: Path, lineage: Lineage, run: str, step: int, weights: Weights | None, is_its_own: bool
+) -> None:
+    measured = [m for m in of_one_training(records.read(root / MEASUREMENTS), lineage) if m.run == run]
+    known = {m.provenance.get("weights_hash") for m in measured if m.step == step} - {None}
+    if not measured and step in saved_steps(root):
+        known = {weights_hash(load(step_folder(root, step)))}
+    if is_its_own and (weights is None or not known):
+        return
+    if not known or weights is None or weights() not in known:
+        steps = sorted({m.step for m in measured if m.step is not None} or saved_steps(root))
         raise InputError(
-            f"root: {root} already holds a run {state}; choose another folder, --resume last or --if_exists overwrite"
+            f"if_exists: the run in {root} was not measured with these weights at step {step}: resume it from its own "
+            f"checkpoint of a step that was measured ({', '.join(map(str, steps[-3:]))}), or choose another root"
         )
 
 
-def is_a_run(root: Path) -> bool:
-    """Whether `root` holds a run that says what it is, so that it can be gone on with."""
-    return (root / RUN_FILE).is_file()
+def go_on_at(root: Path, step: int, *, goes_back: bool) -> None:
+    """Note that the training in `root` goes on from a step, and take what it had made behind that step out of its run.
 
-
-def name_of_run(root: Path) -> str:
-    """The name that the run in `root` began with: a folder may be moved, and its measurements keep theirs."""
-    return run_facts(root, needed=_TO_GO_ON)["run"]
+    Checkpoints of later steps are moved to the folder `abandoned`. Where the training goes back, and does not come to
+    the same later steps again, a line of the last step that stays says so in `measurements.jsonl`.
+    """
+    facts = run_facts(root)
+    facts["resumed"] = [*facts.get("resumed", []), {"step": step, "at": _now(), "back": goes_back}]
+    write_json(root / RUN_FILE, facts)
+    for saved in saved_steps(root):
+        if saved > step:
+            (root / ABANDONED).mkdir(exist_ok=True)
+            shutil.rmtree(step_folder(root / ABANDONED, saved), ignore_errors=True)
+            step_folder(root, saved).rename(step_folder(root / ABANDONED, saved))
+    measured = [m for m in records.latest(records.read(root / MEASUREMENTS)) if m.step is not None]
+    staying = [m for m in measured if m.training == facts["id"] and m.step <= step]
+    if goes_back and 0 < len(staying) < len(measured):
+        way = [each["step"] for each in facts["resumed"] if each["back"]]
+        records.append(root / MEASUREMENTS, replace(max(staying, key=lambda m: m.step or 0), resumed=way))
 
 
 def origin_in(root: Path) -> dict[str, Any]:
@@ -108,7 +169,8 @@ class RunFolder(L.Callback):
     """Takes over `root` just before the first step, when all that could be refused has been checked.
 
     `run.json` and `config.yaml` say what the run is; what an earlier one left there (only what runs write) is removed
-    once nothing can refuse any more, or with `resume` kept and gone on with. The first callback of a run, so that the
+    once nothing can refuse any more, or with `resume` kept and gone on with. `goes_back`: not from its last state, from
+    where it comes to the same steps again. The first callback of a run, so that the
     others find the folder ready.
     """
 
@@ -120,9 +182,10 @@ class RunFolder(L.Callback):
         options: Mapping[str, Any],
         mirror: Mirror | None,
         resume: bool = False,
+        goes_back: bool = False,
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
-        self.resume, self.run_id = resume, _new_id()
+        self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
         self.started = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -155,13 +218,11 @@ class RunFolder(L.Callback):
 
     def go_on(self, step: int, *, is_over: bool = False) -> None:
         """Under the run's own id, so that its curves go on in W&B too; `is_over`: no step of it is left to train."""
-        facts = run_facts(self.root, needed=_TO_GO_ON)
+        self.run_id = run_facts(self.root, needed=_TO_GO_ON)["id"]
         self._clear_away()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
             replace_file(self.root / CONFIG_FILE, self.config)
-        self.run_id = facts["id"]
-        resumed = [*facts.get("resumed", []), {"step": step, "at": _now()}]
-        self._write_facts({**facts, "resumed": resumed})
+        go_on_at(self.root, step, goes_back=self.goes_back)
         if self.mirror is not None:
             self.mirror.open(self.root, run_id=self.run_id, config=self.options, is_over=is_over)
         self.started = True
@@ -170,16 +231,16 @@ class RunFolder(L.Callback):
         facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
         self._clear_away()
         aside = self.root / f".old-{self.run_id}"
-        _move(_contents(self.root), aside)
+        _move(_contents(self.root, of_fit=True), aside)
         try:
-            self._write_facts(facts)
+            write_json(self.root / RUN_FILE, facts)
             replace_file(self.root / CONFIG_FILE, self.config)
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:
             # The mirror may still refuse: then the earlier run is as it was.
-            _remove(_contents(self.root))
-            _move(_contents(aside), self.root)
+            _remove(_contents(self.root, of_fit=True))
+            _move(_contents(aside, of_fit=True), self.root)
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -189,9 +250,6 @@ class RunFolder(L.Callback):
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        write_json(self.root / RUN_FILE, facts)
-
     def close(self, **facts: Any) -> None:
         """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         before = run_facts(self.root)
@@ -200,14 +258,14 @@ class RunFolder(L.Callback):
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):
                 facts[name] += before[name]
-        self._write_facts({**before, **facts})
+        write_json(self.root / RUN_FILE, {**before, **facts})
 
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         model: Any = pl_module.model
         data: Any = getattr(trainer, "datamodule", None)
         origin = origin_of(trainer)
         described = {
-            "run": self.root.name,
+            "run": self.root.resolve().name,
             "id": self.run_id,
             "started": _now(),
             "max_steps": origin.step + trainer.max_steps,
@@ -240,10 +298,12 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _contents(root: Path) -> list[Path]:
-    """What a run wrote there, and nothing else."""
-    files = [root / name for name in _FILES if (root / name).exists()]
-    return files + [folder for pattern in _FOLDERS for folder in root.glob(pattern)]
+def _contents(root: Path, *, of_fit: bool = False) -> list[Path]:
+    """What a run wrote there, and nothing else; of one that is only watched, nothing without one of the first three."""
+    if not of_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
+        return []
+    patterns = _OF_FIT if of_fit or "config" in run_facts(root) else _WATCHED
+    return [*dict.fromkeys(path for pattern in patterns for path in root.glob(pattern))]
 
 
 def _move(paths: list[Path], folder: Path) -> None:

@@ -17,7 +17,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, first_line, first_sentence
 from lit_layers.files import run_lock
-from lit_layers.identity import logged_name, plain_settings, warn_of_other_versions
+from lit_layers.identity import Lineage, logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
@@ -29,6 +29,7 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.rank_assignment import RENDEZVOUS, OneProcess, Ranks, ranks_of
+from lit_layers.training.run_folder import IfExists, begin_training
 from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
 
@@ -89,7 +90,8 @@ class StepMeasurer:
         for analysis in analyses:
             analysis.adopt_batches_()
         self.root = _local(root)
-        self.analyses, self.run = list(analyses), run or self.root.name
+        self.analyses, self.run = list(analyses), run
+        self.training: str | None = None  # its id, once it has begun
         self.watchers: list[Watcher] = [TimeLines(), *watchers]
         self.kept_mb, self.values_mb = kept_mb, values_mb
         self.ranks: OneProcess | Ranks = OneProcess()
@@ -112,15 +114,18 @@ class StepMeasurer:
                 analysis.check(view)
 
     def begin(self, num_checkpoints: int) -> None:
-        """Reads what has been measured before."""
-        measurements = self.ranks.from_first(self._measured_before)
+        """Joins the training that has begun in the root, and reads what it has measured before."""
+        lineage, measurements = self.ranks.from_first(self._begun)
+        self.run, self.training = self.run or lineage.run, lineage.training
         values = ValueFiles(self.root, self.values_mb, checkpoints=num_checkpoints)
-        self._store, self._plain = Store(self.file, measurements, values=values), plain_settings(measurements)
+        self._store = Store(self.file, measurements, values=values, lineage=lineage._replace(run=self.run))
+        self._plain = plain_settings(measurements)
 
-    def _measured_before(self) -> list[Measurement]:
-        measurements = records.read(self.file) if self.file.exists() else []
-        warn_of_other_versions(measurements, self.run, one_model.versions())
-        return measurements
+    def _begun(self) -> tuple[Lineage, list[Measurement]]:
+        lineage: Any = records.lineage_in(self.root)
+        measurements = records.read(self.file)
+        warn_of_other_versions(measurements, self.run or lineage.run, one_model.versions())
+        return lineage, measurements
 
     def measure(
         self,
@@ -281,28 +286,6 @@ def _named(value: Any) -> str:
     return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
-class _Hold:
-    """The lock of a run's folder, which the watches of this process over it have together.
-
-    It ends with the last of them, be it closed or forgotten, as by a cell of a notebook that failed and runs again.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.lock, self.watches = contextlib.ExitStack(), weakref.WeakSet["Watch"]()
-        if not run_lock.is_held(root):
-            self.lock.enter_context(run_lock.writing(root))
-
-    def leave(self, watch: "Watch") -> None:
-        self.watches.discard(watch)
-        if not self.watches:
-            for key in [key for key, held in _open.items() if held is self]:
-                del _open[key]
-            self.lock.close()
-
-
-_open: "weakref.WeakValueDictionary[tuple[int, Path], _Hold]" = weakref.WeakValueDictionary()
-
-
 class Watch:
     """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
 
@@ -323,6 +306,9 @@ class Watch:
             or a list of batches.
         steps: the schedule, e.g. `pythia` or `{"every": 500}`; step 0 and the last step always belong to it.
         root: the run's folder: `measurements.jsonl` is there, and what `lit-layers report` writes.
+        if_exists: what to do where root already holds a run. "overwrite" removes what runs have written there. "resume"
+            goes on with the training that is there, if it was measured with these weights at this step; what it had
+            measured at later steps is in no curve then.
         save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
         tokenizer: a local tokenizer folder whose files are copied into each of those.
         run: the run's name in the records; None: the folder's name.
@@ -335,7 +321,8 @@ class Watch:
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, options that do not fit the model, or a root that another process writes or nobody can.
+            missing, options that do not fit the model, or a root that holds another run, or that another process writes
+            or nobody can.
     """
 
     def __init__(
@@ -345,6 +332,7 @@ class Watch:
         *,
         steps: Steps,
         root: str | Path,
+        if_exists: IfExists = "refuse",
         save: bool = False,
         tokenizer: str | Path | None = None,
         run: str | None = None,
@@ -356,6 +344,7 @@ class Watch:
         kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
+        _saved_by: str | None = None,
     ) -> None:
         sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
         counts = {"tokens_per_step": tokens_per_step, "first_step": first_step, "max_steps": max_steps}
@@ -386,20 +375,30 @@ class Watch:
         several = distributed.is_available() and distributed.is_initialized()
         self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1, first=RENDEZVOUS)
         self.measurer.ranks.from_first(functools.partial(self.measurer.check, self.model))
-        self._held: _Hold | None = None
+        self._place, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
         try:
-            self.measurer.ranks.from_first(self._hold)
+            self.measurer.ranks.from_first(functools.partial(self._hold, if_exists, _saved_by))
             self.measurer.begin(UNKNOWN if max_steps is None else len([*self.schedule.until(max_steps)]))
             self._visit(due=first_step in self.schedule)
         except BaseException:
             self.give_up()
             raise
 
-    def _hold(self) -> None:
-        key = os.getpid(), self.measurer.root.resolve()
-        self._held = _open.get(key) or _Hold(key[1])
-        _open[key] = self._held
-        self._held.watches.add(self)
+    def _hold(self, if_exists: IfExists, saved_by: str | None) -> None:
+        """Holds the root for a training of its own, or with other watches over the model that have seen no step yet."""
+        others = self._others()
+        if not run_lock.is_held(self._place[1]):
+            self._lock.enter_context(run_lock.writing(self._place[1]))
+        begins = not others or any((each.model, each.now) != (self.model, each._first) for each in others)
+        if begins:
+            weights = functools.partial(weights_hash, self.model)
+            begin_training(self.measurer.root, if_exists, self.measurer.run, self.now, weights, saved_by)
+        _open.add(self)
+        for each in others if begins else ():  # of a training that has failed
+            each.give_up()
+
+    def _others(self) -> "list[Watch]":
+        return [each for each in _open if each is not self and each._place == self._place]
 
     def step(self, number: int | None = None) -> None:
         """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
@@ -434,7 +433,7 @@ class Watch:
 
     @property
     def is_open(self) -> bool:
-        return self._held is not None
+        return self in _open
 
     def give_up(self) -> None:
         """Gives the run's folder free after an exception, and measures nothing more."""
@@ -442,9 +441,11 @@ class Watch:
         self._leave()
 
     def _leave(self) -> None:
-        held, self._held, self._is_over = self._held, None, True
-        if held is not None:
-            held.leave(self)
+        _open.discard(self)
+        self._is_over = True
+        for other in self._others()[:1]:  # holds the root from here on
+            other._lock.push(self._lock.pop_all())
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -460,13 +461,13 @@ class Watch:
             return
         self._last, started = self.now, time.perf_counter()
         if self.save:
-            resumed_at = self._first or None
             write = functools.partial(save_step, self.model, self.measurer.root, self.now, self.tokenizer)
-            self.measurer.ranks.from_first(functools.partial(write, resumed_at=resumed_at))
+            self.measurer.ranks.from_first(write)
         tokens = None if self.tokens_per_step is None else self.now * self.tokens_per_step
         is_first = self.now == self._first
         self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers, is_first=is_first)
         self.paused_seconds += time.perf_counter() - started
 
 
+_open = weakref.WeakSet[Watch]()  # a watch that is forgotten, as by a cell of a notebook that runs again, is not open
 watch = Watch  # as a user calls it

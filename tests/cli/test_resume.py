@@ -73,7 +73,8 @@ TIMED = ("train/tokens_per_second", "train/mfu")
 def what_is_left(root: Path) -> dict:
     """All that must not depend on interruptions; speeds and times do."""
     weights = {step: (step_folder(root, step) / "model.safetensors").read_bytes() for step in saved_steps(root)}
-    measured = records.read(root / "measurements.jsonl")
+    counting = records.latest(records.read(root / "measurements.jsonl"))
+    measured = sorted(counting, key=lambda m: (m.step or 0, m.analysis))
     run = json.loads((root / "run.json").read_text())
     last = resume_point(root, "last")
     assert last is not None

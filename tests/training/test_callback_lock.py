@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -38,12 +39,12 @@ class One(Analysis):
         yield Record(metric="one", value=1.0)
 
 
-def watch(root: Path) -> list[SeriesCheckpoint | EmergenceCallback]:
-    return [SeriesCheckpoint([1], root), EmergenceCallback([One()], [1], root)]
+def watch(root: Path, **options) -> list[SeriesCheckpoint | EmergenceCallback]:
+    return [SeriesCheckpoint([1], root), EmergenceCallback([One()], [1], root, **options)]
 
 
-def train(root: Path, *others: L.Callback, **options) -> int:
-    fit(root.parent, [*watch(root), *others], steps=1, **options)
+def train(root: Path, *others: L.Callback, if_exists: Any = "refuse", **options) -> int:
+    fit(root.parent, [*watch(root, if_exists=if_exists), *others], steps=1, **options)
     return 0
 
 
@@ -89,14 +90,15 @@ def test_a_second_training_is_refused_before_it_begins_and_harms_nothing_and_the
     assert codes == [REFUSED]
     assert steps(root) == [0, 1]
     assert not list(root.glob(".*"))
-    train(root)  # the same process again, with the weights that were measured already
-    assert steps(root) == [0, 1]
+    train(root, if_exists="resume")  # the same process again, with the weights that were measured already
+    assert steps(root) == [0, 1, 0, 1], "step 0 says that the training went back"
+    assert len({m.seconds for m in records.read(root / "measurements.jsonl")}) == 3
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_the_lock_ends_with_a_training_that_fails_and_the_callbacks_can_be_used_again(error, tmp_path):
     root = tmp_path / "run"
-    callbacks = watch(root)
+    callbacks = watch(root, if_exists="overwrite")
 
     def fail() -> None:
         assert run_lock.is_held(root)
@@ -107,7 +109,7 @@ def test_the_lock_ends_with_a_training_that_fails_and_the_callbacks_can_be_used_
     assert not run_lock.is_held(root)
     assert not list(root.glob(".writer*"))
     fit(tmp_path, [*callbacks], steps=1)
-    assert steps(root)[-1] == 1
+    assert steps(root) == [0, 1]
 
 
 class Failing(TrainerCallback):
@@ -124,7 +126,7 @@ def test_a_trainer_of_transformers_that_fails_gives_the_folder_free_and_can_trai
     arguments = TrainingArguments(
         str(tmp_path / "hf"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
-    watched, failing = EmergenceTrainerCallback([One()], [1], root), Failing(error)
+    watched, failing = EmergenceTrainerCallback([One()], [1], root, if_exists="overwrite"), Failing(error)
     trainer = Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=[watched, failing])
     with pytest.raises(error) as kept:  # with the frames of its traceback, as a notebook keeps them
         trainer.train()
@@ -133,7 +135,7 @@ def test_a_trainer_of_transformers_that_fails_gives_the_folder_free_and_can_trai
     while run_lock.is_held(root) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not run_lock.is_held(root)
-    assert run_forked(lambda: train(root)) == 0
+    assert run_forked(lambda: train(root, if_exists="overwrite")) == 0
     trainer.remove_callback(failing)
     trainer.train()
     assert not run_lock.is_held(root)
@@ -158,7 +160,7 @@ def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
 def test_a_loop_that_failed_and_runs_again_in_the_same_process_holds_the_folder_until_it_ends(tmp_path):
     root = tmp_path / "run"
     watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)  # and an exception, in a notebook
-    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)
+    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root, if_exists="overwrite")
     gc.collect()
     assert run_lock.is_held(root)
     assert run_forked(lambda: refused(root)) == REFUSED

@@ -134,7 +134,7 @@ def test_a_new_run_takes_the_place_of_the_old_and_leaves_foreign_files(tmp_path)
 def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(InputError, match="already holds a run without checkpoints; choose another folder"):
-        refuse_a_used_folder(tmp_path, "refuse")
+        refuse_a_used_folder(tmp_path, "refuse", of_fit=True)
     refuse_a_used_folder(tmp_path, "overwrite")
 
 

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import pytorch_lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from lit_layers.analyses import Lens, PooledStates, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
+from lit_layers.prompt_values import read_values
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.support.random_text import RandomText
@@ -52,9 +54,9 @@ def analyses() -> list:
     return [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
 
 
-def in_a_loop(model, root, watched) -> None:
+def in_a_loop(model, root, watched, **options) -> None:
     optimizer = optimizer_of(model)
-    watching = lit_layers.watch(model, analyses(), steps=STEPS, root=root, save=True) if watched else None
+    watching = lit_layers.watch(model, analyses(), steps=STEPS, root=root, save=True, **options) if watched else None
     with watching or contextlib.nullcontext():
         for batch in loader():
             model(**batch).loss.backward()
@@ -64,7 +66,7 @@ def in_a_loop(model, root, watched) -> None:
                 watching.step()
 
 
-def in_lightning(model, root, watched, package=L) -> None:
+def in_lightning(model, root, watched, package=L, **options) -> None:
     class Module(package.LightningModule):
         def __init__(self):
             super().__init__()
@@ -78,7 +80,7 @@ def in_lightning(model, root, watched, package=L) -> None:
 
     both = [
         SeriesCheckpoint(STEPS, root, model="net"),
-        EmergenceCallback(analyses(), STEPS, root, model="net"),
+        EmergenceCallback(analyses(), STEPS, root, model="net", **options),
     ]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = package.Trainer(
@@ -102,8 +104,8 @@ class InOrder(Trainer):
         return model(**inputs).loss
 
 
-def in_transformers(model, root, watched, **options) -> None:
-    callback = EmergenceTrainerCallback(analyses(), STEPS, root, save=True)
+def in_transformers(model, root, watched, if_exists="refuse", **options) -> None:
+    callback = EmergenceTrainerCallback(analyses(), STEPS, root, save=True, if_exists=if_exists)
     arguments = TrainingArguments(
         str(root.parent / "hf"), num_train_epochs=1, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
         disable_tqdm=True, max_grad_norm=0, seed=7, save_strategy="no", logging_strategy="no", **options,
@@ -164,8 +166,9 @@ def test_a_loop_that_goes_on_measures_what_is_missing(tmp_path):
     first.step(2)
     first.close()
     with lit_layers.watch(
-        model, analyses()[:1], steps=[0, 2, 4], root=tmp_path / "run", first_step=2, tokens_per_step=10
-    ) as second:
+        model, analyses()[:1], steps=[0, 2, 4], root=tmp_path / "run", first_step=2, tokens_per_step=10,
+        if_exists="resume",
+    ) as second:  # fmt: skip
         second.step(3)
         second.step()
     measurements = records.read(tmp_path / "run" / "measurements.jsonl")
@@ -254,7 +257,7 @@ def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins
         train(model, tmp_path / "run", watched=True)
     assert weights_hash(model) == untrained
     given[1] = PooledStates(batches=TOKENS)
-    train(model, tmp_path / "run", watched=True)
+    train(model, tmp_path / "run", watched=True, if_exists="resume")
     measured = records.read(tmp_path / "run" / "measurements.jsonl")
     assert sorted((m.step, m.analysis) for m in measured if m.error is None) == [
         (step, name) for step in (*STEPS, LAST) for name in ("pooled_states", "trajectory")
@@ -326,3 +329,161 @@ def test_a_best_checkpoint_that_is_loaded_at_the_end_is_not_measured_as_the_last
     measured = {m.step: m.provenance["weights_hash"] for m in records.read(tmp_path / "run" / "measurements.jsonl")}
     assert measured.keys() == ({0} if stops else {0, LAST})
     assert stops or measured[LAST] == hashes[LAST]
+
+
+def measured_in(root) -> dict[int | None, str]:
+    """The weights of the steps that report, emerge and tables draw."""
+    measurements = records.latest(records.read(root / "measurements.jsonl"))
+    assert {m.step for m in measurements} == set(records.frame(root)["step"])
+    return {m.step: m.provenance["weights_hash"] for m in measurements}
+
+
+@pytest.mark.parametrize("train", [in_a_loop, in_lightning, in_transformers])
+def test_a_second_training_in_a_root_is_refused_or_takes_its_place(train, tmp_path):
+    """As when a script is run again, for each fold, and for each trial of a search."""
+    root = tmp_path / "run"
+    train(network(0.0), root, watched=True)
+    first = records.read(root / "measurements.jsonl")
+    (training,) = {m.training for m in first}
+    assert records.lineage_in(root) == ("run", training, ())
+    other = GPT2LMHeadModel(network(0.0).config)
+    untrained = weights_hash(other)
+    sentence = f"root: {root} already holds a run with checkpoints up to step 3; choose another folder, if_exists="
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        train(other, root, watched=True)
+    with pytest.raises(
+        InputError, match="was not measured with these weights at step 0: resume it from its own checkpoint"
+    ):
+        train(other, root, watched=True, if_exists="resume")
+    assert weights_hash(other) == untrained
+    assert records.read(root / "measurements.jsonl") == first
+    train(other, root, watched=True, if_exists="overwrite")
+    second = records.read(root / "measurements.jsonl")
+    assert [m.step for m in second] == [m.step for m in first]
+    assert second[0].provenance["weights_hash"] == untrained
+    assert training not in {m.training for m in second}
+
+
+def test_one_trainer_of_transformers_that_trains_twice_is_refused_the_second_time(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    callback = EmergenceTrainerCallback(analyses()[:1], [0], tmp_path / "run")
+    trainer = Trainer(network(0.0), arguments, train_dataset=DATA, callbacks=[callback])
+    trainer.train()
+    with pytest.raises(InputError, match="already holds a run"):
+        trainer.train()
+
+
+def loop(root, weights, steps, *, change: float = 1.0, **options) -> dict[int, dict]:
+    """Adds a number to the weights at each step, and returns the weights of each."""
+    model = network(0.0)
+    model.load_state_dict(weights)
+    kept = {options.get("first_step", 0): weights}
+    with lit_layers.watch(model, analyses()[:1], steps={"every": 2}, root=root, **options) as watched:
+        for _ in range(steps):
+            with torch.no_grad():
+                model.transformer.wte.weight += change
+            watched.step()
+            kept[watched.now] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return kept
+
+
+def hash_of(weights: dict) -> str:
+    model = network(0.0)
+    model.load_state_dict(weights)
+    return weights_hash(model)
+
+
+def test_a_training_that_goes_back_leaves_its_old_branch_and_keeps_the_lines(tmp_path):
+    root = tmp_path / "run"
+    first = loop(root, network(0.0).state_dict(), 10, save=True)
+    with pytest.raises(InputError, match="not measured with these weights at step 4"):
+        loop(root, first[6], 1, first_step=4, if_exists="resume")
+    with pytest.raises(InputError, match="at step 5: .* .6, 8, 10."):
+        loop(root, first[5], 1, first_step=5, if_exists="resume")
+    second = loop(root, first[4], 3, first_step=4, if_exists="resume", change=7, save=True, values_mb=0)
+    assert measured_in(root) == {
+        step: hash_of(weights[step]) for weights, steps in ((first, (0, 2, 4)), (second, (6, 7))) for step in steps
+    }
+    lines = records.read(root / "measurements.jsonl")
+    assert len({m.training for m in lines}) == 1
+    assert [m.step for m in lines] == [0, 2, 4, 6, 8, 10, 4, 6, 7]
+    assert saved_steps(root) == [0, 2, 4, 6, 7]
+    assert saved_steps(root / "abandoned") == [6, 8, 10]
+    for m, values in zip(lines, read_values(root, lines), strict=True):
+        assert bool(values) == (m.step == 4 or not m.resumed), "no values of one branch are taken for another's"
+    with pytest.raises(InputError, match="not measured with these weights at step 6"):
+        loop(root, first[6], 1, first_step=6, if_exists="resume")
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty", "ignore:You're resuming from a checkpoint")
+def test_a_trainer_goes_on_from_its_own_checkpoint_between_measured_steps(tmp_path):
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = network(0.0)
+
+        def training_step(self, batch, _):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return optimizer_of(self.model)
+
+    def train(steps: int, root, state=None, **options) -> None:
+        watch = EmergenceCallback(analyses()[:1], {"every": 4}, root, **options)
+        each = ModelCheckpoint(tmp_path / "states", "{step}", every_n_train_steps=1, save_top_k=-1)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = L.Trainer(max_steps=steps, callbacks=[watch, each], **quiet)
+        trainer.fit(Module(), DataLoader(DATA * 2, batch_size=SIZE), ckpt_path=state)
+
+    root, state = tmp_path / "run", tmp_path / "states" / "step=3.ckpt"
+    train(5, root)
+    assert measured_in(root).keys() == {0, 4, 5}
+    with pytest.raises(InputError, match="already holds a run"):
+        train(4, root, state)
+    train(4, root, state, if_exists="resume")
+    assert measured_in(root).keys() == {0, 4}
+    in_a_loop(GPT2LMHeadModel(network(0.0).config), tmp_path / "other", watched=True)
+    with pytest.raises(InputError, match="not measured with these weights at step 3"):
+        train(4, tmp_path / "other", state, if_exists="resume")
+
+
+def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path):
+    def train(steps: int, root, state=None, **options) -> None:
+        arguments = TrainingArguments(
+            str(tmp_path / "hf"), max_steps=steps, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_steps=1, seed=7,
+        )  # fmt: skip
+        watched = EmergenceTrainerCallback(analyses()[:1], {"every": 4}, root, **options)
+        Trainer(network(0.0), arguments, train_dataset=DATA, callbacks=[watched]).train(resume_from_checkpoint=state)
+
+    root, state = tmp_path / "run", str(tmp_path / "hf" / "checkpoint-3")
+    train(5, root)
+    with pytest.raises(InputError, match="already holds a run"):
+        train(4, root, state)
+    train(4, root, state, if_exists="resume")
+    assert measured_in(root).keys() == {0, 4}
+    assert not [m for m in records.read(root / "measurements.jsonl") if m.error]
+
+
+def test_a_training_that_begins_anew_beside_one_that_failed_is_its_own(tmp_path):
+    """As a cell of a notebook that is run again: the watch of before is alive as long as its name is."""
+    root = tmp_path / "run"
+    failed = lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=root)
+    failed.step()
+    with pytest.raises(InputError, match="already holds a run"):
+        lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=root)
+    lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=root, if_exists="overwrite").close()
+    with pytest.raises(InputError, match="this watch is closed"):
+        failed.step()
+    assert measured_in(root).keys() == {0}
+
+
+def test_files_of_the_users_own_are_no_run_and_stay(tmp_path):
+    root = tmp_path / "run"
+    mine = [root / name for name in ("config.yaml", "metrics.jsonl", "wandb/run.txt", "resume/state.pt", "step-500/x")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    for if_exists in ("refuse", "overwrite"):
+        lit_layers.watch(network(0.0), analyses()[:1], steps=[0], root=root, if_exists=if_exists).close()
+    assert all(path.read_text() == "mine" for path in mine)

@@ -31,7 +31,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, SEED, VALUES_MB, Range
+from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, RUN_FILE, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
@@ -124,22 +124,23 @@ class Run:
             held.enter_context(run_lock.writing(self.root, part=part))
         self.console = Console(quiet=verbosity() < 0)
         self.resume_from = self.resume_point(hashed=is_first_rank())
-        goes_on = options.resume is not None and run_folder.is_a_run(self.root) and self._is_inside()
+        goes_on = options.resume is not None and (self.root / RUN_FILE).is_file() and self._is_inside()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
         if goes_on:
             run_folder.refuse_another_run(self.root, given)
-        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, resume=goes_on)
+        going: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
+        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **going)
         if (
             goes_on
             and getattr(self.module, "init_from", None)
             and (begun := kept(self.root, run_folder.origin_in(self.root)))
         ):
             self.module.beginning = begun
-        self.trainer = self._trainer(dict(options.trainer), run=run_folder.name_of_run(self.root) if goes_on else None)
+        self.trainer = self._trainer(dict(options.trainer))
 
-    def _trainer(self, given: dict[str, Any], *, run: str | None) -> L.Trainer:
+    def _trainer(self, given: dict[str, Any]) -> L.Trainer:
         """Callbacks in this order: the folder is ready, scalars are noted, weights are on disk, then they are measured,
         and the checkpoint to resume from knows all that.
         """
@@ -148,7 +149,7 @@ class Run:
         progress = StepProgress(run_log, console=self.console)
         self.series = SeriesCheckpoint(options.steps, self.root)
         measuring: Any = {name: options[name] for name in ("budget", "kept_mb", "values_mb", "measure")}
-        measuring |= {"watchers": [run_log, progress], "run": run}
+        measuring["watchers"] = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
@@ -230,7 +231,8 @@ def fit(
     with contextlib.ExitStack() as held:
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
-            run_folder.refuse_a_used_folder(run.root, options.if_exists if recipe.typed("if_exists") else "refuse")
+            if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
+            run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
         if run.trainer.is_global_zero and recipe.typed("seed_everything"):
             run.console.print(_other_seeds(run, seed_everything), end="", highlight=False, soft_wrap=True)
         return _train(run)
