@@ -36,7 +36,8 @@ class WandbRun:
     Args:
         run: the run.
         axis: the name under which the user's logger writes the step into each of its rows; None: it writes none. The
-            measurements of a step then join only the row that the logger writes at that step (`join`).
+            measurements of a step then join only the row that the logger writes at that step (`join`). If it writes
+            none, they have a row of their own some steps later: W&B draws all rows over the axis.
     """
 
     # By run, the last row that measurements were added to, and their step: two networks may be measured in one run.
@@ -56,6 +57,8 @@ class WandbRun:
 
     def row(self, step: int, values: Mapping[str, float], pictures: Pictures) -> None:
         """Takes the curves of a step of the axis, and its pictures."""
+        if self._is_shared and len(self._waiting) > 1:  # one alone may be step 0, before the logger's first row
+            self.flush()
         self._waiting[step] = values, pictures
         if not self._is_shared:
             self.join(step)

@@ -305,7 +305,8 @@ def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging
         options = {"report_to": ["wandb"], "logging_steps": logging_steps, "run_name": name}
         in_transformers(tmp_path, num_rows, is_watched=name == "both", **options)
         run.finish()
-    both = equal_rows(tmp_path)
+    both = equal_rows(tmp_path) if logging_steps == 1 else read_finished(tmp_path)["both"]
+    assert both.curve("train/loss") == read_finished(tmp_path)["alone"].curve("train/loss")
     assert len(both.curve("train/loss")) == num_rows // logging_steps
     assert both.step_metric(CURVE) == both.step_metric("train/loss") == "train/global_step"
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
@@ -355,3 +356,24 @@ def test_rows_of_lightning_at_mlflow_keep_values_and_steps(num_rows, tmp_path, m
         }
     assert curves["both"]["loss"] == curves["alone"]["loss"]
     assert len(curves["alone"]["loss"]) == num_rows
+
+
+def test_a_logger_that_writes_seldom_has_the_curves_while_training_goes_on(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    leave_undrawn(monkeypatch)
+    logger = WandbLogger("both", tmp_path, id="both", offline=True, settings=wandb.Settings(console="off"))
+    rows, log = [], logger.experiment.log
+    monkeypatch.setattr(logger.experiment, "log", lambda row, **options: (rows.append(row), log(row, **options)))
+    seen = {}
+
+    class Looking(Module):
+        def on_train_batch_end(self, *_):
+            seen[self.global_step] = [row["trainer/global_step"] for row in rows if CURVE in row]
+
+    options = {"log_every_n_steps": 8, "steps": [1, 2, 4]}
+    in_lightning(tmp_path / "root", logger, 8, is_watched=True, module=Looking(), **options)
+    logger.experiment.finish()
+    assert seen[4][:2] == [0, 1]
+    assert [x for x, _ in read_finished(tmp_path)["both"].curve(CURVE)] == [0, 1, 2, 4]
