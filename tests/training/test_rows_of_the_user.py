@@ -376,4 +376,4 @@ def test_a_logger_that_writes_seldom_has_the_curves_while_training_goes_on(tmp_p
     in_lightning(tmp_path / "root", logger, 8, is_watched=True, module=Looking(), **options)
     logger.experiment.finish()
     assert seen[4][:2] == [0, 1]
-    assert [x for x, _ in read_finished(tmp_path)["both"].curve(CURVE)] == [0, 1, 2, 4]
+    assert [x for x, _ in read_finished(tmp_path)["both"].curve(CURVE)] == [0, 1, 2, 4, 8]
