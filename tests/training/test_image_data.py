@@ -20,7 +20,18 @@ def batches(
 ):
     """What a rank would train on, as the Trainer walks the loader."""
     images.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        accumulate_grad_batches=accumulate, global_rank=rank, world_size=world_size, global_step=step, training=True
+        accumulate_grad_batches=accumulate,
+        global_rank=rank,
+        world_size=world_size,
+        global_step=step,
+        training=True,
+        overfit_batches=0,
+        limit_train_batches=1.0,
+        max_epochs=-1,
+        min_epochs=None,
+        check_val_every_n_epoch=1,
+        callbacks=[],
+        _accelerator_connector=SimpleNamespace(use_distributed_sampler=False),
     )
     images.setup("fit")
     found, loader = [], iter(images.train_dataloader())
