@@ -138,7 +138,10 @@ def test_a_training_measures_fewer_steps_once_it_knows_what_a_step_takes_and_kee
     root = tmp_path / "run"
 
     def part(steps: int, budget, resume_from=None):
-        watch = EmergenceCallback([Trajectory(batches=prompts())], {"every": 1}, root, budget=budget)
+        if_exists = "refuse" if resume_from is None else "resume"
+        watch = EmergenceCallback(
+            [Trajectory(batches=prompts())], {"every": 1}, root, if_exists=if_exists, budget=budget
+        )
         monkeypatch.setattr(StepTimes, "of_step", property(lambda self: 1.0 if len(self._seconds) > 3 else None))
         monkeypatch.setattr(watch, "_pauses", Ones())
         trainer, _ = fit(root, [SeriesCheckpoint({"every": 1}, root), watch], steps=steps, resume_from=resume_from)
