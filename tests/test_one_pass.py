@@ -68,8 +68,20 @@ def together(model, analyses, **options):
     return {each.analysis: each for each in in_one_pass(model, analyses, lambda analysis: None, **options, **FACTS)}
 
 
+def note_calls(module, note) -> None:
+    """Call `note` with the first argument of each call; a hook in a block would change how its Jacobians are found."""
+    forward = module.forward
+
+    def noted(*args, **kwargs):
+        note(args[0] if args else next(iter(kwargs.values())))
+        return forward(*args, **kwargs)
+
+    module.forward = noted
+
+
 def passed(model) -> list[Counter]:
     """By block the texts that pass it, each by its embedding, and how often."""
+    assert LayeredModel(model).predicts_next_token  # found out by a pass, once for a model
     counts = [Counter() for _ in model.transformer.h]
     texts: list[tuple] = []
 
@@ -77,11 +89,11 @@ def passed(model) -> list[Counter]:
         texts[:] = map(tuple, (args[0] if args else kwargs["input_ids"]).tolist())
 
     def count(number):
-        return lambda module, args, output: counts[number].update(texts)
+        return lambda _: counts[number].update(texts)
 
     model.transformer.register_forward_pre_hook(enter, with_kwargs=True)
     for number, block in enumerate(model.transformer.h):
-        block.attn.register_forward_hook(count(number))
+        note_calls(block.attn, count(number))
     return counts
 
 
@@ -189,10 +201,11 @@ def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_it
     model, text = causal_lm("gpt2", **shape), torch.randint(1570, (512 // tokens, tokens))
     data, calls = Listed({"input_ids": text}), Counter()
     for block in model.transformer.h:
-        block.attn.register_forward_pre_hook(lambda module, args: calls.update(["attention"]))
-        block.mlp.register_forward_pre_hook(lambda module, args: calls.update(["mlp"]))
+        note_calls(block.attn, lambda _: calls.update(["attention"]))
+        note_calls(block.mlp, lambda _: calls.update(["mlp"]))
     with FlopCounterMode(display=False) as plain, torch.no_grad():
         model(input_ids=text)
+    assert LayeredModel(model).predicts_next_token  # found out by a pass, once for a model
     calls.clear()
     of_texts = [
         AttentionPatterns(batches=data),
@@ -269,7 +282,7 @@ def test_rows_are_told_apart_by_their_content_whatever_their_strides():
 def test_images_and_a_probe_that_announces_its_batches_share():
     model, rows = tiny("vit", torch.float64), []
     batch = {**tiny_batch("vit", batch=8), "labels": torch.tensor([0, 1] * 4)}
-    model.blocks[0].attn.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
+    note_calls(model.blocks[0].attn, lambda states: rows.append(len(states)))
     probe = LabelProbe(
         train=cut(batch, 4, 4), test=Listed(tiny_batch("vit", batch=3, seed=9) | {"labels": torch.tensor([0, 1, 1])})
     )
@@ -375,7 +388,7 @@ def test_large_batches_are_measured_in_pieces(monkeypatch):
     row = (LAYERS + 1) * 16 * 32 * 8
     monkeypatch.setattr(shared_pass, "PIECE_BYTES", (3 * row, 0))
     sizes = []
-    model.transformer.h[0].attn.register_forward_hook(lambda module, args, output: sizes.append(len(output[0])))
+    note_calls(model.transformer.h[0].attn, lambda states: sizes.append(len(states)))
     found = together(model, analyses[:2])
     assert sizes == [3, 3, 2]
     found |= together(model, analyses[2:])

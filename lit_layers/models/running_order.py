@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
-from lit_layers.functional.jacobian.block_call import has_hooks, is_cache
+from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
 from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
@@ -55,8 +55,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
             f"{type(network).__name__} halves its states every few blocks, which no other order follows: set its "
             "config.rescale_every to 0"
         )
-    if any(map(has_hooks, blocks)):
-        raise InputError(f"{type(network).__name__} has hooks in its blocks, which do not move with them: remove them")
+    if any(map(is_hooked, blocks)):
+        raise InputError(f"{type(network).__name__} has hooks on its blocks, which do not move with them: remove them")
     steps = checked(schedule, len(blocks))
     if not steps:
         raise ValueError("schedule: expected at least one step, got none")

@@ -168,7 +168,7 @@ def _load_transformers(
 
 # Parts of a model that read its states and change none: transformers leaves them out and says so in its own report.
 _HEADS = re.compile(
-    r"cls|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
+    r"cls|decoder|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
 )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,11 +31,12 @@ from lit_layers.models.families import Network, family_of, short_length, text_co
 from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
 from lit_layers.models.families.proof import apart
 from lit_layers.models.families.structure import UNPROVEN, is_proven
-from lit_layers.models.families.trial_batch import probe_of
+from lit_layers.models.families.trial_batch import probe_texts
 from lit_layers.models.offload import execution_device
 
 Batch = Mapping[str, Tensor]
 
+_CAUSAL = weakref.WeakKeyDictionary[nn.Module, bool]()  # found out once for a model, by a pass of two short texts
 REORDERED = "_running_order"  # attribute of a model whose blocks run in another order for now
 
 
@@ -84,15 +86,16 @@ class LayeredModel:
     def predicts_next_token(self) -> bool:
         """Whether the model's own head predicts the next token, so that no state sees a later one."""
         can_predict = self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
-        return can_predict and self._is_causal
+        if can_predict and self.model not in _CAUSAL and self.device.type != "meta":
+            _CAUSAL[self.model] = self._is_causal()
+        return can_predict and _CAUSAL.get(self.model, True)
 
-    @functools.cached_property
     def _is_causal(self) -> bool:
         """Whether the last token of a text changes no state before it: a config may say `is_causal: false`."""
-        if self.family.origin != "row" or self.device.type == "meta":  # structure is proven, with this as well
+        if self.family.origin != "row":  # structure is proven, with this as well
             return True
-        texts = probe_of(self.model).needed[:2]  # they differ in the last token
-        hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
+        texts = probe_texts(self.model)[:2]  # they differ in the last token
+        hidden = self._seen({"input_ids": texts}).hidden[:, :, :-1]
         return not apart(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
 
     @property

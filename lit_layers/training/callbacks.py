@@ -72,7 +72,10 @@ class _AtSteps(L.Callback):
             return
         measuring = next((each for each in together if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
-        weights = None if is_sharded(model) else functools.partial(weights_hash, model)
+        if is_sharded(model):  # a checkpoint to go on from is compared with what was measured
+            strategy: Any = trainer.strategy
+            model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
+        weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, None
         else:

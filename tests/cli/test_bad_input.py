@@ -94,7 +94,7 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         ("select nothing --task MODELS --cache NOWHERE", "cache: cannot write to NOWHERE"),
         ("select nothing --task MODELS --text=", "text: expected a name or a path, got ''"),
         ("report RUN --workspace=", "workspace: expected a name or a path, got ''"),
-        ("audit RUN --model=", "model: expected a name or a path, got ''"),
+        ("audit RUN --submodule=", "submodule: expected a name or a path, got ''"),
         ("mteb nothing --tokenizer=\t", r"tokenizer: expected a name or a path, got '\t'"),
         ("prepare --source= --tokenizer bpe:300 --root FOLDER", "source: expected a name or a path, got ''"),
         ("select nothing --task MODELS --by x", "by: expected a metric with a better direction"),

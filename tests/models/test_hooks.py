@@ -88,7 +88,7 @@ def test_states_that_are_handed_on_do_not_pass_hooks_again():
 
 
 def test_a_model_with_hooks_does_not_run_in_another_order():
-    with pytest.raises(InputError, match="has hooks in its blocks"), running_order(hooked("llama", 2), [1, 3]):
+    with pytest.raises(InputError, match="has hooks on its blocks"), running_order(hooked("llama", 2), [1, 3]):
         pass
 
 

@@ -96,11 +96,13 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 
 def has_hooks(module: Any) -> bool:
     """Whether a module or a part of it has a forward hook of the user: sharding and transformers add hooks as well."""
-    return isinstance(module, nn.Module) and any(
-        not getattr(hook, "__module__", "").startswith(("torch.", "transformers."))
-        for part in module.modules()
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    )
+    return isinstance(module, nn.Module) and any(map(is_hooked, module.modules()))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module itself has a forward hook of the user."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")) for hook in hooks)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def probe_of(model: Network) -> Probe:
     if "input_ids" in takes:
         columns = tuple(name for name in COLUMNS if name in takes)
         call = by_name if "attention_mask" in columns else without_mask
-        return Probe({"input_ids": _texts(model).to(execution_device(model))}, columns, options, call)
+        return Probe({"input_ids": probe_texts(model).to(execution_device(model))}, columns, options, call)
     side = _from_configs(model.config, "image_size")
     if "pixel_values" not in takes or side is None:
         raise InputError(
@@ -97,7 +97,7 @@ def probe_of(model: Network) -> Probe:
     return Probe({"pixel_values": noise}, ("pixel_values",), (), by_name)
 
 
-def _texts(model: Network) -> Tensor:
+def probe_texts(model: Network) -> Tensor:
     """(3, tokens), of real tokens that the config gives no meaning."""
     config = text_config(model.config)
     if not isinstance(getattr(config, "vocab_size", None), int):
