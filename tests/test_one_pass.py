@@ -549,4 +549,4 @@ def test_half_precision_is_widened_once_for_all(monkeypatch):
     ]
     found = together(LayeredModel(model), analyses)
     assert [each.error for each in found.values()] == [None] * 3
-    assert len(copies) == 1
+    assert len([each for each in copies if isinstance(each, torch.nn.Module)]) == 1
