@@ -38,7 +38,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 # Keys that decide the shapes of weights, which are counted, or no number of a forward pass.
-_HARMLESS = re.compile(r".*(_length|_count)|vocab_size|tensor_data_layout|pooling_type|rope\.(scaling\..*|freq_base)")
+_HARMLESS = re.compile(r".*(_length|_count)|vocab_size|tensor_data_layout|pooling_type|rope\.(scaling\..*|freq_base.*)")
 # Names of GPT-2's way to split a text, and of the ways that differ from it only in that each digit is apart.
 _SPLITS_OF_GPT2 = ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling", "modern-bert")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
@@ -117,9 +117,14 @@ class GgufFile:
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         config = AutoConfig.for_model(**settings)
-        read = {name for name, field in GGUF_CONFIG_MAPPING.get(config.model_type, {}).items() if field is not None}
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        fields = GGUF_CONFIG_MAPPING.get(config.model_type) or GGUF_CONFIG_MAPPING.get(self._field(""))
+        if fields is None:  # transformers then reads this architecture by a function of its own
+            return
+        read = {name for name, field in fields.items() if field is not None}
+        heads = getattr(config, "num_attention_heads", None)  # Mamba has none
+        head = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        rotary = getattr(config, "partial_rotary_factor", None) or 1.0
+        rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", rotary)
         meant = {"attention.causal": True, "rope.dimension_count": int(head * rotary)}
         prefix = f"{self._field('')}."
         for key in self._reader.fields:
@@ -127,6 +132,8 @@ class GgufFile:
             if name == key or name in read or (_HARMLESS.fullmatch(name) and name not in meant):
                 continue
             value = self._field(name)
+            if name not in meant and not value:  # switched off
+                continue
             if value != meant.get(name, getattr(config, name.rpartition(".")[2], None)):
                 raise InputError(f"{self.path}: {key} is {str(value)[:80]}, {_NOT_READ}")
 

@@ -93,6 +93,7 @@ def test_hidden_states_are_those_of_the_model_that_was_written(gpt2, tmp_path):
         ("attention.sliding_window", 8, False),
         ("attention.key_length", 8, True),
         ("logit_scale", 2.0, False),
+        ("use_parallel_residual", False, True),
     ],
 )
 def test_a_key_that_decides_numbers_and_is_not_read_is_refused_by_name(gpt2, tmp_path, key, value, is_read):
