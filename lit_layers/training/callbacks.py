@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
@@ -77,7 +78,9 @@ class _AtSteps(L.Callback):
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, None
+            # Without measurements only the folders of steps can tell another training, where this step has one.
+            own = getattr(records.lineage_in(self.root), "training", None)
+            options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
         else:
             options = measuring.if_exists, measuring.run, self.now(trainer), weights, measuring.saved_by
         self._ranks.from_first(functools.partial(begin_training, self.root, *options))

@@ -83,7 +83,7 @@ def _refuse_other_weights(
 ) -> None:
     measured = [m for m in of_one_training(records.read(root / MEASUREMENTS), lineage) if m.run == run]
     known = {m.provenance.get("weights_hash") for m in measured if m.step == step} - {None}
-    if not measured and step in saved_steps(root):
+    if not known and step in saved_steps(root):
         known = {weights_hash(load(step_folder(root, step)))}
     if is_its_own and (weights is None or not known):
         return
