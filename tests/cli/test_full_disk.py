@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -159,6 +160,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def names(folder: Path) -> set[str]:
+    """The files, those with values of prompts without the digest in their names, which another training changes."""
+    return {re.sub(r"-[0-9a-f]{10}-(?=[0-9a-f]{8}\.parquet$)", "-", name) for name in files(folder)}
+
+
 def measured(folder: Path) -> dict[str, list[records.Measurement]]:
     found = {path: records.read(path) for path in folder.rglob("measurements.jsonl")}
     return {str(path.relative_to(folder)): [replace(m, seconds=0.0) for m in lines] for path, lines in found.items()}
@@ -218,7 +224,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_
             now = measured(disk.folder)
             assert all(now[place][: len(lines)] == lines for place, lines in kept.items()), about
             assert whole(now) == whole(measured(undisturbed)), about
-            assert files(disk.folder).keys() >= files(undisturbed).keys(), about
+            assert names(disk.folder) >= names(undisturbed), about
 
 
 def test_what_a_write_raises_names_the_file_that_was_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
