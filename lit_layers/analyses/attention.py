@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, Key, joined
 from lit_layers.analyses.states import special_tokens
-from lit_layers.analyses.states_analysis import Key, joined
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError

@@ -11,12 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args, get_origin
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lit_layers.analyses.states import at_least_float32, first_rows
+from lit_layers.analyses.states import States, at_least_float32, first_rows, in_convention
 from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
@@ -35,6 +36,8 @@ ALL = range(2**62)  # numbers of parts
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 Dtype = Literal["float32", "bfloat16"]
 NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
+Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
+Name = TypeVar("Name", Key, str)
 
 
 class Analysis(ABC):
@@ -385,6 +388,41 @@ class PromptAnalysis(DividedAnalysis):
     def of_part(self, model: LayeredModel, part: tuple[Batch, int]) -> Any:
         batch, row = part
         return self.of_prompt(model, model.trajectory(batch).prompt(row))
+
+
+def joined(results: Sequence[Mapping[Name, Tensor]], dim: int = 1) -> dict[Name, Tensor]:
+    """Join the values of all batches by their key, prompts along `dim`; a batch may lack some keys."""
+    keys = dict.fromkeys(key for result in results for key in result)
+    return {key: torch.cat([result[key] for result in results if key in result], dim) for key in keys}
+
+
+class StatesAnalysis(DividedAnalysis):
+    """An analysis that computes values of each prompt at every layer, then records of all prompts.
+
+    Subclasses have the field `states` beside `batches`.
+    """
+
+    states: States
+
+    @abstractmethod
+    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+        """Values (batch, ...) by key, of one layer's states (batch, tokens, dim)."""
+
+    @abstractmethod
+    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
+        """Yield the records of the values (layers + 1, prompts, ...) of all prompts."""
+
+    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
+        analysis, trajectory = self.resolved(model), model.trajectory(part)
+        rows: dict[Key, list[Tensor]] = {}
+        for layer, hidden in enumerate(trajectory.hidden):
+            states = in_convention(model, analysis.states, layer, hidden)
+            for key, row in analysis.of_layer(states, trajectory.mask).items():
+                rows.setdefault(key, []).append(row.cpu())
+        return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
+
+    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
+        return self.resolved(model).of_prompts(joined(results))
 
 
 @dataclasses.dataclass(kw_only=True)

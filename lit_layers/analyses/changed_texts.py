@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, Key, StagedAnalysis, joined
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis, bytes_of_vectors
 from lit_layers.analyses.probes.task_features import (
     LayerFeatures,
@@ -20,7 +20,6 @@ from lit_layers.analyses.probes.task_features import (
     text_features,
 )
 from lit_layers.analyses.states import States, in_convention, special_tokens
-from lit_layers.analyses.states_analysis import Key, joined
 from lit_layers.analyses.statistics import (
     complete,
     left_out,

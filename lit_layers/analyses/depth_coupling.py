@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis
+from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis, joined
 from lit_layers.analyses.states import evenly_spread, final_norm, first_rows, in_convention
-from lit_layers.analyses.states_analysis import joined
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, Key, joined
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
-from lit_layers.analyses.states_analysis import Key, joined
 from lit_layers.analyses.statistics import (
     complete,
     gap,

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lit_layers.analyses.base import Key, StatesAnalysis
 from lit_layers.analyses.states import States, without_first
-from lit_layers.analyses.states_analysis import Key, StatesAnalysis
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words

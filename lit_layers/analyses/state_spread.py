@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, Key, StatesAnalysis
 from lit_layers.analyses.representation import POOLED
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
-from lit_layers.analyses.states_analysis import Key, StatesAnalysis
 from lit_layers.analyses.statistics import (
     complete,
     left_out,

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import PromptAnalysis
+from lit_layers.analyses.base import Key, PromptAnalysis
 from lit_layers.analyses.states import evenly_spread, final_norm
-from lit_layers.analyses.states_analysis import Key
 from lit_layers.analyses.statistics import Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import DividedAnalysis, Key, joined
 from lit_layers.analyses.states import evenly_spread, real_tokens
-from lit_layers.analyses.states_analysis import Key, joined
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.functional.ngrams import Distribution, NgramTable, count_ngrams, ngram_divergence
