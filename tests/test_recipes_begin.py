@@ -278,7 +278,7 @@ def test_a_smaller_set_stands_in_the_tags_and_gives_equal_numbers_wherever_it_is
 
 
 def test_too_little_data_is_refused_before_a_model_is_opened(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_layers.models.build.load", None)
+    monkeypatch.setattr("lit_layers.models.saved.load", None)
     folder = tmp_path / "model"
     saved_gpt2(folder, n_layer=1)
     few = text(small, num_sequences=900)

@@ -27,6 +27,7 @@ COMMANDS = {  # each a file of `verbs`
     "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
 }
+STAGES = ("validate", "test", "predict")  # of a Trainer, with the options of `fit`
 GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
 _LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
@@ -44,6 +45,8 @@ def run(argv: list[str], *, is_own_process: bool) -> int:
         print(f"lit-layers {version('lit_layers')}")
         return 0
     command, rest = argv[0], argv[1:]
+    if command in STAGES:
+        command, rest = "fit", [*rest, f"--stage={command}"]
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
         return _refuse(f"unknown command {command!r}; {hint}")
@@ -129,6 +132,7 @@ def _help() -> str:
             "",
             "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
             "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
+            "validate, test and predict take the options of fit: lit-layers test RECIPE --ckpt_path FILE.ckpt",
             "fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder.",
         ]
     )

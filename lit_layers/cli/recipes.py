@@ -33,7 +33,7 @@ _OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes 
 _PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "save_dir"}
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
-_HARMLESS = ("lit_layers", *_OF_LIGHTNING, "torch.distributed")
+_HARMLESS = ("lit_layers", *_OF_LIGHTNING, "lightning.pytorch.cli", "torch.distributed", "torch.optim")
 _OPTIONS = ("init_args", "dict_kwargs")  # of a class
 _MOST = 10**12
 _PURE = "lit_layers.functional"  # and these, from tensors to tensors
@@ -207,8 +207,8 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
             if not is_under(getattr(named, "__module__", ""), _HARMLESS):
                 raise InputError(
                     f"{where.removesuffix('.class_path')}: {REFUSED} {value}, which could fetch or start something: "
-                    "only classes of lit_layers, lightning's callbacks, loggers, plugins, profilers and strategies, "
-                    "and your own code, with --code PACKAGE"
+                    "only classes of lit_layers, torch.optim, lightning's callbacks, loggers, plugins, profilers and "
+                    "strategies, and your own code, with --code PACKAGE"
                 )
         elif not is_class and holder and not is_own and isinstance(value, str | Path):
             module = pkgutil.resolve_name(holder).__module__
@@ -368,6 +368,7 @@ def _plainly(kinds: str) -> str:
     """Python's names of kinds of values as a user would write them."""
     kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", re.sub(r"<class '([^']+)'>", r"\1", kinds))
     kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", kinds)
+    kinds = re.sub(r"Callable\[\[Any\], (\w+)\]", r"the class of an \1", kinds)
     kinds = kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
     kinds = re.sub(r"\bNames\b", "names such as a,b", re.sub(r"\bNumbers\b", "numbers such as 1,5,9", kinds))
     is_pair = kinds.count(", ") == 1

@@ -3,7 +3,6 @@
 import copy
 import difflib
 import hashlib
-import importlib
 import inspect
 import json
 import os
@@ -40,12 +39,6 @@ _SIZES = (
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
-
-
-def __getattr__(name: str) -> Any:
-    if (file := {"load": "saved", "truncate": "truncation"}.get(name)) is not None:  # they were here, and pages said so
-        return getattr(importlib.import_module(f"lit_layers.models.{file}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def causal_lm(

@@ -255,6 +255,7 @@ def _quoted(prefix: str) -> str:
 
 
 WEIGHTS, CONFIG, SUBMODULE = "model.safetensors", "config.json", "submodule"
+DESCRIBED = "network"  # entry of a checkpoint of our modules: what config.json would say of the network
 
 
 class LightningCheckpoints(_LocalSeries):
@@ -262,7 +263,7 @@ class LightningCheckpoints(_LocalSeries):
     whose module holds a network of a known family, under whatever name.
 
     Args:
-        root: a folder; those below it are searched, too.
+        root: a folder; those below it are searched, too. Or one file.
         config: a folder with the model's config.json, such as one of the run's own steps. Without it the first step
             folder in `root`, or beside it, is taken.
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
@@ -279,22 +280,24 @@ class LightningCheckpoints(_LocalSeries):
         tokens_per_step: int | None = None,
         model: str | None = None,
     ) -> None:
-        super().__init__(root, steps, tokens_per_step)
+        self.file = Path(root) if os.path.isfile(root) else None
+        super().__init__(root if self.file is None else self.file.parent, steps, tokens_per_step)
         self.config, self.model = None if config is None else Path(config), model
 
     def find(self) -> Listing:
-        paths = sorted(self.root.rglob("*.ckpt"), key=lambda path: (path.name.startswith("last"), str(path)))
+        found = self.root.rglob("*.ckpt") if self.file is None else [self.file]
+        paths = sorted(found, key=lambda path: (path.name.startswith("last"), str(path)))
         if not paths:
             raise InputError(f"expected Lightning checkpoints (*.ckpt) below {self.root}, found none")
-        expected = NetworkTensors.of(self._config())
+        expected = NetworkTensors.of(self._config(paths[0]))
         by_step: dict[int, list[Path]] = {}
         for path in paths:
-            by_step.setdefault(_read(path)["global_step"], []).append(path)
+            by_step.setdefault(read_lightning(path)["global_step"], []).append(path)
         prefix = ""
         for step in sorted({min(by_step), max(by_step)}):  # a mean of the weights begins as their copy
             path = by_step[step][0]
             try:
-                prefix = expected.prefix_in(unwrapped(_read(path)["state_dict"]), self.model)
+                prefix = expected.prefix_in(unwrapped(read_lightning(path)["state_dict"]), self.model)
             except InputError as error:
                 raise InputError(f"{path}: {error}") from error
 
@@ -318,12 +321,15 @@ class LightningCheckpoints(_LocalSeries):
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.root))
 
-    def _config(self) -> Path:
+    def _config(self, path: Path) -> Path:
+        described = read_lightning(path).get(DESCRIBED)
         steps = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]
-        beside = [self.root, *steps]
+        beside = [] if self.file is not None and described is not None else [self.root, *steps]
         for folder in beside if self.config is None else [self.config]:
             if (folder / CONFIG).is_file():
                 return folder
+        if self.config is None and isinstance(described, str):
+            return _written(described).folder
         raise InputError(
             f"config: expected the config.json of the models in {self.config or self.root}, and there is none: put it "
             "beside the .ckpt files"
@@ -369,7 +375,7 @@ class LightningSource(Source):
     def recorded_step(self) -> int | None:
         """Of its first optimizer, where that counts them, as those of the Adam family do."""
         try:
-            states = _read(self.path)["optimizer_states"][0]["state"]
+            states = read_lightning(self.path)["optimizer_states"][0]["state"]
             return max(int(each["step"]) for each in states.values())
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
@@ -403,12 +409,20 @@ class LightningSource(Source):
 
     def _state(self) -> "dict[str, Tensor]":
         try:
-            return self._expected.fitted(unwrapped(_read(self.path)["state_dict"]), self._prefix)
+            return self._expected.fitted(unwrapped(read_lightning(self.path)["state_dict"]), self._prefix)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+@functools.cache
+def _written(described: str) -> Scratch:
+    """A folder with the config.json of a network."""
+    scratch = Scratch()
+    (scratch.folder / CONFIG).write_text(described, encoding="utf-8")
+    return scratch
+
+
+def read_lightning(path: Path) -> dict[str, Any]:
     """A checkpoint, mapped: of the tensors only what is touched is read."""
     import torch
 

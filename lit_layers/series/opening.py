@@ -274,8 +274,10 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
             Checkpoint(place.name, place.name, FolderSource(folder)),
             UNAUDITED,
         )
+    if folder.suffix == ".ckpt" and folder.is_file():
+        return LightningCheckpoints(folder).checkpoints[0], UNAUDITED
     if not _NAME.fullmatch(name):
-        raise InputError(f"expected a folder with a model or NAME@REVISION of the Hub, {name} is neither")
+        raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")
     if revision not in ("", MAIN):
         step = Grammar("stages").parse(revision)

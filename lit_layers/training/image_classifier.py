@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import vit
 from lit_layers.models.pixels import mixup, set_pixel_statistics_
 from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
@@ -37,7 +37,7 @@ class ExponentialAverage(WeightAveraging):
 
     @property
     def model(self) -> nn.Module:
-        """The averaged network."""
+        """The averaged network; there is one in training only."""
         averaged: Any = self._average_model
         return averaged.module.model
 
@@ -97,6 +97,9 @@ class LitImageClassifier(LitModule):
     Args:
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
         config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
+        init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture; its weights are taken,
+            and its step is where the axes of this run begin. The optimizer starts afresh.
+        allow_suspect: begins also with a checkpoint that the audit of its series finds suspect.
         patch_size: in px, a divisor of the image size; None: the architecture's.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         init_seed: of the initial weights, independent of every other seed.
@@ -123,6 +126,8 @@ class LitImageClassifier(LitModule):
         architecture: str = "vit_tiny_patch16_224",
         config: dict[str, Any] | None = None,
         *,
+        init_from: str | None = None,
+        allow_suspect: bool = False,
         patch_size: int | None = None,
         drop_path_rate: float = 0.0,
         init_seed: int = 0,
@@ -146,6 +151,7 @@ class LitImageClassifier(LitModule):
                 f"model.warmup_epochs: expected null beside warmup_steps {warmup_steps}, got {warmup_epochs}; give one"
             )
         _refuse_said_twice(config, _OF_MODULE)
+        self.init_from, self.allow_suspect = init_from, allow_suspect
         self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
         self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
         self.lr, self.lr_batch_size, self.weight_decay, self.betas = lr, lr_batch_size, weight_decay, betas
@@ -180,7 +186,14 @@ class LitImageClassifier(LitModule):
             options |= {"img_size": self.data.image_size, "num_classes": self.data.num_classes}
 
         def make(device: str) -> nn.Module:
-            return vit(self.architecture, seed=self.init_seed, device=device, **options)
+            model = vit(self.architecture, seed=self.init_seed, device=device, **options)
+            if self.init_from is not None and device != "meta":
+                try:
+                    model.load_state_dict(self.beginning[0].load().state_dict())
+                except RuntimeError as error:
+                    about = f"{self.init_from} is of another network than this {self.architecture}"
+                    raise InputError(f"model.init_from: {about} ({first_sentence(error)})") from error
+            return model
 
         model: Any = built_once(self.trainer.strategy, make)
         if isinstance(self.data, LitImageData):
@@ -230,17 +243,20 @@ class LitImageClassifier(LitModule):
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
         for name, metric in self._metrics():
             if name == "ema_accuracy":
-                assert self.average is not None
                 averaged = self.average.model.eval()(images).float()
                 self.ema_loss.update(F.cross_entropy(averaged, labels), weight=len(labels))
                 metric.update(averaged, labels)
             else:
                 metric.update(logits, labels)
 
+    def predict_step(self, batch: Any, batch_index: int) -> Tensor:
+        """Returns the most likely class of each image."""
+        return self(_images_and_labels(batch)[0]).argmax(-1)
+
     def scores(self) -> dict[str, Tensor]:
         scores = {"loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()
-        if self.average is not None:
+        if self._averages:
             scores["ema_loss"] = self.ema_loss.compute().float()
             self.ema_loss.reset()
         for name, metric in self._metrics():
@@ -250,8 +266,13 @@ class LitImageClassifier(LitModule):
             metric.reset()
         return scores
 
+    @property
+    def _averages(self) -> bool:
+        """Whether there is an average beside the weights: in training, and not of a checkpoint alone."""
+        return self.average is not None and self.average._average_model is not None
+
     def _metrics(self) -> Iterable[tuple[str, Any]]:
-        return self.validation_metrics.items()
+        return ((name, each) for name, each in self.validation_metrics.items() if self._averages or name[:3] != "ema")
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_cosine(warmup_steps=self.num_warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)

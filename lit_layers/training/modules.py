@@ -4,7 +4,8 @@ import functools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_layers import schema
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
 from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
 from lit_layers.series.checkpoint import Checkpoint
+from lit_layers.series.local_series import DESCRIBED
 from lit_layers.training.checkpoints import Origin, planned_steps, published, refuse_another_tokenizer
 from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
 from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
@@ -32,24 +34,88 @@ def adamw(
     betas: tuple[float, float],
     eps: float = 1e-8,
     fused: bool = True,
+    but: Container[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
     """Returns AdamW that decays matrices and embeddings, but neither biases nor norm weights.
 
     Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's and timm's.
     """
-    groups = parameter_groups(model, weight_decay)
+    groups = parameter_groups(model, weight_decay, but)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: neither vectors (biases, norms, layer scales) nor what the model itself names (timm: class
-    token, position embedding) decay."""
+def parameter_groups(
+    model: nn.Module, weight_decay: float | None, but: Container[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Two groups of parameters: neither vectors (biases, norms, layer scales) nor what the model itself names (timm:
+    class token, position embedding) decay. With `weight_decay` None the others decay as the optimizer says."""
     spared = set(getattr(model, "no_weight_decay", set)())
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad and each not in but]
     decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
     others = [each for name, each in trained if each.ndim < 2 or name in spared]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    of_decayed = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups = [{"params": decayed, **of_decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+class BothOptimizers(torch.optim.Optimizer):
+    """Two optimizers as one, as Lightning steps one: they share its groups and its state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of `load_state_dict`
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups, part.state = [*islice(groups, len(part.param_groups))], self.state
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def use_optimizer_(module: L.LightningModule, optimizer: Any, lr_scheduler: Any) -> None:
+    """Train a module with an optimizer and a schedule that a recipe names; None leaves the module its own.
+
+    Args:
+        optimizer: makes it of parameters.
+        lr_scheduler: makes it of the optimizer; it is stepped with it.
+    """
+    if isinstance(module, LitModule):
+        module.make_optimizer, module.make_scheduler = optimizer, lr_scheduler
+    elif optimizer is not None:
+        module.configure_optimizers = lambda: _stepped(
+            _made("optimizer", optimizer, module.parameters()), lr_scheduler, module.trainer
+        )
+    elif lr_scheduler is not None:
+        raise InputError(f"lr_scheduler: expected an optimizer with it, as {type(module).__name__} makes its own")
+
+
+def _made(option: str, make: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return make(given)
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, InputError) else InputError(f"{option}: {first_sentence(error)}") from error
+
+
+def _stepped(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> dict[str, Any]:
+    """Return what Lightning wants to know of an optimizer whose schedule is stepped with it."""
+    if make is None:
+        return {"optimizer": optimizer}
+    about = {"scheduler": (scheduler := _made("lr_scheduler", make, optimizer)), "interval": "step"}
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # stepped after each validation
+        every = trainer.val_check_interval
+        about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
+        about["monitor"] = getattr(scheduler, "monitor", "validation/loss")
+    return {"optimizer": optimizer, "lr_scheduler": about}
 
 
 def checkpoint_activations_(model: nn.Module) -> None:
@@ -115,7 +181,6 @@ MODEL_RANGES = {  # of all modules
 
 
 _POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
-_NETWORK = "network"  # entry of a checkpoint: what `load_from_checkpoint` builds
 
 
 class LitModule(L.LightningModule, ABC):
@@ -136,6 +201,10 @@ class LitModule(L.LightningModule, ABC):
     compile_model = False
     grad_norm: Tensor | None = None
     measures_unclipped_norm = False  # whether the norm is worth its cost where nothing is clipped
+    init_from: str | None = None
+    allow_suspect = False
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
+    make_scheduler: Callable[[Any], Any] | None = None  # None: `lr_factor`
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -160,6 +229,17 @@ class LitModule(L.LightningModule, ABC):
         return self.lr
 
     @property
+    def origin(self) -> Origin:
+        """Where this run begins on the axes of steps and tokens."""
+        return Origin() if self.init_from is None else self.beginning[1]
+
+    @functools.cached_property
+    def beginning(self) -> tuple[Checkpoint, Origin]:
+        """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
+        assert self.init_from is not None
+        return published(self.init_from, allow_suspect=self.allow_suspect)
+
+    @property
     def data(self) -> Any:
         """The run's data module; None where it has plain loaders."""
         return getattr(self.trainer, "datamodule", None)
@@ -178,15 +258,15 @@ class LitModule(L.LightningModule, ABC):
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_NETWORK] = json.dumps(described(self.model))
+        checkpoint[DESCRIBED] = json.dumps(described(self.model))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Builds the network that a checkpoint is of, where none is there: in `load_from_checkpoint`."""
         if hasattr(self, "model"):
             return
-        if _NETWORK not in checkpoint:
+        if DESCRIBED not in checkpoint:
             raise InputError("checkpoint: it does not say which network it is of: open the folder of a step instead")
-        self.take(rebuilt(json.loads(checkpoint[_NETWORK])))
+        self.take(rebuilt(json.loads(checkpoint[DESCRIBED])))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the loss of the step to the trainer's loggers, if it has any, and has the last step validated."""
@@ -238,24 +318,43 @@ class LitModule(L.LightningModule, ABC):
             self.grad_norm = full(torch.nn.utils.get_total_norm(gradients))
 
     def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer()
+        return _stepped(optimizer, self.make_scheduler or self._schedule, self.trainer)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if self.make_optimizer is None:
+            return self._adamw()
+        try:
+            return _made("optimizer", self.make_optimizer, parameter_groups(self.model, None))
+        except InputError as error:
+            if "2D" not in str(error):
+                raise
+        # Muon is for the matrices of hidden layers. Its authors leave embeddings, head and vectors to AdamW.
+        blocks = LayeredModel(self.model).blocks
+        hidden = {each for block in blocks for each in block.parameters() if each.ndim == 2 and each.requires_grad}
+        matrices = [each for each in self.model.parameters() if each in hidden]
+        return BothOptimizers(_made("optimizer", self.make_optimizer, matrices), self._adamw(hidden))
+
+    def _adamw(self, but: Container[nn.Parameter] = ()) -> torch.optim.AdamW:
         # In 16-mixed the step may not be one kernel: it divides the gradients by the scale itself, which is after they
         # have been clipped and their norm was taken.
-        optimizer = adamw(
+        return adamw(
             self.model,
             lr=self.peak_lr,
             weight_decay=self.weight_decay,
             betas=self.betas,
             fused=self.trainer.scaler is None,
+            but=but,
         )
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         decay_steps = self.decay_steps or planned_steps(self.trainer)
         if decay_steps is None:
             raise InputError(
                 "model.decay_steps: expected the step at which the learning rate has decayed, as neither "
                 "trainer.max_steps nor trainer.max_epochs says where the run ends, got none"
             )
-        factor = self.lr_factor(decay_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor(decay_steps))
 
 
 class LitCausalLM(LitModule):
@@ -268,9 +367,9 @@ class LitCausalLM(LitModule):
     Args:
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
             is used; the weights are new.
-        init_from: a folder with a model, or NAME@REVISION of the Hub (`EleutherAI/pythia-70m@step1000`), whose
-            architecture and weights are taken instead; its step and tokens are where the axes of this run begin. The
-            optimizer starts afresh.
+        init_from: a folder with a model, a .ckpt that a Trainer saved, or NAME@REVISION of the Hub
+            (`EleutherAI/pythia-70m@step1000`), whose architecture and weights are taken instead; its step and tokens
+            are where the axes of this run begin. The optimizer starts afresh.
         allow_suspect: begins also with a checkpoint that the audit of its series finds suspect.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: of the initial weights, independent of every other seed.
@@ -319,17 +418,6 @@ class LitCausalLM(LitModule):
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
         schema.refuse_outside("model.", MODEL_RANGES, vars(self))
         self.validation_loss = WeightedMean()
-
-    @property
-    def origin(self) -> Origin:
-        """Where this run begins on the axes of steps and tokens."""
-        return Origin() if self.init_from is None else self.beginning[1]
-
-    @functools.cached_property
-    def beginning(self) -> tuple[Checkpoint, Origin]:
-        """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
-        assert self.init_from is not None
-        return published(self.init_from, allow_suspect=self.allow_suspect)
 
     def build(self) -> nn.Module:
         model: Any = built_once(self.trainer.strategy, self._model_of_next_tokens)
@@ -414,6 +502,10 @@ class LitCausalLM(LitModule):
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         self.validation_loss.update(self.loss(batch), weight=_token_ids(batch)[:, 1:].numel())
+
+    def predict_step(self, batch: Any, batch_index: int) -> Tensor:
+        """Returns the most likely next token at each place that the loss judges: (batch, tokens)."""
+        return self(_token_ids(batch)[:, :-1]).argmax(-1)
 
     def scores(self) -> dict[str, Tensor]:
         loss = self.validation_loss.compute()  # over all ranks, weighted by tokens

@@ -26,6 +26,7 @@ from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 from lit_layers.schema import Count
+from lit_layers.series.local_series import read_lightning
 from lit_layers.training.checkpoints import (
     axis_step,
     draft_of,
@@ -153,6 +154,10 @@ class ResumeCheckpoint(L.Callback):
         self._termination.connect(trainer)
         self._group = distributed.new_group(backend="gloo") if trainer.world_size > 1 else None
         self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
+        for optimizer in trainer.optimizers:  # whose groups a checkpoint has replaced
+            options = optimizer.defaults.keys() - {"differentiable"}  # which torch adds as it loads
+            if any(not options <= group.keys() for group in optimizer.param_groups):
+                raise InputError(f"ckpt_path: it was saved with another optimizer than {type(optimizer).__name__}")
         if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
             for step in saved_steps(self.folder):
                 if step > self._last_step:
@@ -323,13 +328,13 @@ class ResumePoint(NamedTuple):
 
 
 def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint | None:
-    """Returns the checkpoint that `--resume` names: "last", a step, or a folder; None for the start of the run.
+    """Returns the checkpoint that `--resume` names: "last", or a step; None for the start of the run.
 
     "last" passes over corrupt ones, naming them, and means the start where there never was one. Not `hashed`, it is
     what is there by its name: for the other ranks, as `ResumeCheckpoint` reads what the first one found whole.
 
     Raises:
-        InputError: a step or folder that is not there, or is corrupt; none that is whole.
+        InputError: a step that is not there, or is corrupt; none that is whole.
     """
     folder = root / FOLDER
     steps = saved_steps(folder)
@@ -342,16 +347,21 @@ def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint 
         if steps:
             raise InputError(f"resume: none of the checkpoints in {folder} is whole; --if_exists overwrite starts anew")
         return None
-    if which.isdecimal():
-        if int(which) not in steps:
-            available = ", ".join(map(str, steps)) or "none"
-            raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {available}")
-        return _whole(step_folder(folder, int(which)), hashed)
-    if not (Path(which) / FACTS).is_file():
-        raise InputError(
-            f"resume: expected last, a step, or a folder {FOLDER}/step-... of a run, got {which!r}: no {FACTS} in it"
-        )
-    return _whole(Path(which), hashed)
+    if not which.isdecimal():
+        raise InputError(f"resume: expected last or a step, got {which!r}; a .ckpt file is named by --ckpt_path")
+    if int(which) not in steps:
+        available = ", ".join(map(str, steps)) or "none"
+        raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {available}")
+    return _whole(step_folder(folder, int(which)), hashed)
+
+
+def lightning_point(file: Path) -> ResumePoint:
+    """Returns a .ckpt that any Trainer saved.
+
+    Raises:
+        InputError: none there, or one that holds more than tensors and plain values.
+    """
+    return ResumePoint(read_lightning(file)["global_step"], file)
 
 
 def _whole(folder: Path, hashed: bool) -> ResumePoint:
@@ -382,7 +392,10 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
     path = Path(strategy.broadcast(path))
     read = functools.partial(torch.load, map_location="cpu", weights_only=True)
     of_ranks = [read(file, mmap=True) for file in sorted(path.parent.glob(_SHARD_FILE.format("*")))]
-    if are_sharded(strategy) and not read(path, mmap=True).get(SHARDED, False):
+    state = read(path, mmap=True)
+    if "optimizer_states" not in state:
+        raise InputError(f"ckpt_path: {path} holds weights only: begin with them, by --model.init_from {path}")
+    if are_sharded(strategy) and not state.get(SHARDED, False):
         raise InputError(
             f"resume: {path} was saved by a run without sharded weights; go on with the strategy of that run"
         )

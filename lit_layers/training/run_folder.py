@@ -129,21 +129,18 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
     """
     before = run_facts(root, needed=_TO_GO_ON)["config"]
     now = json.loads(json.dumps(dict(options), default=str))
-    for part in ("seed_everything", "model", "data"):
+    ends = [_end_of_decay(each) for each in (before, now)]
+    for each in (before, now):
+        each["trainer"] = {"gradient_clip_val": (each.get("trainer") or {}).get("gradient_clip_val")}
+    for part in ("seed_everything", "model", "data", "optimizer", "lr_scheduler", "trainer"):
         old, new = _flat(before.get(part), part), _flat(now.get(part), part)
         for option in sorted(old.keys() | new.keys()):
             name = option.split(".")[-1]
             if old.get(option) != new.get(option) and name not in _FREE.get(part, ()):
                 raise InputError(
                     f"{option.replace('.init_args', '')}: the run in {root} has {old.get(option)}, got "
-                    f"{new.get(option)}; a resumed run keeps its data, model and seed"
+                    f"{new.get(option)}; a resumed run keeps it"
                 )
-    clips = [(each.get("trainer") or {}).get("gradient_clip_val") for each in (before, now)]
-    if clips[0] != clips[1]:
-        raise InputError(
-            f"trainer.gradient_clip_val: the run in {root} has {clips[0]}, got {clips[1]}; a resumed run keeps it"
-        )
-    ends = [_end_of_decay(each) for each in (before, now)]
     if ends[0] != ends[1]:
         raise InputError(
             f"model.decay_steps: the learning rate of the run in {root} decays until step {ends[0]}, got {ends[1]}; "

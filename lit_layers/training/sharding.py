@@ -60,21 +60,13 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
 
 def extract_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """A state with a tensor on "meta" in the place of each that is spread over the ranks, and this rank's rows of
-    those, by their place in the state.
-
-    Raises:
-        InputError: a tensor that is spread otherwise than by rows, which `shard_` never does.
+    those, by their place in the state: `shard_` spreads by rows.
     """
     shards: dict[str, Tensor] = {}
 
     def of_rank(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        if leaf.placements != (Shard(0),):
-            raise InputError(
-                f"model: expected weights sharded by lit_layers.training.sharding.shard_, got {leaf.placements} of "
-                f"{keystr(path)}"
-            )
         shards[keystr(path)] = leaf.to_local()
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 

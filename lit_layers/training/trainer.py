@@ -50,6 +50,7 @@ def quieten() -> None:
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
         "It is recommended to use `self.log",  # over ranks: the metric has been reduced already
+        "Be aware that when using `ckpt_path`, callbacks",
     )
     for message in noise:
         warnings.filterwarnings("ignore", message=message)

@@ -89,7 +89,7 @@ class StepMeasurer:
         one_model.refuse_same_names(analyses)
         for analysis in analyses:
             analysis.adopt_batches_()
-        self.root = _local(root)
+        self.root = Path(root)
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # its id, once it has begun
         self.watchers: list[Watcher] = [TimeLines(), *watchers]
@@ -275,13 +275,6 @@ def _refuse(refusals: Sequence[str]) -> None:
         raise InputError(refusals[0])
 
 
-def _local(root: Any) -> Path:
-    """A run's folder; others are refused before Python makes something of them: of '' where it happens to be."""
-    if not isinstance(root, str | Path) or root == "" or "\0" in str(root):
-        raise InputError(f"root: expected a folder, got {root!r}")
-    return Path(root)
-
-
 def _named(value: Any) -> str:
     return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
@@ -349,16 +342,13 @@ class Watch:
         sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
         counts = {"tokens_per_step": tokens_per_step, "first_step": first_step, "max_steps": max_steps}
         refuse_outside("", {"tokens_per_step": COUNT, "first_step": COUNT_OR_NONE, "max_steps": COUNT_OR_NONE}, counts)
-        if isinstance(loggers, str) or not isinstance(loggers, Sequence):
-            raise InputError(f"loggers: expected a list of them, got {_named(loggers)}")
         for each in loggers:
             if not hasattr(each, "log_metrics") and writer_of(each) is None:
                 raise InputError(
                     "loggers: expected loggers of Lightning, runs of W&B, MLflow or trackio, or a SummaryWriter, got "
                     f"{_named(each)}"
                 )
-        is_folder = isinstance(tokenizer, str | Path) and tokenizer != "" and Path(tokenizer).is_dir()
-        if tokenizer is not None and not is_folder:
+        if tokenizer is not None and not os.path.isdir(tokenizer):
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
         if not save and isinstance(analyses, Sequence) and not analyses:
             raise InputError("analyses: expected at least one, such as [Lens(batches=data)], or save=True, got none")

@@ -117,7 +117,7 @@ def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, 
 
 def test_texts_longer_than_the_model_reads_are_refused_before_it_is_opened(model, tmp_path, capsys, monkeypatch):
     """As the windows of 256 tokens of the recipe of text, for the model of the quickstart."""
-    monkeypatch.setattr("lit_layers.models.build.load", None)
+    monkeypatch.setattr("lit_layers.models.saved.load", None)
     recipe = tmp_path / "recipe.yaml"
     text = (ROOT / "recipes" / "analyses" / "text.yaml").read_text()
     recipe.write_text(text.replace("corpus: wikitext", "corpus: python"))

@@ -56,7 +56,7 @@ def recipe(tmp_path, corpus) -> Path:
 
 @pytest.mark.slow
 def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(recipe, tmp_path, capsys):
-    assert main(["fit", "--config", str(recipe), "--seed_everything", "7"]) == 0
+    assert main(["fit", "--config", str(recipe)]) == 0
     root = tmp_path / "run"
     assert saved_steps(root) == [0, 2, 3]
     found = [(m.step, m.analysis, m.error) for m in records.read(root / "measurements.jsonl")]
@@ -68,8 +68,6 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
     assert facts["tokens_per_step"] == 64
     assert 0 < facts["data"]["unigram_entropy"] < 6
     shown = capsys.readouterr().out
-    seeds = "dropout and such: model.init_seed 0 decides the weights, data.seed 0 the order of the data\n"
-    assert f"seed_everything 7 is of {seeds}" in shown
     assert "coupling/excess_coupling" in shown
     assert str(root / "report.html") in shown.replace("\n", "")
     assert "share" in shown
@@ -81,15 +79,12 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
 @pytest.mark.usefixtures("no_page")
 def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
-    assert "decides the weights" not in capsys.readouterr().out, "no seed was typed"
     start, later = tmp_path / "run" / "step-000000002", tmp_path / "later"
     begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
-    begin.append("--seed_everything=7")
     assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
     said = f"begins with the weights of {start}: step 2, tokens seen 128; the optimizer starts afresh"
     shown = capsys.readouterr().out.replace("\n", "")
     assert said in shown
-    assert "model.init_from decides the weights, data.seed 0 the order" in shown, "model.init_seed does not"
     assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
     assert "resumed at step 3 from" in capsys.readouterr().out
     assert saved_steps(later) == [2, 3, 4]

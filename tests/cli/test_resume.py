@@ -289,7 +289,7 @@ def test_a_run_that_is_sharded_goes_on_from_no_state_of_one_that_was_not(recipe,
     ("arguments", "sentence"),
     [
         (["--resume", "4"], "no resume checkpoint of step 4 in"),
-        (["--resume", "yesterday"], "expected last, a step, or a folder resume/step-... of a run, got 'yesterday'"),
+        (["--resume", "yesterday"], "expected last or a step, got 'yesterday'; a .ckpt file is named by --ckpt_path"),
         (["--resume", "last", "--data.global_batch_size", "8"], "data.global_batch_size: the run in"),
         (["--resume", "last", "--model.lr", "0.1"], "model.lr: the run in"),
         (["--resume", "last", "--seed_everything", "3"], "seed_everything: the run in"),

@@ -211,3 +211,41 @@ def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_ima
     assert weights_hash(again.model) == weights_hash(expected)
     assert pixel_statistics(again.model) == pixel_statistics(module.model) is not None
     assert again.validation_metrics.keys() == module.validation_metrics.keys()
+
+
+def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those_of_another_network(tmp_path):
+    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=None), steps=2)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    begun = tiny_images.module(init_from=str(tmp_path / "last.ckpt"), init_seed=7)
+    tiny_images.trainer(tmp_path).validate(begun, datamodule=tiny_images.data(), verbose=False)
+    assert weights_hash(begun.model) == weights_hash(module.model)
+    assert begun.origin.step == 2
+    other = tiny_images.module(init_from=str(tmp_path / "last.ckpt"), patch_size=8)
+    with pytest.raises(InputError, match="model.init_from: .*last.ckpt is of another network than this vit_tiny"):
+        tiny_images.trainer(tmp_path).validate(other, datamodule=tiny_images.data(), verbose=False)
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_the_data_of_images_validate_test_and_predict_alike(decay, tmp_path):
+    images = tiny_images.data()
+    run, _ = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=decay), images=images, steps=1)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    other = tiny_images.trainer(tmp_path, limit_val_batches=None)
+    (validated,) = other.validate(again, datamodule=images, verbose=False)
+    (tested,) = other.test(again, datamodule=images, verbose=False)
+    assert {name.partition("/")[2]: score for name, score in tested.items()} == {
+        name.partition("/")[2]: score for name, score in validated.items()
+    }
+    assert not any("ema" in name for name in validated), "the file holds the average itself"
+    predicted = torch.cat(other.predict(again, datamodule=images))
+    hits = predicted == images.source.test.labels[: len(predicted)]
+    assert len(predicted) == 40
+    assert hits.float().mean().item() == pytest.approx(validated["validation/accuracy"])
+
+
+def test_a_text_module_predicts_the_most_likely_next_tokens(tmp_path):
+    module = text()
+    (predicted,) = trainer(tmp_path).predict(module, one(BLOCKS.tokens[:4]))
+    with torch.no_grad():
+        assert torch.equal(predicted, module.eval()(BLOCKS.tokens[:4, :-1]).argmax(-1))

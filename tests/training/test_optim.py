@@ -1,8 +1,14 @@
+import copy
+import functools
+
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lit_layers.training.modules import adamw, warmup_cosine
+from lit_layers.errors import InputError
+from lit_layers.training.modules import BothOptimizers, adamw, use_optimizer_, warmup_cosine
+from tests.support.tiny_training import fit, module
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -36,3 +42,118 @@ def test_the_schedule_has_its_closed_form():
 
 def test_no_warm_up_starts_at_the_peak():
     assert warmup_cosine(warmup_steps=0, decay_steps=10, min_ratio=0.0)(0) == 1.0
+
+
+def pair(lr: float = 0.1) -> tuple[nn.ParameterList, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    weights = nn.ParameterList([nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))])
+    return weights, [torch.optim.Muon([weights[0]], lr=lr), torch.optim.AdamW([weights[1]], lr=lr)]
+
+
+def stepped(weights: nn.ParameterList, optimizers, seed: int) -> None:
+    for number, weight in enumerate(weights):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 10 * number))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_two_optimizers_as_one_step_as_each_does_alone_also_from_a_saved_state():
+    alone, optimizers = pair()
+    together, parts = pair()
+    both = BothOptimizers(*parts)
+    schedule = torch.optim.lr_scheduler.LambdaLR(both, lambda step: 0.5**step)
+    for seed in range(2):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5**seed
+        stepped(alone, optimizers, seed)
+        stepped(together, [both], seed)
+        schedule.step()
+    later, parts = pair()
+    later.load_state_dict(together.state_dict())
+    again = BothOptimizers(*parts)
+    again.load_state_dict(copy.deepcopy(both.state_dict()))
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.025
+    stepped(alone, optimizers, 2)
+    stepped(later, [again], 2)
+    for expected, weight in zip(alone, later, strict=True):
+        assert torch.equal(expected, weight)
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(tmp_path):
+    lit = module()
+    use_optimizer_(lit, torch.optim.Muon, None)
+    run, _ = fit(tmp_path, [], steps=1, module=lit)
+    (both,) = run.optimizers
+    names = {id(each): name for name, each in lit.model.named_parameters()}
+    of_muon, of_adamw = (
+        {names[id(each)] for group in part.param_groups for each in group["params"]} for part in both.parts
+    )
+    assert of_muon == {
+        name for name in names.values() if ".h." in name and name.endswith("weight") and "ln_" not in name
+    }
+    assert of_muon | of_adamw == {*names.values()}
+    assert not of_muon & of_adamw
+    assert both.param_groups[-1]["weight_decay"] == 0
+
+
+def test_another_optimizer_decays_matrices_as_it_says_and_vectors_not_at_all(tmp_path):
+    lit = module()
+    use_optimizer_(lit, functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.3), None)
+    run, _ = fit(tmp_path, [], steps=1, module=lit)
+    decayed, free = run.optimizers[0].param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
+    assert {each.ndim for each in free["params"]} == {1}
+
+
+def test_a_schedule_by_a_score_is_stepped_after_each_validation(tmp_path):
+    """A rate that falls tenfold where a validation is no better: never the first, as there is none before."""
+
+    class Scores(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            trainer.callback_metrics["validation/loss"] = torch.tensor(1.0)
+
+    seen, lit = Rates(), module()
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    use_optimizer_(lit, functools.partial(torch.optim.SGD, lr=1.0), plateau)
+    every = {"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    fit(tmp_path, [seen, Scores()], steps=7, module=lit, **every)
+    assert seen.rates == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01])
+
+
+class Rates(L.Callback):
+    def __init__(self):
+        self.rates = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+class Own(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_a_module_of_the_users_takes_the_optimizer_of_the_command_line(tmp_path):
+    seen, own = Rates(), Own()
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    use_optimizer_(own, functools.partial(torch.optim.SGD, lr=1.0), schedule)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    run = L.Trainer(max_steps=2, accelerator="cpu", devices=1, callbacks=[seen], default_root_dir=tmp_path, **quiet)
+    run.fit(own, torch.utils.data.DataLoader(torch.ones(4, 2)))
+    assert type(run.optimizers[0]) is torch.optim.SGD
+    assert seen.rates == pytest.approx([1, 0.1])
+    with pytest.raises(InputError, match="lr_scheduler: expected an optimizer with it, as Own makes its own"):
+        use_optimizer_(Own(), None, schedule)

@@ -1,20 +1,21 @@
 """`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
 
 import contextlib
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning as L
 import yaml
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, threads
@@ -25,7 +26,7 @@ from lit_layers.cli.training_display import StepProgress, beginning, show_result
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring.one_model import in_one_pass
-from lit_layers.measuring.plan import Plan, sampled, share_of, stride_within
+from lit_layers.measuring.plan import Plan, sampled, stride_within
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -36,7 +37,8 @@ from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
 from lit_layers.training.datamodules import LitStepData
-from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, resume_point
+from lit_layers.training.modules import use_optimizer_
+from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -49,21 +51,19 @@ from lit_layers.training.trainer import (
     refuse_another_order,
 )
 
+# Options whose defaults are no plain values, such as an enumeration of Timer and the device of weight averaging.
+yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 TRAINER = {
     "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),
     "min_steps": COUNT_OR_NONE,
     "max_epochs": Range(-1, MANY, whole=True),
-    "min_epochs": COUNT_OR_NONE,
     "accumulate_grad_batches": COUNT,
     "gradient_clip_val": Range(0, MANY),  # a negative one turns every gradient round
     "val_check_interval": Range(0, MANY, above=True),
     "check_val_every_n_epoch": COUNT,
     "log_every_n_steps": COUNT,
-    "num_sanity_val_steps": Range(-1, MANY, whole=True),
     "limit_train_batches": Range(0, MANY, above=True),
     "limit_val_batches": Range(0, MANY),
-    "reload_dataloaders_every_n_epochs": COUNT_OR_NONE,
-    "num_nodes": COUNT,
 }
 
 
@@ -75,8 +75,12 @@ class RunOptions:
         root: The run's folder, e.g. checkpoints/my_run.
         if_exists: What to do where root already holds a run; overwrite is heeded on the command line alone, not in a
             recipe.
-        resume: Go on exactly where a run was stopped: last, a step, or a folder ROOT/resume/step-.... With last, a new
-            folder starts the run.
+        resume: Go on exactly where a run was stopped: last, or a step. With last, a new folder starts the run.
+        ckpt_path: Go on from a .ckpt that a Trainer saved, in a new root, with its weights, optimizer and step.
+        optimizer: The optimizer, by class_path and init_args; null: the module's own, AdamW.
+        lr_scheduler: Its learning rates, by class_path and init_args, stepped with it; null: the module's own.
+        stage: fit, or only validate, test or predict with the weights of ckpt_path, resume or the model; nothing is
+            written.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
         steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
             until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
@@ -97,6 +101,10 @@ class RunOptions:
     root: str
     if_exists: Literal["refuse", "overwrite"] = "refuse"
     resume: str | None = None
+    ckpt_path: Path | None = None
+    optimizer: Callable[[Any], Optimizer] | None = None
+    lr_scheduler: Callable[[Any], LRScheduler] | None = None
+    stage: Literal["fit", "validate", "test", "predict"] = "fit"
     resume_every: Annotated[int | None, COUNT] = 500
     steps: Steps = "pythia"
     corpus: str | None = None
@@ -117,14 +125,15 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
-        self.options = options = recipe.instantiated()
+        self.options = options = _instantiated(recipe)
         self.root, self.module, self.datamodule = Path(options.root), options.model, options.data
         if is_first_rank():
             part: Any = "training" if options.measure == "async" else "all"
             held.enter_context(run_lock.writing(self.root, part=part))
         self.console = Console(quiet=verbosity() < 0)
-        self.resume_from = self.resume_point(hashed=is_first_rank())
-        goes_on = options.resume is not None and (self.root / RUN_FILE).is_file() and self._is_inside()
+        # Told by hashes on the first rank alone: the others read what that one found whole.
+        self.resume_from = _point(options, hashed=is_first_rank())
+        goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
@@ -154,48 +163,51 @@ class Run:
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
         first = [_FinishStep(), self.folder, *(theirs if isinstance(theirs, list) else [theirs])]
-        ours = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress, self.resumable]
-        given["callbacks"] = [*first, *ours]
-        given["precision"] = given.get("precision") or best_precision(given["accelerator"])
-        given["plugins"] = plugins_with_cluster(given.get("plugins"))
-        given["default_root_dir"] = given.get("default_root_dir") or self.root
-        try:
-            trainer = L.Trainer(**given)
-        except (MisconfigurationException, TypeError, ValueError) as error:
-            raise InputError(f"trainer: {' '.join(str(error).split())}") from error
-        refuse_another_number_of_ranks(trainer)
+        ours = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress]
+        given["callbacks"] = [*first, *ours, *([] if given.get("fast_dev_run") else [self.resumable])]
+        is_asked = any(isinstance(each, Checkpoint) for each in first)
+        given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
+        trainer = _new_trainer(given, self.root)
         if isinstance(self.datamodule, LitStepData):
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
-        threads.settle(trainer.num_devices)
         if trainer.is_global_zero:
             self.console.print(threads.description(trainer.strategy.root_device), highlight=False)
         return trainer
 
-    def resume_point(self, **options: bool) -> ResumePoint | None:
-        """Told by hashes on the first rank alone: the others read what that one found whole."""
-        resume = self.options.resume
-        return None if resume is None else resume_point(self.root, resume, **options)
 
-    def _is_inside(self) -> bool:
-        """Whether the run goes on in its own folder, not from another run's state."""
-        state = self.resume_from
-        return state is None or state.state.resolve().is_relative_to(self.root.resolve())
+def _instantiated(recipe: Recipe) -> Any:
+    options = recipe.instantiated()
+    use_optimizer_(options.model, options.optimizer, options.lr_scheduler)
+    return options
 
 
-def _refuse_harm(options: RunOptions, trainer: Mapping[str, Any]) -> None:
-    """Refuses values that would train wrongly, write in the wrong place, or never end.
+def _point(options: Any, **about: bool) -> ResumePoint | None:
+    point = None if options.resume is None else resume_point(Path(options.root), options.resume, **about)
+    return lightning_point(options.ckpt_path) if point is None and options.ckpt_path is not None else point
 
-    Raises:
-        InputError: naming the option and its value.
-    """
-    if options.budget is not None:
-        share_of(options.budget)
-    devices: Any = trainer.get("devices")
-    if isinstance(devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(,\d+)*,?", devices):
-        raise InputError(f"trainer.devices: expected auto, a number, or numbers with commas between, got {devices!r}")
-    if re.fullmatch(r"-?\d+", str(devices)) and (int(devices) == 0 or int(devices) < -1):
-        raise InputError(f"trainer.devices: expected at least 1, or -1 for all, got {devices}")
+
+def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
+    given["default_root_dir"] = given.get("default_root_dir") or root
+    given["precision"] = given.get("precision") or best_precision(given["accelerator"])
+    given["plugins"] = plugins_with_cluster(given.get("plugins"))
+    try:
+        trainer = L.Trainer(**given)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+    refuse_another_number_of_ranks(trainer)
+    threads.settle(trainer.num_devices)
+    return trainer
+
+
+def _evaluate(options: Any) -> int:
+    """Validate, test or predict as Lightning does, which prints what the module logs."""
+    point, trainer = _point(options), _new_trainer(dict(options.trainer), options.root)
+    state = None if point is None else point.state
+    about: Any = {"datamodule": options.data, "ckpt_path": state, "weights_only": True}
+    with _blaming_options():
+        getattr(trainer, options.stage)(options.model, **about)
+    return 0
 
 
 class _FinishStep(L.Callback):
@@ -223,31 +235,22 @@ def fit(
         model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
         data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
-    _refuse_harm(options, trainer)
     quieten()
     L.seed_everything(seed_everything, workers=True)
+    if options.stage != "fit":
+        return _evaluate(_instantiated(recipe))
     if options.plan:
-        return _plan(recipe.instantiated())
+        return _plan(_instantiated(recipe))
     with contextlib.ExitStack() as held:
+        if trainer.get("fast_dev_run"):  # which leaves nothing behind
+            root = held.enter_context(tempfile.TemporaryDirectory())
+            kept_nowhere = [f"--root={root}", "--wandb=null", "--resume=null", "--measure=sync"]
+            recipe = Recipe(fit, [*recipe.argv, *kept_nowhere])
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
             run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
-        if run.trainer.is_global_zero and recipe.typed("seed_everything"):
-            run.console.print(_other_seeds(run, seed_everything), end="", highlight=False, soft_wrap=True)
         return _train(run)
-
-
-def _other_seeds(run: Run, seed_everything: int) -> str:
-    """A line where a seed that was typed decides neither weights nor data: such a run is no other seed's."""
-    weights, order = getattr(run.module, "init_seed", None), getattr(run.datamodule, "seed", None)
-    if None in (weights, order) or seed_everything in (weights, order):
-        return ""
-    begin = f"model.init_seed {weights}" if getattr(run.module, "init_from", None) is None else "model.init_from"
-    return (
-        f"seed_everything {seed_everything} is of dropout and such: {begin} decides the weights, data.seed {order} the "
-        "order of the data\n"
-    )
 
 
 class _Rehearsal(StepTimes):
@@ -280,11 +283,9 @@ class _Rehearsal(StepTimes):
 def _plan(options: Any) -> int:
     """Print what the run would take, by a first share of it in a temporary folder."""
     given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
-    given["precision"] = given.get("precision") or best_precision(given["accelerator"])
     with tempfile.TemporaryDirectory() as folder:
         rehearsal = _Rehearsal(options, Path(folder))
-        trainer = L.Trainer(**given | {"callbacks": [rehearsal], "default_root_dir": folder})
-        threads.settle(trainer.num_devices)
+        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None}, folder)
         trainer.fit(options.model, datamodule=options.data)
     if (of_step := rehearsal.of_step) is None or not trainer.is_global_zero:
         return 0
@@ -300,6 +301,26 @@ def _plan(options: Any) -> int:
     return 0
 
 
+# Which option is wrong, by words of Lightning and torch once the training has begun.
+_TO_BLAME = {
+    "conditioned on metric": "trainer.callbacks",
+    "loading state_dict": "ckpt_path",
+    "loaded state dict": "ckpt_path",
+    "dense gradients": "optimizer",
+}
+
+
+@contextlib.contextmanager
+def _blaming_options() -> Iterator[None]:
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        option = next((name for words, name in _TO_BLAME.items() if words in str(error)), None)
+        if option is None and not isinstance(error, MisconfigurationException):
+            raise
+        raise InputError(f"{option or 'trainer'}: {' '.join(str(error).split())[:300]}") from error
+
+
 def _train(run: Run) -> int:
     """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
     started, code, last_step = time.perf_counter(), 1, 0
@@ -310,16 +331,18 @@ def _train(run: Run) -> int:
         if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
             run.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-            point = run.resume_point()
+            point = _point(run.options)
         if point is not None and run.folder.resume and point.step >= end:
             last_step = point.step
             if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
                 run.folder.go_on(point.step, is_over=True)
         else:
             state = None if point is None else point.state
-            run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
-            if not run.trainer.global_step:
-                raise InputError("trainer: no step was trained: max_epochs or max_time ends the run before its first")
+            with _blaming_options():
+                run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
+            if run.trainer.global_step == (0 if point is None or run.folder.resume else point.step):
+                ends = "max_steps, max_epochs or max_time ends the run before its first"
+                raise InputError(f"trainer: no step was trained: {ends}")
         code = 0
     except SIGTERMException:
         code = TERMINATED
@@ -327,10 +350,6 @@ def _train(run: Run) -> int:
         code = DIVERGED
         if run.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
-    except (MisconfigurationException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "conditioned on metric" not in str(error):
-            raise
-        raise InputError(f"trainer.callbacks: {' '.join(str(error).split())}") from error  # of a callback's option
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
         code = INTERRUPTED
     finally:
@@ -356,7 +375,7 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         if mirror is not None and code == 0:
             mirror.draw()  # in other processes, while the page is written
         show_results(root)
-        print(f"\nreport: {write_report(root)}")
+        print("\nfast_dev_run: nothing is kept" if run.trainer.fast_dev_run else f"\nreport: {write_report(root)}")
         if (sentence := run.emergence.under_way) is not None:
             print(sentence)
     except Exception as error:  # the training has ended: nothing in its account may change how

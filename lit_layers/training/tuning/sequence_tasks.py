@@ -34,7 +34,6 @@ from lit_layers.training.tuning.glue_data import LitGlueData
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
-TRAININGS: tuple[Training, ...] = ("full", "frozen")
 _CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
 
 
@@ -65,15 +64,8 @@ class GlueRecipe(variant_training.TrainingRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("tasks", "training"):
-            values = getattr(self, option)
-            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-                raise InputError(f"recipe: {option}: expected a list of names, got {values!r}")
         for task in self.tasks:
             find("glue", task)
-        for training in self.training:
-            if training not in TRAININGS:
-                raise InputError(f"recipe: training: expected {' or '.join(TRAININGS)}, got {training!r}")
 
     def steps(self, num_rows: int) -> int:
         """Optimizer steps over so many training rows."""

@@ -1,0 +1,196 @@
+"""What LightningCLI has: each works in `fit`, or is refused with the reason."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_layers import records
+from lit_layers.cli.main import main
+from lit_layers.models import load, weights_hash
+from lit_layers.training import LitCausalLM, LitTextData
+from lit_layers.training.trainer import StepSeed
+from tests.cli.test_fit import RECIPE
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
+DRY = "--trainer.fast_dev_run=true"
+CALLBACK = "--trainer.callbacks+=lightning.pytorch.callbacks."
+SCHEDULER = "torch.optim.lr_scheduler."
+WORKS = {
+    "an optimizer by its path": ["--optimizer", "torch.optim.Muon", "--optimizer.lr", "0.02"],
+    "an optimizer by its name": ["--optimizer", "SGD", "--optimizer.momentum", "0.9"],
+    "a schedule": ["--lr_scheduler", f"{SCHEDULER}StepLR", "--lr_scheduler.step_size", "2"],
+    "both": ["--optimizer=Adam", "--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=4"],
+    "both from YAML": ["--config", "OVERLAY"],
+    "a schedule by a score": ["--optimizer=SGD", f"--lr_scheduler={SCHEDULER}ReduceLROnPlateau"],
+    "LightningCLI's own class for it": [
+        "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
+        "--lr_scheduler.monitor=validation/perplexity",
+    ],
+    "--ckpt_path": ["--ckpt_path", "CHECKPOINT"],
+    "ModelCheckpoint": [f"{CALLBACK}ModelCheckpoint"],
+    "Timer": [f"{CALLBACK}Timer", "--trainer.callbacks.duration=00:00:10:00"],
+    "EarlyStopping": [f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"],
+    "a profiler": ["--trainer.profiler", "simple"],
+    "precision": ["--trainer.precision", "bf16-mixed"],
+    "max_time": ["--trainer.max_time", "00:00:10:00"],
+    "epochs": ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"],
+    "--seed_everything": ["--seed_everything", "3"],
+}
+REFUSED = {
+    "another kind of class": (["--optimizer", "torch.nn.Linear"], "optimizer: expected the class of an Optimizer"),
+    "an unknown optimizer": (["--optimizer", "torch.optim.Adm"], "optimizer: expected the class of an Optimizer"),
+    "a class from elsewhere": (["--optimizer", "os.system"], "optimizer: a recipe names no os.system"),
+    "an option that it has not": (["--optimizer=SGD", "--optimizer.beta=1"], "unknown option --optimizer.beta"),
+    "a value that it refuses": (["--optimizer=SGD", "--optimizer.lr=-1"], "optimizer: Invalid learning rate: -1.0"),
+    "one for sparse gradients": (["--optimizer=SparseAdam"], "optimizer: SparseAdam does not support dense gradients"),
+    "one without groups": (["--optimizer=LBFGS"], "optimizer: LBFGS doesn't support per-parameter options"),
+    "another optimizer's file": (
+        ["--ckpt_path=CHECKPOINT", "--optimizer=SGD"],
+        "saved with another optimizer than SGD",
+    ),
+    "other groups in the file": (["--ckpt_path=CHECKPOINT", "--optimizer=Muon"], "ckpt_path: loaded state dict has"),
+    "a file of another network": (["--ckpt_path=CHECKPOINT", "--model.config.n_embd=8"], "ckpt_path: Error(s) in"),
+    "weights alone": (["--ckpt_path=WEIGHTS"], "holds weights only: begin with them, by --model.init_from"),
+    "a file at its end": (["--ckpt_path=CHECKPOINT", "--trainer.max_steps=2"], "trainer: no step was trained"),
+    "a file that runs code": (["--ckpt_path=EVIL"], "loading them would run code"),
+    "no file": (["--ckpt_path=/nowhere.ckpt"], "/nowhere.ckpt cannot be read"),
+    "weight averaging": (
+        [f"{CALLBACK}StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
+        "callbacks.StochasticWeightAveraging: expected none",
+    ),
+    "batch size finder": ([f"{CALLBACK}BatchSizeFinder"], "callbacks.BatchSizeFinder: expected none"),
+    "overfit_batches": (["--trainer.overfit_batches=2"], "trainer.overfit_batches: expected 0"),
+    "epochs without end": (["--trainer.max_epochs=2"], "trainer.max_epochs: expected none without"),
+    "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected the number of steps to train, got -1"),
+    "a random seed": (["--seed_everything", "true"], "seed_everything: expected a whole number"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(corpus, tmp_path_factory) -> Path:
+    """A recipe without analyses, and files of a plain Trainer that has trained two steps of the same."""
+    place = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    options = RECIPE["model"]["init_args"] | {"decay_steps": 4}
+    recipe = {**RECIPE, "analyses": [], "corpus": str(corpus), "root": str(place / "run")}
+    recipe["trainer"] = recipe["trainer"] | {"max_steps": 4}
+    recipe["model"] = recipe["model"] | {"init_args": options}
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    adagrad = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
+    step = {"class_path": f"{SCHEDULER}ExponentialLR", "init_args": {"gamma": 0.5}}
+    (place / "overlay.yaml").write_text(yaml.safe_dump({"optimizer": adagrad, "lr_scheduler": step}))
+    trained(place, corpus, options, 2).save_checkpoint(place / "weights.ckpt", weights_only=True)
+    torch.save({"state_dict": Path("x"), "global_step": 1}, place / "evil.ckpt")
+    return place
+
+
+def trained(place: Path, corpus: Path, options, steps: int) -> L.Trainer:
+    module = LitCausalLM("gpt2", **options)
+    data = LitTextData(str(corpus), "bpe:300", num_tokens=16, global_batch_size=4, num_validation_sequences=4)
+    files = ModelCheckpoint(place / "files", save_top_k=-1, every_n_train_steps=2, filename="{step}")
+    trainer = L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[files, StepSeed(0)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        default_root_dir=place,
+    )
+    trainer.fit(module, datamodule=data)
+    return trainer
+
+
+def command(place: Path, words, verb: str = "fit") -> list[str]:
+    files = {
+        "OVERLAY": "overlay.yaml",
+        "CHECKPOINT": "files/step=2.ckpt",
+        "WEIGHTS": "weights.ckpt",
+        "EVIL": "evil.ckpt",
+    }
+    for name, file in files.items():
+        words = [word.replace(name, str(place / file)) for word in words]
+    return [verb, "--config", str(place / "recipe.yaml"), *words]
+
+
+@pytest.mark.parametrize("feature", WORKS)
+def test_a_feature_works_and_a_dry_run_leaves_nothing(feature, place, capsys):
+    before = {*place.rglob("*")}
+    first = {"--ckpt_path": ["--trainer.max_steps=3"]}.get(feature, [DRY])  # Lightning's dry run is one step in all
+    assert main(command(place, [*first, *WORKS[feature], f"--root={place / 'dry'}"])) == 0
+    if first == [DRY]:
+        assert {*place.rglob("*")} == before
+        assert "fast_dev_run: nothing is kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_a_feature_is_refused_with_the_reason(feature, place, tmp_path, capsys):
+    words, reason = REFUSED[feature]
+    assert main(command(place, [*words, f"--root={tmp_path / 'run'}"])) == 2
+    assert reason in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun_it(place, corpus, tmp_path, capsys):
+    options = RECIPE["model"]["init_args"] | {"decay_steps": 4}
+    (tmp_path / "plain").mkdir()
+    whole = trained(tmp_path / "plain", corpus, options, 4)
+    root = tmp_path / "run"
+    words = command(place, ["--ckpt_path", "CHECKPOINT", "--root", str(root)])
+    assert main(words) == 0
+    assert weights_hash(load(root / "step-000000004")) == weights_hash(whole.lightning_module.model)
+    assert [row["step"] for row in records.rows(root / "metrics.jsonl")] == [3, 4]
+    # a job script gives the same words again
+    assert main([*words, "--resume", "last"]) == 0
+    assert "trained up to step 4 already" in capsys.readouterr().out
+
+
+def test_validate_and_test_judge_the_weights_of_a_file_and_write_nothing(place, corpus, capsys):
+    state = torch.load(place / "weights.ckpt", weights_only=True)["state_dict"]
+    module = LitCausalLM.load_from_checkpoint(place / "weights.ckpt", weights_only=True).eval()
+    data = LitTextData(str(corpus), "bpe:300", num_tokens=16, num_validation_sequences=4)
+    data.setup("validate")
+    tokens = torch.stack([data.validation[index]["input_ids"] for index in range(4)])
+    with torch.no_grad():
+        logits = module(tokens[:, :-1])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    before = {*place.rglob("*")}
+    for verb, name in (("validate", "validation/loss"), ("test", "test/loss")):
+        assert main(command(place, ["--ckpt_path", "WEIGHTS"], verb)) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+        assert float(line.split("│")[2]) == pytest.approx(expected, rel=1e-5)
+    assert main(command(place, ["--ckpt_path", "WEIGHTS"], "predict")) == 0
+    assert {*place.rglob("*")} == before
+    assert state  # weights only
+
+
+def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
+    root = tmp_path / "run"
+    assert main(command(place, ["--model.init_from", str(place / "files/step=2.ckpt"), "--root", str(root)])) == 0
+    about = json.loads((root / "run.json").read_text())["origin"]
+    assert (about["step"], about["checkpoint"]) == (2, str(place / "files/step=2.ckpt"))
+    module = LitCausalLM.load_from_checkpoint(place / "files/step=2.ckpt", weights_only=True)
+    assert weights_hash(load(root / "step-000000002")) == weights_hash(module.model)
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "SGD", "Adagrad"])
+def test_a_run_with_another_optimizer_resumes_bit_for_bit_and_keeps_it(optimizer, place, tmp_path, capsys):
+    roots = [tmp_path / name for name in ("whole", "parts")]
+    words = ["--optimizer", optimizer, f"--lr_scheduler={SCHEDULER}StepLR", "--lr_scheduler.step_size=3"]
+    assert main(command(place, [*words, "--root", str(roots[0])])) == 0
+    parts = command(place, [*words, "--root", str(roots[1]), "--resume", "last"])
+    for steps in (2, 4):
+        assert main([*parts, f"--trainer.max_steps={steps}"]) == 0
+    hashes = {weights_hash(load(root / "step-000000004")) for root in roots}
+    assert len(hashes) == 1
+    rates = [row["train/learning_rate"] for row in records.rows(roots[1] / "metrics.jsonl")]
+    assert rates == pytest.approx([rates[0]] * 3 + [rates[0] / 10])
+    assert main([*parts, "--optimizer", "Adam"]) == 2
+    assert "optimizer.class_path: the run in" in capsys.readouterr().err
