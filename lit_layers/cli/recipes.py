@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsing_settings
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
@@ -390,6 +391,8 @@ def _nearest(word: str, options: list[str], dashes: str = "") -> str:
 
 
 add_instantiator(_without_code, object)  # of every class: to name Analysis would import torch for every `--help`
+# Options whose defaults are no plain values, such as an enumeration of Timer and the device of weight averaging.
+yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _variable, replace=True)
 set_parsing_settings(
     import_path_denylist=["*"],

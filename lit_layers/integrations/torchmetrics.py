@@ -119,11 +119,11 @@ class AnalysisMetric(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the values of all curves."""
-        analysis, model = self._measured
+        analysis: Any = self._measured[0]
         if self.batches:
             batches = GivenBatches([batch for given in self.batches for batch in given])
             analysis = dataclasses.replace(analysis, batches=batches)
-        found = measure(model, analysis, run="", step=None, raises=True)
+        found = measure(self._measured[1], analysis, run="", step=None, raises=True)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values_of(found).items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> nn.Module:

@@ -243,7 +243,8 @@ class LitImageClassifier(LitModule):
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
         for name, metric in self._metrics():
             if name == "ema_accuracy":
-                averaged = self.average.model.eval()(images).float()
+                average: Any = self.average
+                averaged = average.model.eval()(images).float()
                 self.ema_loss.update(F.cross_entropy(averaged, labels), weight=len(labels))
                 metric.update(averaged, labels)
             else:

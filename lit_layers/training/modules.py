@@ -106,7 +106,7 @@ def _made(option: str, make: Callable[[Any], Any], given: Any) -> Any:
         raise error if isinstance(error, InputError) else InputError(f"{option}: {first_sentence(error)}") from error
 
 
-def _stepped(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> dict[str, Any]:
+def _stepped(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> Any:
     """Return what Lightning wants to know of an optimizer whose schedule is stepped with it."""
     if make is None:
         return {"optimizer": optimizer}

@@ -51,8 +51,6 @@ from lit_layers.training.trainer import (
     refuse_another_order,
 )
 
-# Options whose defaults are no plain values, such as an enumeration of Timer and the device of weight averaging.
-yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 TRAINER = {
     "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),
     "min_steps": COUNT_OR_NONE,
@@ -375,7 +373,8 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         if mirror is not None and code == 0:
             mirror.draw()  # in other processes, while the page is written
         show_results(root)
-        print("\nfast_dev_run: nothing is kept" if run.trainer.fast_dev_run else f"\nreport: {write_report(root)}")
+        is_dry = run.options.trainer.get("fast_dev_run")
+        print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
         if (sentence := run.emergence.under_way) is not None:
             print(sentence)
     except Exception as error:  # the training has ended: nothing in its account may change how
