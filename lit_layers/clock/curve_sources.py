@@ -143,7 +143,7 @@ def _table(place: Path) -> Any:
         raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
         return _TABLES[place.suffix](place)
-    except (ValueError, OSError) as error:  # pandas' and pyarrow's are both
+    except (ValueError, OSError, NotImplementedError) as error:  # pandas' and pyarrow's are these
         raise InputError(f"{place} cannot be read as a table: {first_line(error)}") from error
 
 

@@ -171,9 +171,9 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> None:
-    if missing := [column for column in columns if column not in names]:
-        held = ", ".join(names) or "none at all"
-        raise InputError(f"{columns[missing[0]]}: {place} has no column {missing[0]!r}: it has {held}")
+    if missing := [column for column in columns if names.count(column) != 1]:
+        held, amount = ", ".join(names) or "none at all", "two columns" if missing[0] in names else "no column"
+        raise InputError(f"{columns[missing[0]]}: {place} has {amount} {missing[0]!r}: it has {held}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def test_the_published_series_is_measured_by_its_documented_command(place):
 @pytest.mark.nightly
 def test_every_documented_command_on_published_models_runs(everything, place, capsys):
     for command in COMMANDS:
-        if command == WHOLE_SUITE:
+        if command == WHOLE_SUITE or "--follow" in command:  # it waits for a training
             continue
         is_audit = command.startswith("audit")
         code = main([*words(command), *(["--json", "audit.json"] if is_audit else [])])

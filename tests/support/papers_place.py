@@ -8,6 +8,7 @@ only planned.
 import functools
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +138,9 @@ def run_as_written(name: str, sizes: str, capsys: pytest.CaptureFixture) -> None
     if trains(name):
         assert main([*argv, "--plan"]) == 0, capsys.readouterr().err[-3000:]
         return
-    with pytest.MonkeyPatch.context() as patch:
+    # Small random blocks lie at the bound between the quick way to their Jacobians and the slow one.
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the Jacobians of")
         if sizes == "names" and any("mteb" in step for step in recipe.steps):  # of every layer; else all ten draws
             patch.setattr("mteb.abstasks.classification.AbsTaskClassification.n_experiments", 1)
         code = main(argv)
