@@ -27,9 +27,9 @@ from lit_layers.cli.recipes import (
     HELP,
     RecipeParser,
     find_recipe,
+    placed,
+    placed_path,
     recipe_file,
-    refuse_place,
-    refuse_reach,
     refuse_wild_values,
 )
 from lit_layers.errors import InputError
@@ -165,14 +165,16 @@ class Recipe:
 
     def checked(self, options: Namespace) -> Namespace:
         """Options whose classes reach only where they may."""
-        if self.takes_classes:
-            refuse_reach(options.as_dict(), options.root or "checkpoints", self.argv)
+        self._placed(options)
         for name in WRITTEN:
             value = options.get(name)
             if value is not None and value != self.parser.get_default(name):
-                roots = [options.get("root"), *(options.get("runs") or [])]
-                refuse_place(name, str(value), roots, self.argv)
+                roots = [*filter(None, [*(options.get("runs") or []), options.get("root")])] or ["."]
+                options[name] = type(value)(placed_path(name, str(value), roots, self.argv))
         return options
+
+    def _placed(self, options: Namespace) -> Namespace:
+        return placed(options, options.root or "checkpoints", self.argv) if self.takes_classes else options
 
     def group(self, kind: type[T], options: Namespace) -> T:
         """The options of a group, as its dataclass."""
@@ -184,14 +186,14 @@ class Recipe:
         Raises:
             InputError: what a class refuses.
         """
-        options = self.options
+        options = self._placed(self.options)
         with blaming_classes(made=True):
             return self.parser.instantiate_classes(options)
 
     def made(self, name: str, options: Namespace) -> Any:
         """What an option names by class, instantiated, and nothing else."""
         alone = self.parser.get_defaults()
-        alone[name] = options[name]
+        alone[name] = self._placed(options)[name]
         with blaming_classes(made=True):
             return self.parser.instantiate_classes(alone)[name]
 

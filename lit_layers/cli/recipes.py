@@ -1,17 +1,18 @@
 """What a recipe may name: classes of a few packages and of the user's own code, where a field asks for such a class.
 
-And what these may reach: they write to the recipe's root and to folders that the command line names, and to no address.
+And what these may reach: they write below the recipe's root and in folders that the command line names, and to no
+address.
 """
 
 import argparse
-import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -31,7 +32,10 @@ _OF_LIGHTNING = (  # its demonstrations fetch data, and its server starts a proc
     *("lightning.pytorch.strategies", "lightning.fabric.plugins"),
 )
 _OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes of lit_layers write to
-_PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "save_dir"}
+_PLACES = {"default_root_dir", "dir", "dirpath", "exclude_batches_path", "nvme_path", "root_dir", "save_dir"}
+_PLACES |= {"staging_dir"}
+_NO_PATH = re.compile(r"^~|://")
+_LEAVES = re.compile(rf"{_NO_PATH.pattern}|^/|(^|/)\.\.(/|$)")
 _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _HARMLESS = ("lit_layers", *_OF_LIGHTNING, "lightning.pytorch.cli", "torch.distributed", "torch.optim")
@@ -76,6 +80,7 @@ _REWORDED = [
     (r"expected list, got (\S+\.ya?ml)$", r"expected a list of classes, got a file; a recipe is given by --config \1"),
     (r"expected list, got ([A-Za-z]\w*)$", r"expected a list, such as [{class_path: \1, init_args: {...}}], got \1"),
     (r"expected list, got (\{'class_path': .*)", r"expected a list of classes, each behind a dash, got \1"),
+    (r"(got cuda:(\d+))$", r"\1: set CUDA_VISIBLE_DEVICES=\2 and take cuda"),
     (r"expected bool\b", "expected true or false"),
     (r"expected float\b", "expected a number"),
     (r"expected int\b", "expected a whole number"),
@@ -189,21 +194,21 @@ def _takes_callables(hint: Any) -> bool:
     return Callable in (hint, get_origin(hint)) or any(map(_takes_callables, get_args(hint)))
 
 
-def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) -> None:
-    """Refuses what a recipe would write elsewhere than in `root` or in a folder that the command line names, and
-    classes that fetch or start something when they are made or used.
+def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
+    """Return the options with the relative places of their classes below `root`.
 
     Raises:
-        InputError: naming the option and its value.
+        InputError: a place outside of `root` or an address that the command line does not name, or a class that could
+            fetch or start something.
     """
-    allowed = _allowed([root], argv)
-    if "trainer" in options:
-        if not isinstance(trainer := options["trainer"], Mapping):
-            raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
-        options = {**options, "trainer": {"class_path": "lightning.pytorch.callbacks.Callback", "init_args": trainer}}
-    for where, value, holder, is_class in _values(options):
-        is_own = is_under(holder, own_code)
-        if is_class and not is_own and not is_under(value, own_code):
+    options = options.clone()
+    if not isinstance(trainer := options.get("trainer", options), Namespace):
+        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
+    for where, within, name, holder in _values(options):
+        value, is_own = within[name], is_under(holder, own_code)
+        if name == "class_path":
+            if is_own or is_under(value, own_code):
+                continue
             named = pkgutil.resolve_name(value) if is_under(value, PACKAGES) else None  # others are not imported
             if not is_under(getattr(named, "__module__", ""), _HARMLESS):
                 raise InputError(
@@ -211,10 +216,49 @@ def refuse_reach(options: Mapping[str, Any], root: str | Path, argv: list[str]) 
                     "only classes of lit_layers, torch.optim, lightning's callbacks, loggers, plugins, profilers and "
                     "strategies, and your own code, with --code PACKAGE"
                 )
-        elif not is_class and holder and not is_own and isinstance(value, str | Path):
-            module = pkgutil.resolve_name(holder).__module__
-            if not _is_harmless(where, str(value), module) and not _lies_in(str(value), allowed):
+        elif holder and not is_own and isinstance(value, str | Path):
+            made = pkgutil.resolve_name(holder)
+            is_ours, is_address = is_under(made.__module__, {"lit_layers"}), not _ADDRESSES.isdisjoint(where.split("."))
+            is_place = where.endswith(_OWN_PLACES) and where != "series.root" if is_ours else name in _PLACES
+            leaves = not is_ours and (is_address or _LEAVES.search(str(value)))
+            if leaves and _is_class_default(made, name, value):
+                continue
+            if is_place:
+                within[name] = type(value)(placed_path(where, str(value), [root], argv))
+            elif leaves and (is_address or not _lies_in(str(value), [root], argv)) and value not in _words(argv):
                 raise _out_of_reach(where, str(value))
+    return options
+
+
+def placed_path(name: str, value: str, roots: Sequence[str | Path], argv: list[str]) -> str:
+    """Return a path to write to, below the first root unless it lies in one or where the command line says.
+
+    Raises:
+        InputError: a path elsewhere, naming the option.
+    """
+    if value in _words(argv):
+        return value
+    below = value if _NO_PATH.search(value) else str(Path(roots[0]) / value)
+    for path in (value, below):
+        if _lies_in(path, roots, argv):
+            return path
+    raise _out_of_reach(name, value)
+
+
+def _words(argv: list[str]) -> list[str]:
+    return [part for word in argv for part in (word, word.partition("=")[2]) if part]
+
+
+def _lies_in(value: str, roots: Sequence[str | Path], argv: list[str]) -> bool:
+    allowed = [Path(folder).resolve() for folder in (*roots, *_words(argv))]
+    return not _NO_PATH.search(value) and any(Path(value).resolve().is_relative_to(place) for place in allowed)
+
+
+def _out_of_reach(name: str, value: str) -> InputError:
+    return InputError(
+        f"{name}: a recipe reaches only its root and folders that the command line names, got {value!r}: write it "
+        "relative to the root, or type it"
+    )
 
 
 def refuse_wild_values(options: Mapping[str, Any]) -> None:
@@ -223,7 +267,8 @@ def refuse_wild_values(options: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming the option and its value.
     """
-    for where, value, *_ in _values(options):
+    for where, within, name, _ in _values(options):
+        value = within[name]
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not math.isfinite(value):
@@ -232,61 +277,29 @@ def refuse_wild_values(options: Mapping[str, Any]) -> None:
             raise InputError(f"{where}: expected at most {_MOST:.0e}, got {value}")
 
 
-def refuse_place(name: str, value: str, roots: Iterable[str | Path | None], argv: list[str]) -> None:
-    """Refuses a file or folder to write that a recipe names elsewhere than in `roots` or where the command line says.
-
-    Raises:
-        InputError: naming the option and its value.
-    """
-    if not _lies_in(value, _allowed(roots, argv)):
-        raise _out_of_reach(name, value)
-
-
-def _allowed(roots: Iterable[str | Path | None], argv: list[str]) -> list[Path]:
-    words = [part for word in argv for part in (word, word.partition("=")[2]) if part]
-    folders = [folder for folder in (*roots, *words) if folder is not None]
-    return [Path(folder).resolve() for folder in folders]
-
-
-def _out_of_reach(place: str, value: str) -> InputError:
-    return InputError(f"{place}: a recipe reaches only its root and folders that the command line names, got {value!r}")
-
-
-def _values(value: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, str, bool]]:
-    """Yields where each value among options stands, the value, the class that it is for, and whether it is a class.
+def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield where each value among options stands, what holds it, its name there, and the class that it is for.
 
     A class comes before its options.
     """
-    value = vars(value) if isinstance(value, Namespace) else value
-    if isinstance(value, Mapping) and isinstance(path := value.get("class_path"), str):
-        yield f"{where}.class_path", path, holder, True
-        given = [vars(part) if isinstance(part, Namespace) else part or {} for part in map(value.get, _OPTIONS)]
-        value, holder = {**given[0], **given[1]}, path
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _values(part, f"{where}.{name}".lstrip("."), holder)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _values(part, where, holder)
-    else:
-        yield where, value, holder, False
+    within = vars(within) if isinstance(within, Namespace) else within
+    is_class = isinstance(within, Mapping) and isinstance(within.get("class_path"), str)
+    if is_class:
+        yield f"{where}.class_path", within, "class_path", holder
+        holder = within["class_path"]
+    for name, part in list(within.items()) if isinstance(within, Mapping) else enumerate(within):
+        is_named = isinstance(within, Mapping) and not (is_class and name in _OPTIONS)
+        at = f"{where}.{name}".lstrip(".") if is_named else where
+        if isinstance(part, Namespace | Mapping | list | tuple):
+            yield from _values(part, at, "lightning.Trainer" if at == "trainer" else holder)
+        elif name != "class_path":
+            yield at, within, name, holder
 
 
-def _is_harmless(where: str, value: str, module: str) -> bool:
-    if module.startswith("lit_layers."):
-        return where == "series.root" or not where.endswith(_OWN_PLACES)  # a series is read
-    parts, name = Path(value).parts, where.rpartition(".")[2]
-    leaves = Path(value).is_absolute() or ".." in parts or value.startswith("~") or "://" in value
-    return not leaves and name not in _PLACES and not _ADDRESSES & set(where.split("."))
-
-
-def _lies_in(value: str, allowed: list[Path]) -> bool:
-    if "://" in value:
-        return False
-    places = [Path(value).resolve()]
-    with contextlib.suppress(RuntimeError):  # ~name of nobody is a file of this folder; of somebody it may be either
-        places.append(Path(value).expanduser().resolve())
-    return all(any(each.is_relative_to(place) for place in allowed) for each in places)
+def _is_class_default(made: Any, name: str, value: Any) -> bool:
+    """Whether a class, or one that it is derived from, has this value where nothing else is said."""
+    options = [inspect.signature(kind.__init__).parameters for kind in getattr(made, "__mro__", ())]
+    return any(name in each and each[name].default == value for each in options)
 
 
 def _variable(name: str, *default: Any) -> Any:

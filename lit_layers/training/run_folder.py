@@ -30,7 +30,7 @@ CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "aba
 _TO_GO_ON = ("run", "id", "config")
 # What any watched training writes, and what `fit` writes: elsewhere such files may be the user's own.
 _WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
-_OF_FIT = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb")
+_OF_FIT = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
@@ -183,7 +183,7 @@ class RunFolder(L.Callback):
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
-        self.started = False
+        self.started, self._found = False, _contents(self.root, of_fit=True)  # before this run's loggers write there
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.is_global_zero:
@@ -228,7 +228,7 @@ class RunFolder(L.Callback):
         facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
         self._clear_away()
         aside = self.root / f".old-{self.run_id}"
-        _move(_contents(self.root, of_fit=True), aside)
+        _move(self._found, self.root, aside)
         try:
             write_json(self.root / RUN_FILE, facts)
             replace_file(self.root / CONFIG_FILE, self.config)
@@ -237,7 +237,7 @@ class RunFolder(L.Callback):
         except BaseException:
             # The mirror may still refuse: then the earlier run is as it was.
             _remove(_contents(self.root, of_fit=True))
-            _move(_contents(aside, of_fit=True), self.root)
+            _move(_contents(aside, of_fit=True), aside, self.root)
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -303,10 +303,11 @@ def _contents(root: Path, *, of_fit: bool = False) -> list[Path]:
     return [*dict.fromkeys(path for pattern in patterns for path in root.glob(pattern))]
 
 
-def _move(paths: list[Path], folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
+def _move(paths: list[Path], root: Path, folder: Path) -> None:
     for path in paths:
-        path.rename(folder / path.name)
+        place = folder / path.relative_to(root)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
 
 
 def _remove(paths: list[Path]) -> None:

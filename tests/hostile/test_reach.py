@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from lit_layers.cli.main import main
-from lit_layers.cli.recipes import refuse_reach
+from lit_layers.cli.recipes import placed
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
 from tests.cli.conftest import corpus  # noqa: F401 - a fixture
@@ -21,6 +22,7 @@ CALLBACKS, LOGGERS, TRAINING = "lightning.pytorch.callbacks", "lightning.pytorch
 SCORES = "lit_layers.tasks.benchmark_scores"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
+CLIMBING = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run", filename="../run/x")  # from wherever dirpath is
 FINETUNED = {"corpus": "c", "steps": 1, "batch_size": 1, "num_tokens": 8, "num_validation_sequences": 1}
 PLACES = {  # each wrote there
     "trainer.default_root_dir": "OUTSIDE",
@@ -30,7 +32,7 @@ PLACES = {  # each wrote there
     "trainer.logger.save_dir": spec(f"{LOGGERS}.CSVLogger", save_dir="OUTSIDE"),
     "trainer.logger.name": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", name="OUTSIDE"),
     "trainer.logger.version": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", version="~/x"),
-    "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath=".", filename="x"),
+    "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
     "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
     "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
     "analyses.cache": spec("lit_layers.analyses.Probe", task="banking77", tokenizer="t", corpus="c", cache="OUTSIDE"),
@@ -88,11 +90,11 @@ def test_what_fetches_or_starts_something_is_named_on_the_command_line(write, do
 
 def test_no_program_is_advised_and_none_is_imported_for_the_sentence():
     for named in ("os.system", "antigravity.fly", "torch.hub.load"):
-        options = {"model": spec("lit_layers.training.LitCausalLM", config=spec(named))}
+        options = Namespace(model=spec("lit_layers.training.LitCausalLM", config=spec(named)))
         with pytest.raises(
             InputError, match=f"names no {named}, which could .*: only classes .*, with --code PACKAGE$"
         ):
-            refuse_reach(options, "checkpoints", [])
+            placed(options, "checkpoints", [])
     assert "antigravity" not in sys.modules
 
 
@@ -102,6 +104,46 @@ def test_analyze_writes_no_further(tmp_path, capsys):
         file.write_text(yaml.safe_dump({"analyses": [PLACES[place]]}).replace("OUTSIDE", str(tmp_path / "outside")))
         said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
         assert said.startswith(f"{place}: a recipe reaches only its root"), said
+
+
+def test_a_relative_place_lies_below_the_root_and_a_default_is_not_judged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path)
+    deepspeed = {"stage": 2, "nvme_path": "/local_nvme", "config": {"any": [{"thing": "x"}]}}
+    for typed in ([], [f"--trainer.callbacks.dirpath={tmp_path}/typed", "--trainer.logger.save_dir", "s3://mine"]):
+        options = Namespace(
+            trainer=Namespace(
+                default_root_dir="out",
+                strategy=spec("lightning.pytorch.strategies.DeepSpeedStrategy", **deepspeed),
+                profiler=spec("lightning.pytorch.profilers.PyTorchProfiler", dirpath="prof", filename="a/b"),
+                callbacks=[spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run/ckpts", filename="{step}")],
+                logger=[
+                    spec(WANDB, project="x", save_dir="."),
+                    spec(f"{LOGGERS}.CSVLogger", save_dir="logs", name="a/b"),
+                    {**spec(WANDB), "dict_kwargs": {"dir": Path("deep/er")}},
+                ],
+            ),
+            analyses=[spec("lit_layers.analyses.Probe", task="/data/task.csv", cache="features")],
+            model=spec("lit_layers.training.LitCausalLM", init_from="/models/gpt2"),
+        )
+        trainer = placed(options, "run", typed).trainer
+        assert trainer.default_root_dir == "run/out"
+        assert trainer.strategy["init_args"] == deepspeed
+        assert trainer.profiler["init_args"] == {"dirpath": "run/prof", "filename": "a/b"}
+        assert trainer.callbacks[0]["init_args"]["dirpath"] == "run/ckpts"
+        places = [{**each.get("init_args", {}), **each.get("dict_kwargs", {})} for each in trainer.logger]
+        assert [place.get("save_dir", place.get("dir")) for place in places] == ["run", "run/logs", Path("run/deep/er")]
+        assert options.trainer.default_root_dir == "out", "the recipe stays as it was written"
+        with pytest.raises(InputError, match=r"^trainer.callbacks.filename: a recipe reaches only its root and"):
+            placed(Namespace(trainer=Namespace(callbacks=[CLIMBING])), "run", typed)
+        for place in ("link/x", "../x", str(tmp_path / "typed"), "~/x", "file:///tmp/x", "s3://mine", "a/../../x"):
+            options.trainer.logger[1]["init_args"]["save_dir"] = place
+            if any(place in word for word in typed):
+                assert placed(options, "run", typed).trainer.logger[1]["init_args"]["save_dir"] == place
+            else:
+                with pytest.raises(InputError, match=r"^trainer.logger.save_dir: a recipe reaches only its root and"):
+                    placed(options, "run", typed)
 
 
 @pytest.mark.slow
