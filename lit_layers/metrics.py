@@ -138,6 +138,11 @@ def look_up(metric: str) -> Metric:
     return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 
 
+def scalar_row(name: str) -> Metric:
+    """Return the row of a scalar of training; a user's own scalar has none and keeps its name."""
+    return METRICS[name] if "/" in name and name in METRICS else Metric(name, name)
+
+
 def is_in(metric: str, *groups: str) -> bool:
     row = look_up(metric)
     return row.group in groups or row.also in groups

@@ -466,6 +466,19 @@ def test_a_metric_that_a_run_lacks_is_told_beside_those_that_it_has(run, caplog)
     assert line.startswith(f"metrics: {run} has no curve of los over steps: expected of ")
 
 
+def test_what_the_training_logged_is_a_curve_by_its_own_name(run):
+    rows = [{"step": step, "tokens": 8 * step, "my/loss": step**0.5} for step in range(1, 1001)]
+    rows[9] |= {"score": 0.25}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    long, short = curves_of(run, metrics=["my/loss", "score"], axis="tokens")
+    assert (long.title, short.title, short.at, short.values) == ("my/loss", "score", [80], [0.25])
+    assert (long.at[0], long.values[0], long.at[-1]) == (8, 1, 8000), "single steps first, then means over more"
+    assert len(long.at) <= 100
+    widths = np.diff(long.at, prepend=0) / 8
+    assert (long.values * widths).sum() == pytest.approx(sum(row["my/loss"] for row in rows))
+    assert not {curve.metric for curve in curves_of(run)} & {"my/loss", "score"}
+
+
 def test_tags_choose_curves_of_a_run(run):
     (curve,) = curves_of(run, where={"normalization": "raw"})
     assert curve.metric == "prompt_entropy"  # not those that have no such tag

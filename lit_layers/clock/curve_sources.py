@@ -35,6 +35,7 @@ _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f]|.{201}")  # has no room in a figure, or no letter for it
+_LONG = 100  # points of a scalar of training
 # What a column of a table of scores is called, the first that is there.
 _COLUMNS = {
     "run": ("run", "model"),
@@ -72,6 +73,7 @@ def curves_of(
     if place.is_dir() and any((place / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
         run = _of_steps(place, settings, allow_suspect)
         curves = curves_in(run.name, run.measurements, axis=axis, everything=bool(metrics))
+        curves += _of_scalars(run, axis) if metrics else []
         with_tags = [curve for curve in curves if _has(curve.tags, where or {})]
         if curves and not with_tags:
             raise InputError(f"where: no curve of {place} has {text_of(where or {})}")
@@ -106,6 +108,21 @@ def curves_of(
 
 def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
     return all(name in tags and str(tags[name]) == value for name, value in asked.items())
+
+
+def _of_scalars(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
+    """Return the curves of all that the training logged, by its names; of long ones the means over bins of log time."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for row in run.scalars:
+        for name in row.keys() - {"step", "tokens"} if axis in row else ():
+            points.setdefault(name, []).append((row[axis], row[name], np.nan))
+    curves = []
+    for name, each in points.items():
+        count = np.arange(1, len(each) + 1) if len(each) <= _LONG else np.geomspace(1, len(each), _LONG)
+        bins = np.split(np.array(each), np.unique(count.astype(int))[:-1])
+        means = [(part[-1, 0], part[:, 1].mean(), np.nan) for part in bins]
+        curves.append(curve_of_points(run.name, "", name, None, {}, means))
+    return curves
 
 
 def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.RunData:

@@ -69,7 +69,7 @@ class StepCurve:
     def title(self) -> str:
         """As figures call it: `Coupling, k = 12`, `Accuracy, layer 3`; of a task's score the task comes first."""
         row, tags = look_up(self.metric), dict(self.tags)
-        name, kind = row.title, ""
+        name, kind = row.title if self.analysis or row.group else self.metric, ""
         if "of" in tags:  # what it is of comes first: rows of a figure have few characters
             name, _, kind = name.partition(", ")
             name += f" {tag_text({'of': tags.pop('of')})}"

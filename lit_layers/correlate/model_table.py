@@ -31,7 +31,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.models import short_names
 from lit_layers.identity import variant_of
-from lit_layers.metrics import METRICS, is_in, look_up, sentence
+from lit_layers.metrics import METRICS, is_in, look_up, scalar_row, sentence
 from lit_layers.records import Measurement, Record
 
 FEWEST = 3
@@ -279,7 +279,7 @@ def _add_scores(
     scalars = dict.fromkeys(name for model in models for scalars in model.scalars for name in scalars)
     if score in scalars:
         values = [m.scalar(score, row.get("step"), take) for row, m in zip(rows, models, strict=True)]
-        title = look_up(score).title if score in METRICS else sentence(score.replace("/", " "))
+        title = scalar_row(score).title
         title = title if take == "last" else f"{title}, {take}"
     else:
         pairs = {"/".join(pair): None for model in models for pair in model.pairs()}

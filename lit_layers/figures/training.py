@@ -23,7 +23,7 @@ from lit_layers.figures.profiles import (
     value_axis,
 )
 from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, colors_of, rounded
-from lit_layers.metrics import look_up, names, sentence
+from lit_layers.metrics import METRICS, look_up, names, scalar_row, sentence
 
 STAGES = names("stage")
 _MARKED = 60  # curves of more points than this are drawn as lines alone
@@ -184,7 +184,7 @@ def training_curves(
     """
     table: Any = pd.DataFrame(list(scalars))
     recorded = [name for name in table.columns if name not in ("step", "tokens")]
-    losses = [name for name in recorded if name.split("/")[-1] == "loss"]
+    losses = [name for name in recorded if name in METRICS and name.endswith("/loss")]
     chosen = sorted(losses, key=lambda name: not name.startswith("train")) if names is None else list(names)
     table["tokens"] = table.get("tokens", math.nan)
     points = {name: table[np.isfinite(table[name].astype(float))] for name in chosen if name in recorded}
@@ -199,15 +199,17 @@ def training_curves(
         steps = [int(step) for step in part["step"]]
         tokens |= {step: None if math.isnan(n) else int(n) for step, n in zip(steps, seen, strict=True)}
         longest = max(longest, [step for step in steps if step > 0] or steps, key=len)
-        look: dict[str, Any] = {"name": look_up(name).title, "color": COLORS[index % len(COLORS)], "apart": "diamond"}
+        title, color = scalar_row(name).title, COLORS[index % len(COLORS)]
+        look: dict[str, Any] = {"name": title, "color": color, "apart": "diamond"}
         sparse = name not in points or (points[name]["step"] > 0).sum() <= _MARKED
         look |= {"mark": "circle" if sparse else "", "width": 2.2 if sparse else 1.6, "size": 5}
         series.append(Series(x=steps, y=rounded(part[name]), legend=len(chosen) > 1 or bool(references), **look))
     for index, (name, value) in enumerate((references or {}).items()):
         series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
     training = Training.of(tokens, tokens)
-    title = "Loss (nats)" if names is None else look_up(chosen[0]).with_unit
-    return Chart(title=title, x=Axis(), y=value_axis(chosen[0]), series=series, training=training, axis=axis)
+    row = scalar_row(chosen[0])
+    title, y = "Loss (nats)" if names is None else row.with_unit, Axis(title=row.unit, log=row.log)
+    return Chart(title=title, x=Axis(), y=y, series=series, training=training, axis=axis)
 
 
 def _binned(points: Any, name: str) -> Any:

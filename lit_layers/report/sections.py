@@ -14,7 +14,7 @@ from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
 from lit_layers.figures.maps import SIMILARITIES, has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.task_means import BASES
-from lit_layers.metrics import is_in, look_up, names, rank, reading, sentence
+from lit_layers.metrics import METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
 
@@ -61,13 +61,13 @@ def training(run: RunData) -> list[Block]:
     references = {"Unigram entropy": unigram} if unigram is not None else {}
     draw = partial(plots.training_curves, run.scalars, tokens_per_step=run.tokens_per_step)
     blocks = []
-    losses = [name for name in recorded if name.split("/")[-1] == "loss"]
+    losses = [name for name in recorded if name in METRICS and name.endswith("/loss")]
     if losses:
         note = "Dashed: what a model knows that only counts tokens." if references else ""
         blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])], wide=True))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
-        figures = [("", partial(draw, names=[name]))]
-        blocks.append(block(look_up(name).with_unit, look_up(name).note, [("", figures)], of=[name]))
+        row, figures = scalar_row(name), [("", partial(draw, names=[name]))]
+        blocks.append(block(row.with_unit, row.note, [("", figures)], of=[name] if row.group else []))
     return balanced(blocks)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # What a data module counts a step in, and the curve of their speed.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
+# The names of a row's own place and of what is written at every step: a user's values cannot have them.
+_TAKEN = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
 
 
 class Mirror(Protocol):
@@ -58,12 +61,17 @@ class _Window:
     paused: float
 
 
-class RunLog(L.Callback):
-    """Writes `root/metrics.jsonl`: loss and learning rate at every step; gradient norm, speed, validation where known.
+class RunLog(L.Callback, Logger):
+    """Writes `root/metrics.jsonl`: loss and learning rate at every step; gradient norm and speed where known.
 
-    Losses stay on the device and come over together every `log_every_n_steps`, so that no step waits for one. A row
-    is closed, and mirrored with the measurements of its step, once the next step begins.
+    It is also one of the trainer's loggers: what modules and callbacks log has its own names there, in the row of the
+    step under way. Losses stay on the device and come over together every `log_every_n_steps`, so that no step waits
+    for one. A row is closed, and mirrored with the measurements of its step, once the next step begins. The callbacks
+    that follow it may log from `on_train_start` on.
     """
+
+    name = version = property(lambda self: "")
+    save_dir = property(lambda self: str(self.file.parent))
 
     def __init__(self, root: str | Path, mirror: Mirror | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
@@ -72,6 +80,7 @@ class RunLog(L.Callback):
         self.shown: dict[str, float] = {}  # the last known values, for a progress bar
         self._pending: list[_Step] = []
         self._micro_losses: list[Tensor] = []
+        self._now = 0  # the step under way
         self._extra: dict[int, dict[str, float]] = {}
         self._measurements: dict[int, list[Measurement]] = {}
         self._flush_due = False
@@ -89,9 +98,14 @@ class RunLog(L.Callback):
     def measured(self, measurement: Measurement) -> None:
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
 
-    def note(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds what another callback found to the row of a step that is not closed yet."""
-        self._extra.setdefault(step, {}).update(scalars)
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add values to the row of the step under way, whichever number Lightning gives that step."""
+        values = {name: float(value) for name, value in metrics.items() if name not in _TAKEN}
+        self._extra.setdefault(self._now, {}).update(values)
+        self.shown.update(values)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Leave options to `config.yaml`."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
@@ -104,6 +118,9 @@ class RunLog(L.Callback):
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
+        if self not in trainer.loggers:  # not before: they would decide where a ModelCheckpoint writes
+            trainer.loggers = [*trainer.loggers, self]
+        self._now = axis_step(trainer)
         self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         if device.type == "cuda" and hasattr(pl_module, "flops_per_token"):
@@ -120,6 +137,7 @@ class RunLog(L.Callback):
         if self._flush_due:
             # A resumed run drops the rows behind its checkpoint: only saving one has to wait for the disk.
             self._flush(trainer, pl_module, durably=False)
+        self._now = axis_step(trainer) + 1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -130,15 +148,19 @@ class RunLog(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._micro_losses.append(outputs["loss"].detach())
+        if outputs.get("loss") is not None:  # a module that optimizes by itself may return none
+            self._micro_losses.append(outputs["loss"].detach())
         if trainer.fit_loop._should_accumulate():
             return
-        loss = mean_of_step(self._micro_losses, trainer.accumulate_grad_batches)
-        self._micro_losses = []
-        self._pending.append(_Step(axis_step(trainer), loss, getattr(pl_module, "grad_norm", None), self._rate))
+        self._now = axis_step(trainer)
+        if self._micro_losses:
+            loss = mean_of_step(self._micro_losses, trainer.accumulate_grad_batches)
+            self._micro_losses = []
+            self._pending.append(_Step(self._now, loss, getattr(pl_module, "grad_norm", None), self._rate))
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.global_step % every == 0:
-            self.shown["train/loss"] = loss.item()  # waits for the device: the clock below is honest
+            for step in self._pending[-1:]:
+                self.shown["train/loss"] = step.loss.item()  # waits for the device: the clock below is honest
             self._close_window(trainer, pl_module)
             self._flush_due = True
 
@@ -155,9 +177,6 @@ class RunLog(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validating += time.perf_counter() - self._validation_started
-        scores = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("validation/")}
-        self._extra.setdefault(axis_step(trainer), {}).update(scores)
-        self.shown.update(scores)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._flush(trainer, pl_module)
@@ -169,7 +188,7 @@ class RunLog(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # A last step outside the schedule is measured when the training has ended, after this callback's own turn.
-        if self._measurements:
+        if self._measurements or self._extra:
             self._flush(trainer, pl_module, reduce=False)
 
     def _paused(self, trainer: L.Trainer) -> float:
@@ -189,8 +208,7 @@ class RunLog(L.Callback):
             module, data = cast("Any", pl_module), cast("Any", trainer).datamodule
             flops = tokens_per_second * module.flops_per_token(data.num_tokens)
             speed["train/mfu"] = flops / (self._peak * trainer.world_size)
-        self._extra.setdefault(axis_step(trainer), {}).update(speed)
-        self.shown.update(speed)
+        self.log_metrics(speed)
 
     def _flush(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True, durably: bool = True
@@ -204,13 +222,14 @@ class RunLog(L.Callback):
             DivergedError: on all ranks, where a loss is none.
         """
         self._flush_due = False
-        rows = self._rows(trainer, reduce)
+        rows, later = self._rows(trainer, reduce), {step for step in self._extra if step > axis_step(trainer)}
         if self._scalars is not None:
             for number in sorted(rows):
                 if rows[number]:
                     self._scalars.log(number, {**self._tokens(number), **rows[number]})
             self._scalars.close(durably=durably)
-        measurements, self._measurements, self._extra, self._pending = self._measurements, {}, {}, []
+        measurements, self._measurements, self._pending = self._measurements, {}, []
+        self._extra = {step: self._extra[step] for step in later}
         if self.mirror is not None and self._scalars is not None:
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
@@ -231,7 +250,8 @@ class RunLog(L.Callback):
                 norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
                 rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
-            rows.setdefault(number, {}).update(values_of_step)
+            if number <= axis_step(trainer):  # the rest of a row that has begun is yet to come
+                rows.setdefault(number, {}).update(values_of_step)
         return rows
 
     def _tokens(self, step: int) -> dict[str, int]:
@@ -322,7 +342,8 @@ class CriticalSharpness(L.Callback):
         self.num_steps += 1
         self.num_undefined += not scalars
         if scalars:
-            self._log(trainer, axis_step(trainer), scalars)
+            for each in trainer.loggers:
+                each.log_metrics(scalars, step=axis_step(trainer))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.num_undefined:
@@ -351,15 +372,6 @@ class CriticalSharpness(L.Callback):
             return {}
         sharpness = 2 / (critical.step * self._rate)
         return {"train/critical_step": critical.step, "train/critical_sharpness": sharpness}
-
-    @staticmethod
-    def _log(trainer: L.Trainer, step: int, scalars: dict[str, float]) -> None:
-        logs = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # pyright: ignore[reportAttributeAccessIssue]
-        for log in logs:
-            log.note(step, scalars)
-        if not logs:
-            for each in trainer.loggers:
-                each.log_metrics(scalars, step=step)
 
 
 def _trained(pl_module: L.LightningModule) -> list[torch.nn.Parameter]:

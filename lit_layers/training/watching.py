@@ -199,7 +199,7 @@ class StepMeasurer:
             if self._row and self._row[0].step != measurement.step:
                 self.log_row()
             self._row.append(measurement)
-        self._loggers = tuple(loggers)
+        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))  # watchers hear of it
         for watcher in self.watchers:
             watcher.measured(measurement)
 

@@ -9,12 +9,17 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers.logger import DummyLogger
+from torchmetrics import MeanMetric
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import TokenShards
 from lit_layers.errors import InputError
 from lit_layers.records import Record
+from lit_layers.report.sections import training
+from lit_layers.run_data import read_run
 from lit_layers.training import EmergenceCallback
 from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
 from lit_layers.training.run_log import RunLog
@@ -73,6 +78,70 @@ def test_the_loss_of_a_step_is_the_mean_over_its_global_batch(tmp_path, accumula
     assert rows[0]["train/loss"] == pytest.approx(expected, abs=1e-5)
 
 
+class Logging(L.Callback):
+    """Logs the number of the step, and of a validation batch, in every way that Lightning has."""
+
+    def __init__(self):
+        self.mean = MeanMetric()
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.mean = self.mean  # Lightning takes metrics of the module alone
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        step = float(trainer.global_step)
+        pl_module.log("my/loss", step, on_step=True, on_epoch=True)
+        pl_module.log("accuracy", 50 + step)
+        pl_module.log("bar", step, prog_bar=True, logger=False)
+        pl_module.log_dict({"tokens": 5.5, "train/learning_rate": 7.0})
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.mean.update(float(batch_idx))
+        pl_module.log("my/batch", self.mean, on_epoch=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_logged_has_its_own_name_in_the_row_of_its_step(tmp_path, accumulate):
+    mirror = Heard()
+    callbacks = [RunLog(tmp_path, mirror), Logging(), LearningRateMonitor()]
+    options = {"log_every_n_steps": 1, "limit_val_batches": 2, "val_check_interval": 2 * accumulate}
+    fit(tmp_path, callbacks, steps=4, accumulate_grad_batches=accumulate, **options)
+    rows = records.rows(tmp_path / "metrics.jsonl")
+    assert [row["my/loss_step"] for row in rows] == [row["accuracy"] - 50 for row in rows] == [1, 2, 3, 4]
+    assert [row.get("my/batch") for row in rows] == [None, 0.5, None, 0.5]
+    assert [row.get("my/loss_epoch") for row in rows] == [None, None, None, 2.5 if accumulate == 1 else 2]
+    assert [row["lr-AdamW/pg1"] for row in rows] == [row["train/learning_rate"] for row in rows]
+    assert [row["tokens"] for row in rows] == [96, 192, 288, 384]
+    assert not {"bar", "epoch"} & rows[0].keys()
+    assert {name for _, _, names, _ in mirror.steps for name in names} == {*rows[-1]} - {"step", "tokens"}
+    shown = [block["title"] for block in training(read_run(tmp_path))]
+    assert {"Loss (nats)", "my/loss_step", "my/batch", "accuracy", "lr-AdamW/pg1"} <= {*shown}
+
+
+def test_a_module_that_optimizes_by_itself_and_returns_no_loss_is_logged(tmp_path):
+    class Manual(L.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Embedding(VOCABULARY, 1)
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.model(batch["input_ids"]).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("mine", batch_idx)
+
+        def validation_step(self, *_): ...
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fit(tmp_path, [RunLog(tmp_path)], steps=3, module=Manual(), log_every_n_steps=1, gradient_clip_val=None)
+    assert [(row["step"], row["mine"]) for row in records.rows(tmp_path / "metrics.jsonl")] == [(1, 0), (2, 1), (3, 2)]
+
+
 def test_the_learning_rate_of_a_row_is_the_one_its_update_used(tmp_path):
     rows, _, _ = watched(tmp_path, steps=4, module=module(lr=0.01, warmup_steps=4))
     assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
@@ -128,6 +197,19 @@ def test_a_new_run_takes_the_place_of_the_old_and_leaves_foreign_files(tmp_path)
     (tmp_path / "step-000000007").mkdir()
     fit(tmp_path, [RunFolder(tmp_path, config="b: 2", options={}, mirror=None)], steps=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt", "run.json"]
+
+
+def test_what_a_logger_of_the_new_run_has_begun_is_not_taken_for_the_old_run(tmp_path):
+    class Begun(DummyLogger):
+        @property
+        def experiment(self):  # which Lightning asks for before any callback
+            (tmp_path / "wandb" / "live").mkdir(exist_ok=True)
+            return super().experiment
+
+    (tmp_path / "wandb" / "old").mkdir(parents=True)
+    folder = RunFolder(tmp_path, config="b: 2", options={}, mirror=None)
+    fit(tmp_path, [folder], steps=1, logger=Begun(), log_every_n_steps=1)
+    assert [path.name for path in (tmp_path / "wandb").iterdir()] == ["live"]
 
 
 @pytest.mark.parametrize("name", ["measurements.jsonl", "run.json", "metrics.jsonl"])

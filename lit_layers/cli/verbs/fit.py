@@ -160,8 +160,8 @@ class Run:
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
-        first = [_FinishStep(), self.folder, *(theirs if isinstance(theirs, list) else [theirs])]
-        ours = [StepSeed(options.seed_everything), run_log, self.series, self.emergence, progress]
+        first = [_FinishStep(), self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
+        ours = [StepSeed(options.seed_everything), self.series, self.emergence, progress]
         given["callbacks"] = [*first, *ours, *([] if given.get("fast_dev_run") else [self.resumable])]
         is_asked = any(isinstance(each, Checkpoint) for each in first)
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
@@ -192,7 +192,8 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     try:
         trainer = L.Trainer(**given)
     except (MisconfigurationException, TypeError, ValueError) as error:
-        raise InputError(f"trainer: {' '.join(str(error).split())}") from error
+        option = f".accelerator {given['accelerator']}" if "backend" in str(error) else ""
+        raise InputError(f"trainer{option}: {' '.join(str(error).split())}") from error
     refuse_another_number_of_ranks(trainer)
     threads.settle(trainer.num_devices)
     return trainer
@@ -283,7 +284,7 @@ def _plan(options: Any) -> int:
     given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
     with tempfile.TemporaryDirectory() as folder:
         rehearsal = _Rehearsal(options, Path(folder))
-        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None}, folder)
+        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None, "logger": False}, folder)
         trainer.fit(options.model, datamodule=options.data)
     if (of_step := rehearsal.of_step) is None or not trainer.is_global_zero:
         return 0
