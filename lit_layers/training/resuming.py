@@ -7,6 +7,7 @@ import hashlib
 import io
 import logging
 import math
+import pickle
 import shutil
 import time
 from collections.abc import Mapping
@@ -345,7 +346,9 @@ def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint 
             except InputError as error:
                 logger.warning("%s; trying the one before", error)
         if steps:
-            raise InputError(f"resume: none of the checkpoints in {folder} is whole; --if_exists overwrite starts anew")
+            whole = [step_folder(root, step) for step in saved_steps(root)][-1:]
+            begin = f"go on in another root with --model.init_from {whole[0]}" if whole else "train again"
+            raise InputError(f"resume: none of the checkpoints in {folder} is whole; {begin}")
         return None
     if not which.isdecimal():
         raise InputError(f"resume: expected last or a step, got {which!r}; a .ckpt file is named by --ckpt_path")
@@ -387,12 +390,11 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
     optimizer in the order of its groups.
 
     Raises:
-        InputError: where a sharded run is to begin with such a state.
+        InputError: where a sharded run is to begin with such a state, or a file is no state of a training.
     """
     path = Path(strategy.broadcast(path))
-    read = functools.partial(torch.load, map_location="cpu", weights_only=True)
-    of_ranks = [read(file, mmap=True) for file in sorted(path.parent.glob(_SHARD_FILE.format("*")))]
-    state = read(path, mmap=True)
+    of_ranks = [_read(file, mmap=True) for file in sorted(path.parent.glob(_SHARD_FILE.format("*")))]
+    state = _read(path, mmap=True)
     if "optimizer_states" not in state:
         raise InputError(f"ckpt_path: {path} holds weights only: begin with them, by --model.init_from {path}")
     if are_sharded(strategy) and not state.get(SHARDED, False):
@@ -401,5 +403,15 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
         )
     if not of_ranks:
         return type(strategy).load_checkpoint(strategy, path, weights_only=True)
-    state = read(path)
+    state = _read(path)
     return load_shards_(strategy, state, of_ranks) if are_sharded(strategy) else put_in_shards(state, of_ranks)
+
+
+def _read(path: Path, **options: bool) -> dict[str, Any]:
+    with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):  # which advise to trust the file
+        if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, **options), dict):
+            return state
+    raise InputError(
+        f"{path} is no state of a training, or holds more than tensors and plain values; take another checkpoint, or "
+        "begin with a saved step by --model.init_from"
+    )

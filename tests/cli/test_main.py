@@ -138,6 +138,20 @@ def test_a_command_ends_after_its_threads_and_with_the_files_of_own_code_written
     assert (tmp_path / "left").read_text() == "step 1" * bool(own)
 
 
+def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
+    """It registers a function for the end, which fails where its service has died."""
+    lines = [
+        "import atexit, sys, types",
+        "from lit_layers.cli import own_code, stopping",
+        "own_code.own_code.add('package')",
+        "sys.modules['lit_layers.report.wandb_aside'] = types.SimpleNamespace(abandoned=[None])",
+        "atexit.register(lambda: 1 / 0)",
+        "stopping.end_process(3)",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (ended.stderr, ended.returncode) == ("", 3)
+
+
 def test_a_second_ctrl_c_as_a_command_ends_is_no_traceback(tmp_path):
     command = [sys.executable, "-c", ENDING.format(waits="time.sleep(600)", own="")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as ending:

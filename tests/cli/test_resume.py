@@ -23,7 +23,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring import one_model
 from lit_layers.training import LitCausalLM, checkpoints, resuming, run_folder
 from lit_layers.training.checkpoints import saved_steps, step_folder
-from lit_layers.training.resuming import STATE, resume_point
+from lit_layers.training.resuming import FACTS, STATE, resume_point
 from lit_layers.training.run_folder import RunFolder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked
@@ -269,8 +269,18 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
     assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", str(LAST)]) == 2
     assert f"{state} is corrupt" in capfd.readouterr().err
     (step_folder(root / "resume", steps[0]) / STATE).write_bytes(b"")
-    with pytest.raises(InputError, match=r"none of the checkpoints in .* is whole; --if_exists overwrite starts anew"):
+    last = step_folder(root, LAST)
+    begin = f"is whole; go on in another root with --model.init_from {last}$"
+    with pytest.raises(InputError, match=f"none of the checkpoints in .* {begin}"):
         resume_point(root, "last")
+    state = step_folder(root / "resume", steps[0]) / STATE
+    torch.save({"harmful": Path}, state)  # a class, whose hash is right
+    facts = {"step": steps[0], "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
+    (state.parent / FACTS).write_text(json.dumps(facts))
+    assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"]) == 2
+    said = capfd.readouterr().err
+    assert f"fit: error: {state} is no state of a training, or holds more than tensors" in said
+    assert "weights_only" not in said
 
 
 @pytest.mark.soak
