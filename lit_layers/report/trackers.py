@@ -5,10 +5,8 @@ is imported here: a training that logs to one has done so.
 """
 
 import logging
-import re
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,10 +17,9 @@ from lit_layers.report.wandb_files import AXIS
 from lit_layers.report.wandb_mirror import best_of
 
 logger = logging.getLogger(__name__)
-_BATCH = 1000  # metrics that a server of MLflow takes at once
 _PLACE = "lit_layers"  # section of everything that is not the curve of a metric
 STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
-TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B or trackio
+TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
 
 Pictures = Mapping[str, bytes]
 
@@ -119,43 +116,14 @@ class TensorBoardWriter:
         self._writer.flush()
 
 
-class MLflowRun:
-    """Curves in a run of MLflow, by names that each of its stores takes."""
-
-    def __init__(self, client: Any, run_id: str) -> None:
-        self._client, self._id = client, run_id
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        Metric, now = sys.modules["mlflow"].entities.Metric, int(time.time() * 1000)
-        # A store of files cannot have a curve that is the folder of others.
-        paths = (name.split("/") for name in metrics)
-        folders = {"/".join(parts[:end]) for parts in paths for end in range(len(parts))}
-        named = ((f"{name}/whole" if name in folders else name, value) for name, value in metrics.items())
-        allowed = ((re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII), value) for name, value in named)
-        rows = [Metric(name, float(value), now, step) for name, value in allowed]
-        for start in range(0, len(rows), _BATCH):
-            self._client.log_batch(self._id, metrics=rows[start : start + _BATCH])
-
-
-class TrackioRun:
-    """Rows with the number of the user's last row; their step is `train/global_step`, as in those of transformers."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        # Another number would move those of the rows to come.
-        self._run.log({**metrics, TRANSFORMERS_AXIS: step}, step=self._run._next_step - 1)
-
-
 def writer_of(destination: Any) -> Any:
     """Return what writes to a destination: a `WandbRun`, or an object with `log_metrics(values, step)`.
 
-    A destination is a logger of Lightning, a tracker of accelerate, a SummaryWriter, a run of W&B, MLflow or trackio.
+    A destination is a logger of Lightning, a tracker of accelerate, a SummaryWriter or a run of W&B.
     None for others.
     """
     kinds = [kind.__name__ for kind in type(destination).__mro__]
-    is_logger = not {"WandbLogger", "MLFlowLogger"}.isdisjoint(kinds)
+    is_logger = "WandbLogger" in kinds
     behind = destination.experiment if is_logger else destination
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(behind).__mro__}
     if "accelerate.GeneralTracker" in names:
@@ -164,23 +132,13 @@ def writer_of(destination: Any) -> Any:
         return WandbRun(behind, AXIS if is_logger else None)
     if {"torch.SummaryWriter", "tensorboardX.SummaryWriter"} & names:
         return TensorBoardWriter(behind)
-    if "mlflow.MlflowClient" in names and is_logger:
-        return MLflowRun(behind, destination.run_id)
-    if "mlflow.Run" in names:
-        return MLflowRun(sys.modules["mlflow"].MlflowClient(), behind.info.run_id)
-    if "trackio.Run" in names:
-        return TrackioRun(behind)
     return destination if isinstance(destination, WandbRun) or hasattr(destination, "log_metrics") else None
 
 
 def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list[Any]:
     """The runs that a Trainer of transformers has begun in its trackers, of the names of these and its callbacks."""
-    open_runs: dict[str, Callable[[Any], Any]] = {
-        "wandb": lambda module: module.run and WandbRun(module.run, TRANSFORMERS_AXIS),
-        "mlflow": lambda module: module.active_run(),
-        "trackio": lambda module: module.context_vars.current_run.get(),
-    }
-    runs = [open_runs[name](sys.modules[name]) for name in open_runs if name in reports_to and name in sys.modules]
+    run = sys.modules["wandb"].run if "wandb" in reports_to and "wandb" in sys.modules else None
+    runs: list[Any] = [run and WandbRun(run, TRANSFORMERS_AXIS)]
     if "tensorboard" in reports_to:
         runs += [getattr(callback, "tb_writer", None) for callback in callbacks]
     return [run for run in runs if run is not None]

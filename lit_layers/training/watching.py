@@ -309,7 +309,7 @@ class Watch:
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
         loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
-            W&B, which also get heat maps and tables; of MLflow or trackio; a SummaryWriter.
+            W&B, which also get heat maps and tables; a SummaryWriter.
         watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
 
     Raises:
@@ -345,8 +345,7 @@ class Watch:
         for each in loggers:
             if not hasattr(each, "log_metrics") and writer_of(each) is None:
                 raise InputError(
-                    "loggers: expected loggers of Lightning, runs of W&B, MLflow or trackio, or a SummaryWriter, got "
-                    f"{_named(each)}"
+                    f"loggers: expected loggers of Lightning, runs of W&B or a SummaryWriter, got {_named(each)}"
                 )
         if tokenizer is not None and not os.path.isdir(tokenizer):
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")

@@ -338,26 +338,6 @@ def test_rows_at_tensorboard_keep_values_and_steps(way, num_rows, tmp_path, monk
     assert dict(both[CURVE]) == pytest.approx(losses_of(tmp_path / "root"), rel=1e-6)
 
 
-@pytest.mark.parametrize("num_rows", LENGTHS)
-def test_rows_of_lightning_at_mlflow_keep_values_and_steps(num_rows, tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="MLflow is no part of the development tools")
-    from lightning.pytorch.loggers import MLFlowLogger
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    leave_undrawn(monkeypatch)
-    curves = {}
-    for name in ("alone", "both"):
-        logger = MLFlowLogger(name, tracking_uri=(tmp_path / name).as_uri())
-        in_lightning(tmp_path / "root", logger, num_rows, is_watched=name == "both")
-        files = {file.name: file for file in (tmp_path / name).glob("*/*/metrics/**/*") if file.is_file()}
-        curves[name] = {
-            key: [(int(step), float(value)) for _, value, step in map(str.split, files[key].read_text().splitlines())]
-            for key in ("loss", *(["layer_01"] if name == "both" else []))
-        }
-    assert curves["both"]["loss"] == curves["alone"]["loss"]
-    assert len(curves["alone"]["loss"]) == num_rows
-
-
 def test_a_logger_that_writes_seldom_has_the_curves_while_training_goes_on(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger

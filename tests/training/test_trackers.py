@@ -1,8 +1,5 @@
 """The run of a user's own training: curves, heat maps, table, tokens and options of the measurements are in it."""
 
-import json
-import sqlite3
-
 import lightning as L
 import pytest
 import torch
@@ -129,82 +126,20 @@ def test_tensorboard_shows_curves(way, tmp_path, monkeypatch):
     assert ("loss" in names) == (way == "lightning")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("lightning", marks=pytest.mark.soak), "run"])
-def test_mlflow_has_curves_by_names_that_its_stores_take(way, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    from lightning.pytorch.loggers import MLFlowLogger
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    leave_undrawn(monkeypatch)
-    root, uri = tmp_path / "run", (tmp_path / "mlruns").as_uri()
-    if way == "lightning":
-        trained_in_lightning(root, logger := MLFlowLogger("mine", tracking_uri=uri))
-        run_id = logger.run_id
-    else:
-        mlflow.set_tracking_uri(uri)
-        with mlflow.start_run() as active:
-            trained(root, [active])
-        run_id = active.info.run_id
-    (folder,) = (tmp_path / "mlruns").glob(f"*/{run_id}")
-
-    def curve(name: str) -> dict[int, float]:
-        lines = (folder / "metrics" / name).read_text().splitlines()
-        return {int(step): float(value) for _, value, step in map(str.split, lines)}
-
-    assert curve("lens/logit_lens_loss/layer_01") == losses_of(root)
-    assert curve("lit_layers/tokens") == {step: 100 * step for step in STEPS}
-    names = [str(path.relative_to(folder / "metrics")) for path in (folder / "metrics").rglob("*") if path.is_file()]
-    assert any(name.endswith("/layer_mean") for name in names)
-    assert "coupling/linearized_rollout/whole" in names, "which is a folder, too: coupling/linearized_rollout/layer_01"
-    assert "coupling/coupling/k_2" in names
-    assert nothing_that_nobody_plots(names)
-
-
-@pytest.mark.slow
-def test_trackio_has_them_in_its_own_database(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads as it is imported
-    trackio = pytest.importorskip("trackio")
-    folder = trackio.utils.TRACKIO_DIR
-    leave_undrawn(monkeypatch)
-    run = trackio.init(project="emergence", name="mine", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-    root = tmp_path / "run"
-    trained(root, [run])
-    run.log({"loss": 3.0})
-    run.log({"loss": 2.0})
-    trackio.finish()
-    with sqlite3.connect(folder / "emergence.db") as database:
-        stored = database.execute("select metrics, step from metrics order by step, id").fetchall()
-        rows = [json.loads(row) for row, _ in stored]
-    database.close()
-    name = "lens/logit_lens_loss/layer_01"
-    assert {row["train/global_step"]: row[name] for row in rows if name in row} == losses_of(root)
-    tokens = "lit_layers/tokens"
-    assert {row["train/global_step"]: row[tokens] for row in rows if tokens in row}[3] == 300
-    assert [(json.loads(row)["loss"], step) for row, step in stored if "loss" in json.loads(row)] == [(3, 0), (2, 1)]
-    assert nothing_that_nobody_plots({name for row in rows for name in row})
-
-
 @pytest.mark.soak  # what runs get is tested above with some that a user began
 def test_a_trainer_of_transformers_shares_the_runs_that_it_reports_to(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     leave_undrawn(monkeypatch)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(8, 8) % 30]
     arguments = TrainingArguments(
-        str(tmp_path / "hf"), max_steps=6, report_to=["tensorboard", "mlflow"], use_cpu=True, disable_tqdm=True,
+        str(tmp_path / "hf"), max_steps=6, report_to=["tensorboard"], use_cpu=True, disable_tqdm=True,
         save_strategy="no", logging_steps=2, per_device_train_batch_size=2,
     )  # fmt: skip
     watch = EmergenceTrainerCallback(measured(), [*STEPS], tmp_path / "run", tokens_per_step=100)
     Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=[watch]).train()
     events = accumulator.EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
     assert {"train/loss", "lens/logit_lens_loss/layer_01"} <= {*events.Tags()["scalars"]}
-    (run,) = [path.parent for path in (tmp_path / "mlruns").glob("*/*/metrics")]
-    assert (run / "metrics" / "loss").exists()
-    assert (run / "metrics" / "lens" / "logit_lens_loss" / "layer_01").exists()
 
 
 class Note:
