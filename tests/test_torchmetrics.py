@@ -21,7 +21,7 @@ from lit_layers.integrations.torchmetrics import (
     PromptEntropy,
 )
 from lit_layers.models.build import causal_lm
-from lit_layers.report.logged_numbers import values_of
+from lit_layers.report.logged_numbers import plotted_values
 from tests.support.forked import run_ranks
 
 CLASSES = [LineShapeScore, Expodistance, PromptEntropy, EffectiveRank]
@@ -145,7 +145,7 @@ def test_a_module_logs_them_from_its_validation_step(tmp_path):
     ranks = [entropy.effective_rank(layer) for layer in hidden[1:]]
     assert logged["spread/EffectiveRank"] == pytest.approx(torch.stack(ranks).mean().item(), rel=1e-6)
     found = measure(module.model, Trajectory(batches=GivenBatches([tokens])), run="", step=None)
-    for name, value in values_of(found).items():
+    for name, value in plotted_values(found).items():
         assert logged[name] == pytest.approx(value, rel=1e-6), name
     assert not any("measured" in name for name in module.state_dict()), "the weights are saved once"
 
@@ -156,7 +156,7 @@ def test_an_analysis_as_a_metric_gives_what_measuring_gives():
     metric = AnalysisMetric(Coupling(batches=[], k=[2]), model)
     for batch in batches:
         metric.update(batch)
-    found = values_of(measure(model, Coupling(batches=GivenBatches(batches), k=[2]), run="", step=None))
+    found = plotted_values(measure(model, Coupling(batches=GivenBatches(batches), k=[2]), run="", step=None))
     assert {name: value.item() for name, value in metric.compute().items()} == found
     metric.to("cpu").reset()
     metric.update(batches[0])

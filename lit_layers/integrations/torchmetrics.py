@@ -14,7 +14,7 @@ from lit_layers.analyses.states import without_first
 from lit_layers.data.given_batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
 from lit_layers.measuring.one_model import measure
-from lit_layers.report.logged_numbers import values_of
+from lit_layers.report.logged_numbers import plotted_values
 from lit_layers.training.losses import WeightedMean
 
 
@@ -118,13 +118,13 @@ class AnalysisMetric(Metric):
         len(given)  # reads it
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the values of all curves."""
+        """Return the values that loggers draw as curves."""
         analysis: Any = self._measured[0]
         if self.batches:
             batches = GivenBatches([batch for given in self.batches for batch in given])
             analysis = dataclasses.replace(analysis, batches=batches)
         found = measure(self._measured[1], analysis, run="", step=None, raises=True)
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values_of(found).items()}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in plotted_values(found).items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> nn.Module:
         return super()._apply(fn, ("batches", *exclude_state))  # which are no tensors
