@@ -6,6 +6,7 @@ reported, and `ambiguous_steps` names it.
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +26,8 @@ FAR_LESS = 0.6  # of the next least
 RETURN = 0.6  # distance of two steps over the larger one to a step between: healthy from 0.67
 SWAP, SWAP_AT_END = 0.9, 0.8  # length of the path with two steps exchanged: healthy from 0.96, at the ends from 0.85
 STRANGER = 0.9  # 1 - cosine to the nearer neighbour over the median one: healthy to 0.84, other trainings' from 0.97
-UNLIKE = 0.5  # cosine to both neighbours over theirs with each other: healthy from 1
-ENDS_ELSEWHERE = (0.2, 0.6)  # cosine of the last step, where those of all other neighbours are above the second
+UNLIKE, ALIKE = 0.3, 0.25  # cosine to both neighbours over theirs with each other, and the least of that
+STRANGERS, FASTER = 0.15, 5.0  # cosine of steps of two trainings, to 0.09; the rate of change over that beside
 JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
 FARTHER = 1.2  # the last step from the last but two, over the last but one: of a tensor over the median one
 LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor and over its largest at the neighbours
@@ -89,6 +90,17 @@ class Path:
                 squares += apart / mean
         lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
         return cls(steps, np.sqrt(squares), inner / lengths[:, None] / lengths, of_tensor, norms, rounding)
+
+    def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return how alike steps are in one tensor: cosines, and the common part as a share of the shorter one.
+
+        That share stays 1 where weights only grow. Both are 1 where a tensor is 0.
+        """
+        squares, apart = self.norms[name] ** 2, self.of_tensor[name] ** 2
+        inner = (squares[:, None] + squares - apart) / 2
+        least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
+        cosine, common = (np.divide(inner, by, out=np.ones_like(inner), where=least > 0) for by in (lengths, least))
+        return cosine, common
 
     @property
     def turns(self) -> float:
@@ -335,11 +347,10 @@ def outlying_steps(path: Path) -> Iterator[Finding]:
             before, after = path.steps[place - 1].label, path.steps[place + 1].label
             says = f"far from {before} and {after}, which are near each other"
             yield finding("out of line", f"{says}: of another training?", [path.steps[place]])
-    others = [path.cosine[place, place + 1] for place in range(count - 2)]
-    if abs(path.cosine[-2, -1]) < ENDS_ELSEWHERE[0] and min(others) > ENDS_ELSEWHERE[1] and _is_no_leap(path.steps):
-        strange.add(count - 1)
-        says = f"nothing in common with {path.steps[-2].label}: of another training?"
-        yield finding("out of line", says, [path.steps[-1]])
+    if foreign := _places_of_other_trainings(path):
+        says = "nothing in common with the steps beside: of another training?"
+        yield finding("out of line", says, [path.steps[place] for place in foreign])
+    strange |= {*foreign}
     borrowed = _borrowed(whole, strange)
     yield from _returned(path.steps, borrowed)
     kept = whole.at([place for place in range(count) if place not in strange])
@@ -389,14 +400,42 @@ def _is_least(values: Mapping[int, float], place: int, limit: float) -> bool:
 
 def _is_unlike(cosine: np.ndarray, place: int) -> bool:
     across = cosine[place - 1, place + 1]
-    return across > ENDS_ELSEWHERE[0] and max(cosine[place - 1, place], cosine[place, place + 1]) < UNLIKE * across
+    return across > ALIKE and max(cosine[place - 1, place], cosine[place, place + 1]) < UNLIKE * across
 
 
-def _is_no_leap(steps: Sequence[Checkpoint]) -> bool:
-    """Whether the last two steps are not much farther apart than others before them."""
-    numbers = [one.step or 0 for one in steps]
-    widths = [after - before for before, after in itertools.pairwise(numbers)]
-    return len(widths) > 1 and widths[-1] <= 2 * max(widths[:-1])
+def _places_of_other_trainings(path: Path) -> list[int]:
+    """Return the places of steps that have nothing in common with most others, though nothing moves so fast beside.
+
+    Steps of one training are linked by those between. A training may lose all likeness as well, in a long gap or at its
+    beginning: two groups are of different trainings only if the rate of change between them, on the scale of -log
+    cosine per step, is far above those within both beside it, the gap is not much longer, and the later weights do not
+    hold the earlier ones, as after a spike of the learning rate.
+    """
+    count, numbers = len(path.steps), [one.step or 0 for one in path.steps]
+    likeness = [path.likeness_in(name) for name in path.of_tensor] or [(path.cosine, path.cosine)]
+    cosine, common = np.quantile(likeness, 0.75, axis=0)  # a few matrices may be fixed
+    groups = np.linalg.matrix_power(cosine > STRANGERS, count).argmax(1).tolist()  # each by its first place
+
+    def width(a: int, b: int) -> int:
+        return max(numbers[b] - numbers[a], 1)
+
+    def rate(a: int, b: int) -> float:
+        return -math.log(min(max(cosine[a, b], 0.05), 1 - 1e-6)) / width(a, b)
+
+    different: set[int] = set()
+    for place in range(1, count - 1):
+        here, there = groups[place : place + 2]
+        beside = [(a, place) for a in range(place) if groups[a] == here][-1:]
+        beside += [(place + 1, b) for b in range(place + 2, count) if groups[b] == there][:1]
+        if here == there or len(beside) < min(2, count - 1 - place) or common[place, place + 1] > STRANGERS:
+            continue
+        is_gap = width(place, place + 1) > 2 * max(width(*pair) for pair in beside)
+        if not is_gap and rate(place, place + 1) > FASTER * max(rate(*pair) for pair in beside):
+            different |= {here, there}
+    sizes = sorted((groups.count(group), group) for group in different)
+    if len(sizes) > 1 and sizes[-1][0] > sizes[-2][0]:
+        different.remove(sizes[-1][1])
+    return [place for place, group in enumerate(groups) if group in different]
 
 
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
@@ -407,7 +446,8 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
         detours = {place: _detour(distance, place) for place in range(1, count - 1)}
         for place in detours:
             least = min(distance[place - 1, place], distance[place, place + 1])
-            if least > path.rounding * path.norms[name][place] and _is_least(detours, place, TENSOR_LINE):
+            is_off = _is_least(detours, place, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], place)
+            if least > path.rounding * path.norms[name][place] and is_off:
                 off.setdefault((place,), []).append(name)
     before = off.get((count - 2,), ())  # the way back from these is no jump of the last step
     for name, places in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
@@ -434,7 +474,8 @@ def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         for name, distance in judged.items()
         if last > 1 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
-    if len(moved) < 4:
+    shrunk = [path.norms[name][-1] < 0.5 * path.norms[name][-3] for name in moved]
+    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # where the others collapse, one that goes on seems to jump
         return
     jump, away = np.median(list(moved.values()), axis=0).tolist()
     for name, (its_jump, its_way) in sorted(moved.items()):

@@ -24,9 +24,10 @@ WEIGHTS, ORDER = "weights", "order"  # what was not checked of a checkpoint
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
     "files": "anything but files, configurations, tokenizers, and which tensors there are in which precision",
-    "weights": "weights scaled by one factor up to 2, averages of neighbouring steps, another training at the first "
-    "step, 8 bits stored in 16, small changes (noise, pruned or single values, biases and norms), a step under another "
-    "number between its neighbours'",
+    "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice or "
+    "the wrong way, another training at the first step, from a long gap on, from the same start or where most weights "
+    "change between neighbours, rows in another order from one step on, 8 bits stored in 16, small changes (noise, "
+    "pruned or single values, biases and norms), a step under another number between its neighbours'",
 }
 _MADE: tuple[Level, ...] = ("listing", "files", "weights")  # from the one that sees least
 _COPIES = ("identical weights", "equal to the final step")

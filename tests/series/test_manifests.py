@@ -103,27 +103,11 @@ def test_braces_are_written_out():
         ),
         ("repositories: [{names: a/b, tokens_per_step: 0}]", "tokens_per_step: expected a whole number of at least 1"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]", "steps: expected a list, got 3"),
-        ("repositories: [{names: 'a/b{9..1}'}]", r"repositories.0: expected a range that counts up, .* got {9..1}"),
-        ("repositories: [{names: 'a/b{1..999999999}'}]", "expected a range that counts up, by 10,000 at most"),
-        ("repositories: [{names: 'a/{1..999}{1..999}{1..999}'}]", "expected at most 10,000 names, got 997,002,999 by"),
+        ("repositories: [{names: 'a/b{9..1}'}]", "repositories.0: expected a range that counts up, got {9..1}"),
         ("repositories: [{names: 'a/b{1..9'}]", "expected braces that close, and none within others, got 'a/b{1..9'"),
-        ("repositories: [{names: a/b, defects: [{says: x, source: y, repository: 'a/{b'}]}]", "braces that close"),
-        (
-            "repositories: [{names: 'a/b-{1,2}', defects: [{says: x, source: y, repository: 'a/b-{2,3}'}]}]",
-            "repositories.0: defects.0.repository: expected one of a/b-.1,2. that no entry before names, got a/b-3",
-        ),
-        (
-            "repositories: [{names: 'a/*'}, {names: a/b, defects: [{says: x, source: y, repository: a/b}]}]",
-            "repositories.1: defects.0.repository: expected one of a/b that no entry before names, got a/b",
-        ),
         ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "repositories.0.steps: expected pythia"),
         ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),
-        (
-            f"repositories: [{{names: [{'a/{1..4000}, ' * 3}]}}]".replace("a/{", "'a/{").replace("},", "}',"),
-            "repositories.0: names: expected at most 10,000, got more by 'a/{1..4000}'",
-        ),
-        ("repositories: [" + "{names: 'a/{1..9999}'}, " * 11 + "]", "repositories.10: expected at most 100,000 names"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models
 from lit_layers.series import Audit, StepFolders, audit, audit_weights
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
-from lit_layers.series.weight_files import Memory
-from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, series
+from lit_layers.series.weight_files import Memory, fingerprint
+from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, harsh, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
 NORM = "transformer.h.1.ln_1.weight"
@@ -310,9 +310,15 @@ def mean_of_neighbours(root: Path) -> None:
     changed(root, 60, lambda state: {name: (before[name] + after[name]) / 2 for name in state})
 
 
+def moved_again(root: Path, step: int, times: float) -> None:
+    before = load_file(at(root, step - 20))
+    changed(root, step, lambda state: {name: value + times * (value - before[name]) for name, value in state.items()})
+
+
 UNSEEABLE: dict[str, Callable[[Path], object]] = {
     "scaled by one factor up to 2": lambda root: changed(root, 60, lambda s: {k: 1.1 * v for k, v in s.items()}),
-    "averages of neighbouring steps": mean_of_neighbours,
+    "averages of earlier and later steps": mean_of_neighbours,
+    "an update applied twice": lambda root: moved_again(root, 60, 1.0),
     "single values": lambda root: changed(root, 60, lambda s: with_value(s, 0.01)),
 }
 
@@ -348,7 +354,7 @@ def test_settings_of_a_tokenizer_that_change_no_token_are_notes_at_most(root):
     assert found.message == says
 
 
-HEALTHY = forty()
+HEALTHY = [*forty(), *harsh()]
 
 
 def judged_clean(tmp_path: Path, number: int) -> None:
@@ -356,16 +362,72 @@ def judged_clean(tmp_path: Path, number: int) -> None:
     assert (found.level, found_in(found)) == ("weights", set()), HEALTHY[number]
 
 
-@pytest.mark.parametrize("number", [6, *(pytest.param(number, marks=pytest.mark.soak) for number in (14, 21, 30, 33))])
+@pytest.mark.parametrize(
+    "number", [6, 40, *(pytest.param(number, marks=pytest.mark.soak) for number in (14, 21, 30, 33))]
+)
 def test_a_healthy_series_is_accused_of_nothing(tmp_path, number):
     judged_clean(tmp_path, number)
 
 
 @pytest.mark.soak
 def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
-    assert len(HEALTHY) == 40
-    for number in range(40):
+    assert len(forty()) == 40
+    for number in range(len(HEALTHY)):
         judged_clean(tmp_path, number)
+
+
+@pytest.mark.parametrize(
+    ("step", "suspects"), [(40, (0, 20)), (60, (0, 20, 40)), (80, (80, 100, 120)), (100, (100, 120))]
+)
+def test_of_a_series_of_two_trainings_the_smaller_part_is_suspect(root, other_seed, step, suspects):
+    for later in EVEN[EVEN.index(step) :]:
+        shutil.copy(at(other_seed, later), at(root, later))
+    assert found_in(audit(StepFolders(root))) == {("out of line", suspects)}
+
+
+@pytest.mark.parametrize("step", [20, 40, 80])
+def test_rows_in_another_order_are_found_at_every_step_that_has_neighbours(root, step):
+    changed(root, step, permuted)
+    assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
+
+
+def walks(origins: str, numbers: Sequence[int], speed: float = 0.1) -> audit_weights.Path:
+    """A series whose steps are of the trainings that `origins` names; weights drift by `speed` of their norm a step."""
+    source, generator = FolderSource(Path()), torch.Generator().manual_seed(0)
+    steps = [Checkpoint(series="s", name=f"s{step}", source=source, step=step) for step in numbers]
+    at_first = {one: torch.randn(4, 32, 32, generator=generator) for one in sorted({*origins})}
+    drifts = {one: torch.randn(4, 32, 32, generator=generator) for one in at_first}
+    prints = {}
+    for one, origin in zip(steps, origins, strict=True):
+        weights = at_first[origin] + speed * (one.step or 0) * drifts[origin]
+        prints[one.name] = fingerprint((f"w{place}", matrix) for place, matrix in enumerate(weights))
+    return audit_weights.Path.of(steps, prints)
+
+
+@pytest.mark.parametrize(
+    ("origins", "suspects"),
+    [
+        ("AAABBBBB", (0, 1, 2)),
+        ("AAAAAABB", (6, 7)),
+        ("AAAABBBB", tuple(range(8))),  # as many are of one as of the other
+        ("AABBBCCC", tuple(range(8))),
+        ("AAABBCCCC", (0, 1, 2, 3, 4)),
+        ("AABABAAA", (2, 4)),
+        ("ABABABAA", (1, 3, 5)),
+        ("AAAAAAAA", ()),
+    ],
+)
+def test_trainings_are_told_apart_however_they_are_mixed(origins, suspects):
+    found = [*audit_weights.outlying_steps(walks(origins, range(len(origins))))]
+    assert {step for each in found for step in each.steps} == {*suspects}
+
+
+def test_weights_that_lose_all_likeness_in_a_long_gap_are_no_other_training():
+    numbers = (0, 1, 2, 4, 8, 400, 402, 404, 406)
+    assert [*audit_weights.outlying_steps(walks("A" * 9, numbers, speed=0.03))] == []
+    assert [*audit_weights.outlying_steps(walks("AAAAABBBB", numbers, speed=0.03))] == []  # nobody can tell
+    (found,) = audit_weights.outlying_steps(walks("AAAAAABBB", numbers, speed=0.03))
+    assert {6, 7, 8} <= {numbers.index(step) for step in found.steps}
 
 
 @pytest.mark.parametrize("step", [20, 60, 80, 120])

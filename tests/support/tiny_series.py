@@ -56,6 +56,7 @@ class Training:
     last: str | None = None
     average: float | None = None
     begun: bool = False  # with another run's weights, saved in bfloat16
+    spike: tuple[int, int, float] = (0, 0, 1.0)  # from a step to another the learning rate is that many times as high
     seed: int = 0
 
 
@@ -107,7 +108,9 @@ def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
         for _ in range(11):
             tokens = torch.cat([tokens, torch.multinomial(chain[tokens[:, -1]], 1, generator=generator)], 1)
         for group in optimizer.param_groups:
-            group["lr"] = training.lr * rate(training.schedule, step, total)
+            first, end, times = training.spike
+            high = times if first <= step < end else 1.0
+            group["lr"] = training.lr * high * rate(training.schedule, step, total)
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
@@ -191,3 +194,16 @@ def forty() -> list[Training]:
         Training("constant", 1e-4, begun=True, steps=LOG),
     ]
     return [*plain, *special]
+
+
+def harsh() -> list[Training]:
+    """Healthy trainings in which weights lose most of what they have in common: spikes, and long gaps at high decay."""
+    gaps = (0, 1, 2, 4, 8, 16, 160, 164, 168, 172)
+    return [
+        Training("constant", spike=(60, 80, 10.0)),
+        Training("constant", spike=(60, 64, 100.0)),
+        Training("constant", 1e-2, spike=(60, 80, 10.0), architecture="llama", tied=False),
+        Training("constant", 1e-2, weight_decay=1.0, spike=(100, 120, 10.0)),
+        Training("wsd", 3e-2, weight_decay=3.0, steps=gaps),
+        Training("cosine", 3e-2, "momentum", steps=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
+    ]
