@@ -103,9 +103,6 @@ class Published:
             raise InputError(
                 f"published: {self.what}: measured: expected a .csv or .json and a column, got {place.file}"
             )
-        for name in ("root", "file"):
-            if not _is_inside(getattr(place, name)):
-                raise InputError(f"published: {self.what}: {name} leaves the recipe's folder: {getattr(place, name)}")
 
     def single(self) -> Iterator["Published"]:
         """Each number with its own place."""
@@ -240,16 +237,13 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
     return _NAME.sub(lambda match: str(names[match[1]]), value)
 
 
-def _is_inside(path: str) -> bool:
-    return not Path(path).is_absolute() and ".." not in Path(path).parts
-
-
 # ---------------------------------------------------------------------------------------------- measured beside printed
 
 NAME = "comparison"
-_NORMAL = 1.96  # standard errors on either side of a 95% interval
 ASIDE = ("control", "reference", "statistic", "variant")  # tags of numbers beside the one that is meant
-Verdict = Literal["inside", "outside", "no interval", "holds", "fails", "undecided", "not measured"]
+Verdict = Literal[
+    "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +251,9 @@ class Row:
     """A printed number, the measured one with its 95% interval, and what becomes of them.
 
     `verdict`: whether the printed number lies `inside` the interval, widened by the error of reading it off a figure,
-    or `outside`; `no interval` where none is known. A bound `holds`, `fails`, or is `undecided` where the interval
-    reaches over it. `not measured`: `note` says why.
+    or `outside`; `too wide` if it lies inside of an interval that is wider than the number itself; `no interval` where
+    none is known. A bound `holds`, `fails`, or is `undecided` where the interval reaches over it. `not measured`:
+    `note` says why. `reduced`: measured at other sizes than those that were published.
     """
 
     what: str
@@ -289,14 +284,27 @@ class _MissingError(Exception):
     """Why there is no number, in words."""
 
 
-def compare(recipe: PaperRecipe, root: Path) -> list[Row]:
-    """A row for each printed number.
+def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
+    """Return a row for each printed number. A reduced run is not judged, and one row counts the models that it lacks.
 
     Raises:
         InputError: a damaged file of measurements.
     """
     read = functools.cache(_content)  # a step's file has many of them
-    return [_row(each, root, read) for each in recipe.numbers()]
+    rows, num_left_out = [], 0
+    named = json.dumps([recipe.steps, recipe.sizes | recipe.reduced])
+    for each in recipe.numbers():
+        row = _row(each, root, read)
+        if reduced and row.measured is not None:
+            row = replace(row, verdict="reduced")
+        elif reduced and each.measured.run and f'"{each.measured.run}"' not in named:
+            num_left_out += 1
+            continue
+        rows.append(row)
+    if num_left_out:
+        what = f"{num_left_out} numbers of models that the reduced recipe does not name"
+        rows.append(Row(what=what, published="", verdict="not measured"))
+    return rows
 
 
 def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterable[str] = ()) -> list[Path]:
@@ -332,8 +340,9 @@ def _row(published: Published, root: Path, read: Callable[[Path], Any]) -> Row:
 def _inside(published: Published, number: _Number) -> Verdict:
     if number.low is None or number.high is None or published.value is None:
         return "no interval"
-    is_inside = number.low - published.error <= published.value <= number.high + published.error
-    return "inside" if is_inside else "outside"
+    if not number.low - published.error <= published.value <= number.high + published.error:
+        return "outside"
+    return "too wide" if number.high - number.low > abs(published.value) > 0 else "inside"
 
 
 def _holds(published: Published, number: _Number) -> Verdict:
@@ -386,10 +395,7 @@ def _in_records(measurements: Sequence[Measurement], place: Place) -> _Number:
     record = numbers[0]
     if math.isnan(record.value):
         raise _MissingError("undefined")
-    low, high = record.low, record.high
-    if (low is None or high is None) and record.stderr is not None:
-        low, high = record.value - _NORMAL * record.stderr, record.value + _NORMAL * record.stderr
-    return _Number(record.value, low, high)
+    return _Number(record.value, record.low, record.high)
 
 
 def _is_meant(record: Record, place: Place) -> bool:

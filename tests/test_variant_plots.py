@@ -85,15 +85,15 @@ def test_the_best_loops_are_a_line_of_their_own_and_tell_their_number():
     assert best.texts == ["k = 1", "k = 4", "k = 6"]
 
 
-def test_intervals_come_from_the_record_or_else_from_its_standard_error():
+def test_intervals_come_from_the_record():
     rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]})
     rows += [record("task_score", 0.5, "random", middle=1, low=0.4, high=0.7)]
-    rows += [record("task_score", 0.4, "random", middle=3, stderr=0.05)]
+    rows += [record("task_score", 0.4, "random", middle=3, low=0.3, high=0.45)]
     fig = plots.variant_curves(table(("intervene/lambada", None, rows)), "task_score")
     (band,) = [one for one in fig.series if one.interval == "band" and one.has_interval]
     assert band.name == "Random order"
-    assert band.low == pytest.approx([0.4, 0.4 - 1.96 * 0.05])
-    assert band.high == pytest.approx([0.7, 0.4 + 1.96 * 0.05])
+    assert band.low == pytest.approx([0.4, 0.3])
+    assert band.high == pytest.approx([0.7, 0.45])
 
 
 def test_guessing_is_dotted_where_it_is_known():

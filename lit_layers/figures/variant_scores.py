@@ -65,8 +65,6 @@ def variant_points(
 ) -> list[Point]:
     """Returns the points of a metric that tell of a variant; single random orders and medians are left out.
 
-    Where only a standard error is known, the 95% interval is 1.96 of it to either side.
-
     Args:
         tags: chooses among what is not the variant itself, such as `{"when": "after"}`.
         split: a tag of which all values are kept, such as `when`.
@@ -77,11 +75,6 @@ def variant_points(
     """
     table: Any = frame
     table = table[table["metric"] == metric]
-    if {"low", "high", "stderr"} <= {*table.columns}:
-        reach = 1.96 * table["stderr"]
-        table = table.assign(
-            low=table["low"].fillna(table["value"] - reach), high=table["high"].fillna(table["value"] + reach)
-        )
     tags = chosen.get("tags") or {}
     points = [
         point

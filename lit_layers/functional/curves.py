@@ -382,7 +382,7 @@ def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples 
     return torch.stack(medians, dim=1)
 
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval, low and high, of a share of `successes` among `n` trials. Never leaves [0, 1].
 
     Raises:

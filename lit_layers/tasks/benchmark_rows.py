@@ -20,6 +20,7 @@ import pandas as pd
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, format_schedule
+from lit_layers.functional.curves import wilson_interval
 from lit_layers.records import export
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.task_files import SUFFIXES, Columns, local_copy, read_columns
@@ -195,6 +196,24 @@ def _error(rows: np.ndarray) -> float | None:
     return float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
 
 
+def interval(metric: str, value: float, error: float | None, n: int) -> dict[str, Any]:
+    """Return `low` and `high` of the 95% interval of a mean with this error over n rows.
+
+    A perplexity's is symmetric on the log scale. A share's is Wilson's, which is no point at 0 or 1 either; a mean over
+    several orders, whose error is smaller than that of one, counts as the more rows.
+    """
+    if error is None or math.isnan(value):
+        return {}
+    if metric == PERPLEXITY:
+        times = math.exp(min(1.96 * error / value, 700))
+        return {"low": value / times, "high": value * times}
+    if not metric.startswith(SCORE) and not metric.endswith("accuracy"):
+        return {"low": value - 1.96 * error, "high": value + 1.96 * error}
+    rows = max(value * (1 - value) / error**2 * n / max(n - 1, 1), 1) if error else n
+    low, high = wilson_interval(value * rows, rows)
+    return {"low": low, "high": high}
+
+
 def normalized_score(score: float, random_score: float, full_score: float) -> float:
     """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
 
@@ -325,19 +344,3 @@ def write_broken_answers(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Pat
     names = [*(name for name in first if name in frame), *(name for name in frame if name not in first)]
     export(frame[names].convert_dtypes().dropna(axis="columns", how="all"), folder / BROKEN_ANSWERS)
     return folder / BROKEN_ANSWERS
-
-
-def example_in(path: Path) -> str:
-    """The first row of a table of broken answers, in words."""
-    row = pd.read_csv(path).iloc[0]
-    shares = f"{row['num_broken']} of the {row['num_right']} answers that the full model has right break"
-    lines = [f"{row['variant']} ({row['schedule']}): {shares}, as that of row {row['row']}:", row["question"]]
-    return "\n".join(
-        [*lines, f"  full model: {_short(row['full_model'])}", f"  changed: {_short(row['changed_model'])}"]
-    )
-
-
-def _short(text: Any, longest: int = 400) -> str:
-    """On one line; a text that is nothing is a gap in the table."""
-    words = " ".join(text.split()) if isinstance(text, str) else "(nothing)"
-    return words if len(words) <= longest else f"{words[:longest]} ..."

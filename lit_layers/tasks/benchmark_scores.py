@@ -29,6 +29,7 @@ from lit_layers.tasks.benchmark_rows import (
     ResultFolder,
     TaskScores,
     broken_answers,
+    interval,
     is_file,
     local_rows,
     mean_and_error,
@@ -327,10 +328,14 @@ def _of_variant(
     for metric in scores[0].values:
         rows = [each.values[metric] for each in scores]
         value, error = mean_and_error(metric, rows)
-        yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=len(rows[0]), tags=tags)
+        n = len(rows[0])
+        ends = interval(metric, value, error, n)
+        yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
     if full is not None:
         values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
         of_full = full.values[SCORE]
         left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(of_full))
         error = normalized_error(values, of_full, full.random_score)
-        yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=len(values), tags=tags)
+        n = len(values)
+        ends = interval(NORMALIZED, left, error, n)
+        yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=n, tags=tags, **ends)

@@ -170,4 +170,3 @@ CATALOGUE = tuple(_catalogue())
 TASKS: Mapping[str, ProbeTask] = MappingProxyType({row.name: row for row in CATALOGUE if isinstance(row, ProbeTask)})
 LAYERWISE32: tuple[ScoredTask, ...] = tuple(tasks_of("mteb").values())
 LOCAL_TASKS: Mapping[str, ScoredTask] = MappingProxyType(tasks_of("benchmark"))
-PAINTED = tuple(LOCAL_TASKS)[:5]  # whose normalised scores have a median, in the published figures

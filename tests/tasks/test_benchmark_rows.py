@@ -9,7 +9,7 @@ import pytest
 
 from lit_layers.errors import InputError
 from lit_layers.tasks.benchmark_rows import local_rows
-from lit_layers.tasks.catalogue import PAINTED
+from lit_layers.tasks.catalogue import LOCAL_TASKS
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import write_tasks
 
@@ -94,7 +94,7 @@ def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(re
 
 def test_fewer_rows_are_the_first_ones(tmp_path):
     folder = write_tasks(tmp_path / "benchmarks").parent
-    for task in PAINTED:
+    for task in [*LOCAL_TASKS][:5]:
         few, all_of_them = local_rows(task, folder, 2), local_rows(task, folder)
         assert few.rows[few.split] == all_of_them.rows[few.split][:2]
         assert few.content_hash() != all_of_them.content_hash() == local_rows(task, folder, 99).content_hash()

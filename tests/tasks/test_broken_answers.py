@@ -11,7 +11,6 @@ from lit_layers.tasks.benchmark_rows import (
     BROKEN_ANSWERS,
     TaskScores,
     broken_answers,
-    example_in,
     questions_of,
     write_broken_answers,
 )
@@ -64,17 +63,12 @@ def test_questions_are_in_the_order_of_the_rows_and_else_the_end_of_the_prompt()
     assert (second["question"], second["answer"]) == ("a" * 999 + "b", "")
 
 
-def test_the_table_is_read_back_and_told_in_words(tmp_path):
+def test_the_table_is_read_back(tmp_path):
     scored = found(**{"baseline": "0111", "skip M=3": "1001"})
     path = write_broken_answers(tmp_path, broken_answers(ORDERS, scored, QUESTIONS))
     row = pd.read_csv(path).iloc[0]
     assert (path.name, row["variant"], row["answer"]) == (BROKEN_ANSWERS, "skip", "#### 1")
-    assert example_in(path).splitlines() == [
-        f"skip ({row['schedule']}): 2 of the 3 answers that the full model has right break, as that of row 1:",
-        "What is 1?",
-        "  full model: baseline says 1,",
-        "  changed: skip M=3 says 1,",
-    ]
+    assert (row["num_broken"], row["num_right"], row["question"]) == (2, 3, "What is 1?")
 
 
 @pytest.mark.soak

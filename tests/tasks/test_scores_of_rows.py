@@ -4,9 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lit_layers.tasks.benchmark_rows import (
+    PERPLEXITY,
     SCORE,
+    interval,
     mean_and_error,
     normalized_error,
     normalized_score,
@@ -17,6 +20,28 @@ def test_the_error_of_a_mean():
     values = [1.0, 0.0, 0.0, 1.0, 1.0]
     assert mean_and_error(SCORE, [values]) == (pytest.approx(0.6), pytest.approx(math.sqrt(0.6 * 0.4 / 4)))
     assert mean_and_error(SCORE, [[1.0]]) == (1.0, None)
+
+
+@pytest.mark.parametrize("right", [0, 3, 10, 20])
+def test_the_interval_of_a_share_is_wilsons_also_where_all_rows_are_alike(right):
+    rows = [1.0] * right + [0.0] * (20 - right)
+    wilson = stats.binomtest(right, 20).proportion_ci(method="wilson")
+    ends = {"low": pytest.approx(wilson.low, abs=1e-9), "high": pytest.approx(wilson.high, abs=1e-9)}
+    assert interval(SCORE, *mean_and_error(SCORE, [rows]), 20) == ends
+    assert interval(SCORE, 0.5, None, 1) == {}
+    assert interval("variant_loss", 0.5, 0.1, 20) == pytest.approx({"low": 0.304, "high": 0.696})
+    halves = [rows, rows[::-1]]  # two orders of blocks: a row counts with its mean
+    several = interval(SCORE, *mean_and_error(SCORE, halves), 20)
+    assert several["high"] - several["low"] <= wilson.high - wilson.low + 1e-9
+
+
+def test_the_interval_of_a_perplexity_is_symmetric_on_the_log_scale():
+    value, error = mean_and_error(PERPLEXITY, [[-1.0, -3.0]])  # the loss is 2, its error 1
+    ends = {"low": pytest.approx(math.exp(2 - 1.96)), "high": pytest.approx(math.exp(2 + 1.96))}
+    assert interval(PERPLEXITY, value, error, 2) == ends
+    broken = interval(PERPLEXITY, *mean_and_error(PERPLEXITY, [[0.0, -600.0]]), 2)
+    assert broken["low"] >= 0
+    assert broken["high"] == math.inf
 
 
 def test_guessing_is_0_and_the_full_model_1():

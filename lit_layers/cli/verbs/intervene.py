@@ -297,12 +297,11 @@ def _tell(outcome: Outcome) -> bool:
 
 
 def _show_broken(root: Path) -> None:
-    """Prints where answers are that other orders break, with an example of the last."""
-    from lit_layers.tasks.benchmark_rows import BROKEN_ANSWERS, example_in
+    """Print the paths of the tables of answers that other orders break."""
+    from lit_layers.tasks.benchmark_rows import BROKEN_ANSWERS
 
-    paths = sorted((root / RESULTS / "scores").glob(f"*/*/*/{BROKEN_ANSWERS}"), key=lambda path: path.stat().st_mtime)
-    if paths:
-        print(f"{paths[-1].parts[-3]}, {example_in(paths[-1])}", *paths, sep="\n")
+    for path in sorted((root / RESULTS / "scores").glob(f"*/*/*/{BROKEN_ANSWERS}")):
+        print(path)
 
 
 def _notes(table: Any) -> Iterator[str]:

@@ -106,14 +106,12 @@ def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, en
 def _compare(recipe: "PaperRecipe", root: Path, *, reduced: bool) -> None:
     from lit_layers.papers import PAPERS, compare, write_comparison
 
-    rows = compare(recipe, root)
+    rows = compare(recipe, root, reduced=reduced)
     notes = [recipe.shows]
     if recipe.differs:
         notes.append(f"Differs from the paper: {recipe.differs}")
     if reduced:
-        notes.append(
-            "Reduced: other sizes than the published ones, of which the printed numbers are not to be expected."
-        )
+        notes.append("Reduced: at other sizes than the published ones, so that nothing is said of the printed numbers.")
     if not rows:
         notes.append("The paper prints no number of this one: its figure is compared by eye.")
     title = f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}"

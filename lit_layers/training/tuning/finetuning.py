@@ -24,7 +24,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
-from lit_layers.tasks.benchmark_rows import LocalRows, local_rows, mean_and_error
+from lit_layers.tasks.benchmark_rows import LocalRows, interval, local_rows, mean_and_error
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
 from lit_layers.training.datamodules import LitStepData, LitTextData
 from lit_layers.training.modules import LitCausalLM
@@ -163,15 +163,11 @@ class Finetuning(SavedVariants):
             return before, self.validated(module, data, model)
 
     def records(self, variant: Variant, when: str, result: Quality) -> Iterator[Record]:
-        for metric in ("loss", "accuracy"):
-            yield Record(
-                metric=f"variant_{metric}",
-                value=getattr(result, metric),
-                stderr=getattr(result, f"{metric}_stderr"),
-                n=result.num_sequences,
-                layer=variant.block,
-                tags={**variant.tags, "when": when},
-            )
+        tags, n = {**variant.tags, "when": when}, result.num_sequences
+        for name in ("loss", "accuracy"):
+            metric, value, error = f"variant_{name}", getattr(result, name), getattr(result, f"{name}_stderr")
+            ends = interval(metric, value, error, n)
+            yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags, **ends)
 
     def _tokenizer(self) -> str:
         return self.recipe.tokenizer or self.tokenizer
@@ -323,7 +319,8 @@ class TaskFinetuning(WithTokenizer, SavedVariants):
         """Each metric with its standard error over the rows."""
         tags = {**variant.tags, "task": self.recipe.task, "when": when}
         for metric, (value, error, n) in result.items():
-            yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags)
+            ends = interval(metric, value, error, n)
+            yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags, **ends)
 
     def _tokens_of(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
         """Those of the answer as they are after what is asked, where that leaves the latter's as they are."""

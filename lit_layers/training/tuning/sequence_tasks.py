@@ -25,6 +25,7 @@ from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import refuse_outside
+from lit_layers.tasks.benchmark_rows import interval
 from lit_layers.tasks.catalogue import ScoredTask, find
 from lit_layers.tasks.glue_rows import SPLITS, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
@@ -283,17 +284,13 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
 def _records(result: Mapping[str, Any], variant: Variant, training: Training) -> list[Record]:
     rows, scores = result["n"], result["metrics"]
     shares = set(scores) if set(scores) == {"accuracy", SCORE} else {"accuracy"}
-    return [
-        Record(
-            metric=metric,
-            value=float(value),
-            stderr=math.sqrt(value * (1 - value) / (rows - 1)) if metric in shares and rows > 1 else None,
-            layer=variant.block,
-            n=rows,
-            tags={**variant.tags, "task": result["task"], "training": training},
-        )
-        for metric, value in scores.items()
-    ]
+    tags = {**variant.tags, "task": result["task"], "training": training}
+    records = []
+    for metric, value in ((metric, float(value)) for metric, value in scores.items()):
+        error = math.sqrt(value * (1 - value) / (rows - 1)) if metric in shares and rows > 1 else None
+        ends = interval(metric, value, error, rows)
+        records += [Record(metric=metric, value=value, stderr=error, layer=variant.block, n=rows, tags=tags, **ends)]
+    return records
 
 
 def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:

@@ -34,6 +34,7 @@ from lit_layers.models.running_order import variants_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
+from lit_layers.tasks.benchmark_rows import interval
 from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import DATA_RANGES
 from lit_layers.training.modules import MODEL_RANGES, LitModule
@@ -135,13 +136,10 @@ def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Recor
             "num_identical": sum(record.tags["schedule"] == unchanged for record in orders),
             **left_out("", len(orders) - len(values)),
         }
-        yield Record(
-            metric=metric,
-            value=statistics.fmean(values) if values else math.nan,
-            stderr=statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
-            n=orders[0].n,
-            tags={**dict(others), **counts},
-        )
+        value, n = statistics.fmean(values) if values else math.nan, orders[0].n
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        ends = interval("" if orders[0].low is None else metric, value, error, n or 1)  # one without is no share
+        yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
 
 @dataclass(kw_only=True)
