@@ -169,7 +169,7 @@ class Recipe:
         for name in WRITTEN:
             value = options.get(name)
             if value is not None and value != self.parser.get_default(name):
-                roots = [*filter(None, [*(options.get("runs") or []), options.get("root")])] or ["."]
+                roots: list[Any] = [*filter(None, [*(options.get("runs") or []), options.get("root")])] or ["."]
                 options[name] = type(value)(placed_path(name, str(value), roots, self.argv))
         return options
 
