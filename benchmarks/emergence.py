@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/emergence.py --curves 20     a look
     OMP_NUM_THREADS=1 python benchmarks/emergence.py --errors stderr --save    2,000 curves: 9 CPU minutes
-    OMP_NUM_THREADS=1 python benchmarks/emergence.py --corners --save          2,000 rises with a corner: 9 CPU minutes
+    OMP_NUM_THREADS=1 python benchmarks/emergence.py --shapes corners --save   2,000 rises with a corner: 9 CPU minutes
+    ... --shapes steps, cut, flat    2,000 instant steps; 2,000 rises seen in part; 40 x 400 flat curves, 15 CPU minutes
 
-A curve that is said not to emerge has no interval and counts in the first rows alone.
+A curve that is said to be flat has no interval and counts in the first rows alone.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from rounds import Row, add_options, finish
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_layers.functional import emergence_times
-from tests.support.drawn_emergence import CORNERS, KINDS, covered, drawn
+from tests.support.drawn_emergence import CORNERS, KINDS, covered, cut, drawn, flat_noise, instant_steps
 
 ERRORS = {"stderr": "known errors", "replicates": "replicates", "neither": "no errors given"}
 TIMES = ("onset", "halfway", "peak", "plateau")
@@ -28,11 +29,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curves", type=int, default=400, help="in a round, of all shapes together")
     parser.add_argument("--errors", nargs="+", choices=ERRORS, default=[*ERRORS], help="what is known of them")
-    parser.add_argument("--corners", action="store_true", help="known errors alone, of rises with a corner")
+    parser.add_argument("--shapes", choices=OTHERS, help="these alone, in a table of their own")
     add_options(parser)
     options = parser.parse_args()
-    if options.corners:
-        return finish("emergence_corners", list(of_corners(options)), options)
+    if options.shapes:
+        return finish(f"emergence_{options.shapes}", list(OTHERS[options.shapes](options)), options)
     rows, shapes = [], []
     for errors in options.errors:
         words = ERRORS[errors]
@@ -40,7 +41,7 @@ def main() -> int:
         rows.append(Row(f"{words}: flat curves said to emerge", flat, 0.05, at_most=True))
         rounds = [of_round(round_, errors, options.curves, KINDS) for round_ in range(options.rounds)]
         emerged = [sum(map(len, each.values())) / options.curves for each in rounds]
-        rows.append(Row(f"{words}: curves that emerge said to", emerged))
+        rows.append(Row(f"{words}: curves that change said to", emerged))
         rows += coverage(words, [np.concatenate([*each.values()]) for each in rounds])
         for kind in KINDS if errors == "stderr" else ():
             shapes += coverage(f"{words}, {kind}", [each[kind] for each in rounds])
@@ -53,6 +54,58 @@ def of_corners(options: argparse.Namespace) -> Iterator[Row]:
         yield from coverage(kind, [each[kind] for each in rounds])
 
 
+def of_steps(options: argparse.Namespace) -> Iterator[Row]:
+    """Half of them on 14 checkpoints, half on 30."""
+    for checkpoints in (14, 30):
+        rounds = []
+        for round_ in range(options.rounds):
+            steps = instant_steps(options.curves // 2, checkpoints, np.random.default_rng([round_, 2, checkpoints]))
+            found = [(emergence_times(*given, **errors), truth) for given, errors, truth in steps]
+            rounds.append(np.array([covered(*each) for each in found]))
+        yield from coverage(f"{checkpoints} checkpoints", rounds)
+
+
+def of_cut(options: argparse.Namespace) -> Iterator[Row]:
+    """What is said of both ends of rises of which a part is seen, and how often the times of the whole are held."""
+    rounds, inside = [], []
+    for round_ in range(options.rounds):
+        found = []
+        for given, errors, truth, moves in cut(options.curves, np.random.default_rng([round_, 3])):
+            times = emergence_times(*given, **errors)
+            if times.changes:
+                found.append((*moves, times.before, times.not_yet, given[0][0] == 0, *covered(times, truth)))
+        table = np.array(found, dtype=float)
+        late, early = table[:, 1] > 0, (table[:, 0] > 0) & (table[:, 4] == 0)
+        within = (table[:, 0] == 0) & (table[:, 4] == 0)
+        shares = (1 - table[late, 3], 1 - table[early, 2], 1 - table[~late, 3], 1 - table[within, 2])
+        rounds.append([float(each.mean()) for each in shares])
+        inside.append(table[:, 5:])
+    names = ("move at the last checkpoint: given a plateau", "move at the first: given an onset")
+    others = ("have settled: given a plateau", "have not moved yet at the first: given an onset")
+    for name, values in zip((*names, *others), zip(*rounds, strict=True), strict=True):
+        yield Row(name, list(values), 0.05 if name in names else None, at_most=True)
+    yield from (row for row in coverage("all", inside) if "peak" not in row.what)  # of the whole it is never seen
+
+
+def of_flat(options: argparse.Namespace) -> Iterator[Row]:
+    """The share of flat curves said to change, by noise and number of checkpoints."""
+    for errors in ("neither", "stderr"):
+        for noise in ("normal", "t3", "0.3", "0.7", "0.9"):
+            for checkpoints in (8, 15, 29, 55):
+                said = []
+                for round_ in range(options.rounds):
+                    rng = np.random.default_rng([round_, 4, checkpoints])
+                    curves = flat_noise(options.curves // 5, checkpoints, noise, rng)
+                    known = {"stderr": np.ones(checkpoints)} if errors == "stderr" else {}
+                    steps = np.geomspace(1, 143_000, checkpoints)
+                    said.append(float(np.mean([emergence_times(steps, each, **known).changes for each in curves])))
+                named = noise if noise in ("normal", "t3") else f"AR(1) {noise}"
+                yield Row(f"{ERRORS[errors]}, {named}, {checkpoints} checkpoints: emerge", said, 0.08, at_most=True)
+
+
+OTHERS = {"corners": of_corners, "steps": of_steps, "cut": of_cut, "flat": of_flat}
+
+
 def coverage(words: str, rounds: list[np.ndarray]) -> Iterator[Row]:
     """Of what intervals hold in each round, (curves, times)."""
     for name, shares in zip(TIMES, np.array([each.mean(0) for each in rounds]).T.tolist(), strict=True):
@@ -62,7 +115,7 @@ def coverage(words: str, rounds: list[np.ndarray]) -> Iterator[Row]:
 def false_alarms(round_: int, errors: str, curves: int) -> float:
     """The share of flat curves that are said to emerge."""
     flat = drawn(curves, np.random.default_rng([round_, 0]), errors, flat=True)
-    return float(np.mean([emergence_times(*given, **options).emerges for given, options, _ in flat]))
+    return float(np.mean([emergence_times(*given, **options).changes for given, options, _ in flat]))
 
 
 def of_round(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dict[str, np.ndarray]:
@@ -72,7 +125,7 @@ def of_round(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dic
     for kind in kinds:
         for given, options, truth in drawn(curves // len(kinds), rng, errors, kind=kind):
             times = emergence_times(*given, **options)
-            if times.emerges:
+            if times.changes:
                 inside[kind].append(covered(times, truth))
     return {kind: np.array(each) for kind, each in inside.items()}
 

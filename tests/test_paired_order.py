@@ -114,7 +114,7 @@ def run(tmp_path):
     third = two_curves(4, shift=0.5, shared=0.0)[1]
     for number, step in enumerate(STEPS.astype(int).tolist()):
         for analysis, data, rows in (("a", "d", first), ("b", "d", second), ("c", "e", third)):
-            kept = [record("shown", rows[:, number], 1), record("shown", np.roll(rows, 1, 1)[:, number], 2)]
+            kept = [record("shown", rows[:, number], 1), record("shown", rows[:, max(number - 1, 0)], 2)]
             kept.append(replace(record("unkept", rows[:, number]), by_prompt=None))
             provenance = {"config_hash": analysis, "data_hash": data}
             about = {"run": "planted", "step": step, "tokens": None, "seconds": 0.1, "provenance": provenance}

@@ -34,7 +34,6 @@ _TABLES: dict[str, Any] = {
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
-_NO_NAME = re.compile(r"[\x00-\x1f\x7f]|.{201}")  # has no room in a figure, or no letter for it
 _LONG = 100  # points of a scalar of training
 # What a column of a table of scores is called, the first that is there.
 _COLUMNS = {
@@ -260,11 +259,6 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
     tags = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
-    for name in (*roles, *tags):
-        if odd := next((text for text in map(str, table[name].unique()) if _NO_NAME.search(text)), ""):
-            raise InputError(
-                f"{place}: expected names of a line and at most 200 characters in column {name}, got {odd[:60]!r}"
-            )
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
     if len(table) > 1 and tags and not table.duplicated(keys).any():
         raise InputError(
@@ -305,8 +299,6 @@ def _equals(column: Any, text: str) -> Any:
 
 
 def _numeric(column: Any, name: str) -> Any:
-    if column.dtype == bool or (column.dtype == object and column.map(type).eq(bool).any()):
-        raise InputError(f"{name}: expected numbers, got true or false")
     try:
         return column.astype("float64")
     except (ValueError, TypeError, OverflowError) as error:

@@ -98,19 +98,9 @@ def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
         common, seeds = at_common_checkpoints(group)
         if len(group) < 2 or not len(common):
             continue
-        first = group[0]
-        merged.append(
-            StepCurve(
-                run=name,
-                analysis=first.analysis,
-                metric=first.metric,
-                layer=first.layer,
-                tags=first.tags,
-                at=common,
-                values=seeds.mean(0),
-                seeds=seeds,
-            )
-        )
+        own: dict[str, Any] = {"stderr": None, "prompts": None, "prompts_of": "", "num_without_stderr": 0}
+        own |= {"run": name, "settings": UNKNOWN, "at": common, "values": seeds.mean(0), "seeds": seeds}
+        merged.append(replace(group[0], **own))
     return merged
 
 

@@ -22,11 +22,12 @@ from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
 # The columns of times.csv, which others read; times.parquet has every end of an interval beside them.
-COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "p_value", "onset", "halfway")
-COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "over")
+COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
+COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
 FEW_SEEDS = 3
 FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
+UNDECIDED = 0.05  # share of draws in which open ends leave an order open: of more there is no probability
 WIDEST = 0.25  # of the axis: where a half-way point is known no better, its place in an order is chance
 
 
@@ -125,7 +126,8 @@ def times_table(clock: Clock) -> pd.DataFrame:
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
         row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
-        row |= {"layer": curve.layer, "tags": curve.tag_text, "emerges": times.emerges, "p_value": times.p_value}
+        row |= {"layer": curve.layer, "tags": curve.tag_text, "emerges": times.emerges, "changes": times.changes}
+        row |= {"p_value": times.p_value, "before": times.before, "not_yet": times.not_yet}
         ends = {}
         for name in TIMES:
             time = getattr(times, name)
@@ -156,14 +158,22 @@ def whole_model(curves: Sequence[StepCurve]) -> list[StepCurve]:
 def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
     """Returns the probability that the first is half-way before the second, over independent draws of both.
 
-    `paired`: over draws of both together, which `emergence_times` with the same `counts` are.
+    `paired`: over draws of both together, which `emergence_times` with the same `counts` are. A half-way point with an
+    open end lies anywhere on that side of its draw: NaN where that leaves the order open in more than `UNDECIDED`.
     """
+    ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
+    is_open = any((*first.open_ends, *second.open_ends))
+    return math.nan if is_open and ahead + behind < 1 - UNDECIDED else (1 + ahead - behind) / 2
+
+
+def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -> float:
+    """The share of draws in which the first is certainly before the second."""
+    if first.open_ends[1] or second.open_ends[0]:
+        return 0.0
     if paired:
-        ahead, behind = first.halfway_draws < second.halfway_draws, first.halfway_draws > second.halfway_draws
-        return float((1 + ahead.mean() - behind.mean()) / 2)
-    ahead = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="right")
-    behind = np.searchsorted(np.sort(second.halfway_draws), first.halfway_draws, side="left")
-    return float(1 - (ahead + behind).mean() / 2 / len(second.halfway_draws))
+        return float((first.halfway_draws < second.halfway_draws).mean())
+    ahead = np.searchsorted(np.sort(first.halfway_draws), second.halfway_draws, side="left")
+    return float(ahead.mean() / len(first.halfway_draws))
 
 
 def is_before(first: Timed, second: Timed) -> tuple[float, bool]:
@@ -187,6 +197,8 @@ def few_seeds_sentence(clock: Clock) -> str:
 def order_table(clock: Clock) -> pd.DataFrame:
     """Returns P(a is half-way before b) for each pair of what emerges in a run, earliest first: `of_the_model`.
 
+    NaN where open ends do not tell.
+
     `paired` says whether both were drawn by the same resampled prompts, or independently.
     """
     rows = []
@@ -203,7 +215,7 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
     """Returns P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
     rows = []
     for run in clock.runs:
-        layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].halfway is not None]
+        layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].emerges]
         for same in grouped(layered, lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text)).values():
             for a, b in itertools.combinations(sorted(same, key=lambda pair: pair[0].layer or 0), 2):
                 what = {"run": run, "analysis": a[0].analysis, "metric": a[0].metric, "tags": a[0].tag_text}
@@ -219,7 +231,7 @@ def _before(a: Timed, b: Timed) -> dict[str, Any]:
 
 def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
     """Returns what emerges in a run of `of_the_model`, the earliest half-way point first."""
-    emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.halfway is not None]
+    emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -230,15 +242,15 @@ def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both.
 
-    Half-way points are left out where their interval is wider than `WIDEST` of the axis: a score that wanders by more
-    than its errors emerges, too, anywhere. Of runs in which all that is left is half-way at the same step there is
+    Half-way points are left out where their interval is wider than `WIDEST` of the axis, or open: a score that wanders
+    by more than its errors emerges anywhere. Of runs in which all that is left is half-way at the same step there is
     none, and none of the mean over seeds, which would agree with itself.
     """
     halfway = {
         run: {
             curve.key: times.halfway.value
             for curve, times in of_the_model(clock, run)
-            if times.halfway is not None and _is_known(curve, times.halfway)
+            if times.emerges and _is_known(curve, times.halfway)
         }
         for run in clock.runs
         if all(curve.seeds is None for curve, _ in clock.of_run(run))

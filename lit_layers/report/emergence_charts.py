@@ -30,10 +30,14 @@ def axis_text(number: float) -> str:
 
 
 def time_text(time: Time | None) -> str:
-    """Returns `43 (38 to 50)`, or nothing where there is no time."""
+    """Returns `43 (38 to 50)`, `before 50`, `after 38`, `not yet`, or nothing where there is no time."""
     if time is None:
         return ""
+    if math.isinf(time.high):
+        return "not yet" if math.isinf(time.value) else f"after {axis_text(time.low)}" if time.low else "not known"
     low, high = axis_text(time.low), axis_text(time.high)
+    if time.low == 0 and high != low:
+        return f"before {high}"
     return axis_text(time.value) if low == high else f"{axis_text(time.value)} ({low} to {high})"
 
 
@@ -41,8 +45,13 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
     """Returns `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
     if times.halfway is None or times.peak is None:
         return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
-    where = "step" if axis == "step" else "token"
-    return f"{curve.title}: half-way at {where} {time_text(times.halfway)}, peak at {axis_text(times.peak.value)}"
+    halfway, where = time_text(times.halfway), "step" if axis == "step" else "token"
+    halfway = f"at {where} {halfway}" if halfway[0].isdigit() else halfway
+    peak = "not yet" if math.isinf(times.peak.value) else f"at {axis_text(times.peak.value)}"
+    if not times.emerges:
+        return f"{curve.title}: changes and comes back, farthest {peak}"
+    ends = ", moves at its first checkpoint" * times.before + ", still moves at its last checkpoint" * times.not_yet
+    return f"{curve.title}: half-way {halfway}, peak {peak}{ends}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -68,7 +77,8 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         at = [row + (0.5 * (number + 0.5) / several - 0.25 if several > 1 else 0) for row, _ in of_run]
         texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(times.halfway)}" for row, times in of_run]
         half, peak = ([getattr(times, name) for _, times in of_run] for name in ("halfway", "peak"))
-        ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
+        last = max(float(curve.at[-1]) for curve in clock.curves)
+        ends = {end: rounded(place(min(getattr(time, end), last)) for time in half) for end in ("low", "high")}
         look = style_of_run(number, run, of=several, tells_texts=True, size=6.5)
         series.append(
             Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
@@ -76,8 +86,15 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(times.peak)}" for row, times in of_run]
         hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
+        for side, (mark, end) in enumerate((("triangle-left", "low"), ("triangle-right", "high"))):
+            is_open = [times.open_ends[side] for _, times in of_run]
+            if any(is_open):
+                y = [place if arrow else None for place, arrow in zip(ends[end], is_open, strict=True)]
+                series.append(Series(x=at, y=y, **look | {"mark": mark, "legend": False, "hover": False}))
     texts = [wrapped(_row_title(by_key[key][0][1])) for key in keys]
-    title = "When each metric is half-way (filled, with its interval) and at its peak (hollow)"
+    title = (
+        "When each metric is half-way (filled, with its interval; an arrow where it is open) and at its peak (hollow)"
+    )
     return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + row_height(texts) * len(keys))
 
 
@@ -94,7 +111,8 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
             of_run = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
             half = [_halfway(times) for _, times in of_run]
             texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in of_run]
-            ends = {end: rounded(place(getattr(time, end)) for time in half) for end in ("low", "high")}
+            last = max(float(curve.at[-1]) for curve, _ in pairs)
+            ends = {end: rounded(place(min(getattr(time, end), last)) for time in half) for end in ("low", "high")}
             look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
             layers = [curve.layer for curve, _ in of_run]
             series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))

@@ -88,11 +88,17 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
     pairs = of_the_model(clock, run)
     emerges = any(times.emerges for _, times in pairs)
     return {
-        "sentences": [sentence(*pair) for pair in emerged_in_order(clock, run)],
-        "still": [curve.title for curve, times in pairs if not times.emerges],
+        "sentences": _sentences(clock, run),
+        "still": [curve.title for curve, times in pairs if not times.changes],
         "notes": _notes(clock),
         "blocks": [_block("Timeline", timeline(clock), kind="named")] if emerges else [],
     }
+
+
+def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
+    """What emerges, the earliest first, and then what changes and comes back."""
+    back = [pair for pair in of_the_model(clock, run) if pair[1].changes and not pair[1].emerges]
+    return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
 
 
 def _figures(
@@ -133,9 +139,9 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
     return fill(
         "emergence.html.jinja",
         title=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
-        sentences={run: [sentence(*pair, axis=axis) for pair in emerged_in_order(clock, run)] for run in clock.runs},
+        sentences={run: _sentences(clock, run, axis) for run in clock.runs},
         still={
-            run: [curve.title for curve, times in of_the_model(clock, run) if not times.emerges] for run in clock.runs
+            run: [curve.title for curve, times in of_the_model(clock, run) if not times.changes] for run in clock.runs
         },
         facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(runs))],
         notes=_notes(clock),

@@ -77,7 +77,9 @@ def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: flo
     outside = np.flatnonzero(np.abs(risen - risen[-1]) > EDGE)[-1]
     cell = (last - first) / (FINE - 1)
     ranges = {"onset": (onset, onset), "halfway": (half, half), "peak": (tops[0], tops[-1]), "plateau": (outside,) * 2}
-    return {name: (x[low] - cell, x[high] + cell) for name, (low, high) in ranges.items()}
+    found = {name: (x[low] - cell, x[high] + cell) for name, (low, high) in ranges.items()}
+    rises_on = outside > FINE * 0.89 and tops[0] == FINE - 1  # a drift: its peak and its plateau are still to come
+    return found | dict.fromkeys(("peak", "plateau"), (np.inf, np.inf)) if rises_on else found
 
 
 def drawn(
@@ -110,9 +112,58 @@ def drawn(
         yield (2**x - 1, values), options, landmarks(curve, x[0], x[-1])
 
 
+def cut(
+    count: int, rng: np.random.Generator
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], dict[str, Any], Truth, tuple[bool, bool]]]:
+    """Rises of which a random part is seen, with known errors of 1 to 20% of what is seen of the change.
+
+    Their times are those of the whole rise. The last two say whether the curve moves at its first checkpoint and at its
+    last one: its onset (its plateau) lies beyond, and it goes a twentieth of what is seen in the eighth of the axis
+    beside that end.
+    """
+    while count > 0:
+        first, last = rng.choice([0, rng.uniform(1, 8)]), rng.choice([rng.uniform(9, 17), 17])
+        _, curve = shape(rng, 0, 17, str(rng.choice(["ramp", "sigmoid", "exponential", "drift"])))
+        checkpoints = int(np.exp(rng.uniform(np.log(8), np.log(60))))
+        x = np.linspace(first, last, checkpoints)
+        seen, eighth = np.ptp(curve(np.linspace(first, last, FINE))), (last - first) / 8
+        if seen < 0.05:
+            continue
+        stderr = np.full(checkpoints, seen * np.exp(rng.uniform(np.log(0.01), np.log(0.2))))
+        truth = landmarks(curve, 0, 17)
+        moved = [
+            float(np.abs(curve(end) - curve(end + way))) > seen / 20 for end, way in ((first, eighth), (last, -eighth))
+        ]
+        moves = bool(truth["onset"][1] < first and moved[0]), bool(truth["plateau"][0] > last and moved[1])
+        yield (2**x - 1, curve(x) + rng.normal(0, stderr)), {"stderr": stderr}, truth, moves
+        count -= 1
+
+
+def instant_steps(
+    count: int, checkpoints: int, rng: np.random.Generator
+) -> Iterator[tuple[Any, dict[str, Any], Truth]]:
+    """Steps from 0 to 1 without any width, between the second checkpoint and the last but one of a log-spaced axis."""
+    x = np.log2(1 + np.unique(np.round([0, *np.geomspace(1, 143_000, checkpoints - 1)])))
+    for _ in range(count):
+        place, stderr = rng.uniform(x[1], x[-2]), np.full(len(x), 0.05)
+        truth = dict.fromkeys(("onset", "halfway", "plateau"), (place, place)) | {"peak": (place, x[-1])}
+        yield (2**x - 1, (x > place) + rng.normal(0, stderr)), {"stderr": stderr}, truth
+
+
+def flat_noise(count: int, checkpoints: int, noise: str, rng: np.random.Generator) -> np.ndarray:
+    """Noise of unit variance, (count, checkpoints): "normal", "t3", or AR(1) with the correlation that is named."""
+    if noise == "t3":
+        return rng.standard_t(3, (count, checkpoints)) / 3**0.5
+    kept = 0.0 if noise == "normal" else float(noise)
+    values = rng.standard_normal((count, checkpoints))
+    for at in range(1, checkpoints):
+        values[:, at] = kept * values[:, at - 1] + (1 - kept**2) ** 0.5 * values[:, at]
+    return values
+
+
 def covered(times: Any, truth: Truth) -> np.ndarray:
-    """Which of the four intervals hold the truth; none of them where a curve is said not to emerge."""
-    if not times.emerges:
+    """Which of the four intervals hold the truth; none of them where a curve is said to be flat."""
+    if not times.changes:
         return np.zeros(4)
     inside = []
     for name, (low, high) in truth.items():

@@ -88,7 +88,13 @@ def emerge(
 
 
 def _show(clock: "Clock", axis: str) -> None:
-    from lit_layers.clock.times_and_order import agreement_sentence, agreement_table, few_seeds_sentence, of_the_model
+    from lit_layers.clock.times_and_order import (
+        agreement_sentence,
+        agreement_table,
+        emerged_in_order,
+        few_seeds_sentence,
+        of_the_model,
+    )
     from lit_layers.report.emergence_charts import time_text
 
     for run in clock.runs:
@@ -100,12 +106,15 @@ def _show(clock: "Clock", axis: str) -> None:
                 "plateau": time_text(times.plateau),
                 "errors over": curve.over or "guessed",
             }
-            for curve, times in sorted(pairs, key=lambda pair: pair[1].halfway.value if pair[1].halfway else 0)
-            if times.halfway
+            for curve, times in emerged_in_order(clock, run)
+            if times.emerges
         ]
         show_table(rows, f"{run}, {axis}s")
-        still = [curve.title for curve, times in pairs if not times.emerges]
-        print(*([f"does not emerge: {'; '.join(still)}"] if still else []), "", sep="\n")
+        back = [curve.title for curve, times in pairs if times.changes and not times.emerges]
+        still = [curve.title for curve, times in pairs if not times.changes]
+        for what, titles in (("changes and comes back", back), ("does not emerge", still)):
+            print(f"{what}: {'; '.join(titles)}\n" if titles else "", end="")
+        print()
     agreement = agreement_table(clock)
     for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
         print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")

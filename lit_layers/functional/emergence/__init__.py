@@ -2,7 +2,6 @@
 
 from lit_layers.functional.emergence.curve_times import (
     FEWEST_CHECKPOINTS,
-    ChangePoint,
     EmergenceTimes,
     Time,
     emergence_times,
@@ -11,7 +10,6 @@ from lit_layers.functional.emergence.replicates import bootstrap_counts
 
 __all__ = [
     "FEWEST_CHECKPOINTS",
-    "ChangePoint",
     "EmergenceTimes",
     "Time",
     "bootstrap_counts",

@@ -5,13 +5,14 @@ says that, too. How often the intervals hold, and how often a flat curve is said
 docs/emergence_accuracy.md.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import signal, stats
 
 from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
 from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean, drawn_together, whole_rows
@@ -22,7 +23,12 @@ Scale = Literal["log", "linear"]
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000  # a thousand take a minute and 5 GB, ten thousand would hours and 500
 EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
 GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
-PERMUTATIONS = 999
+RETURNED = 0.25  # of the whole change: a curve that ends so near to its first level has come back
+SEEN, OFTEN = 0.6, 0.1  # a level is seen that lasts for so much of the way to it, but in so many of the drawn curves
+JUMP = 0.15  # of what a curve does in a gap: what it does at most in the gaps beside that where it jumps
+FLAT_CURVES = 999  # with each kind of noise
+CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 ones of these kinds: AR(1)
+CLIPPED = 3.0  # errors: no single value weighs more in the test of known errors
 SHORTEST = 2  # checkpoints of a piece between two change points
 LEAST_ERROR = 1e-4  # of the range of the values: for change points smaller errors count as this
 
@@ -35,18 +41,11 @@ class Time(NamedTuple):
     high: float
 
 
-class ChangePoint(NamedTuple):
-    """A step at which the trend of a curve changes, in a bend or a jump, and the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class EmergenceTimes:
-    """When a curve changes; see `emergence_times`. `onset`, `halfway`, `peak` and `plateau` are None where it does not.
+    """When a curve changes; see `emergence_times`. `onset`, `halfway`, `peak` and `plateau` are None where it is flat.
 
+    It `changes` but does not emerge if it comes back. `before` and `not_yet`: it moves at its first, at its last one.
     `num_checkpoints` is on how many checkpoints this rests, `num_gaps` how many had no value. `halfway_draws` (draws,)
     are the half-way points of the drawn curves, on the axis of steps; empty where the curve does not emerge.
     """
@@ -57,10 +56,21 @@ class EmergenceTimes:
     halfway: Time | None
     peak: Time | None
     plateau: Time | None
-    change_points: tuple[ChangePoint, ...]
+    change_points: tuple[Time, ...]
     num_checkpoints: int
     num_gaps: int
     halfway_draws: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
+    before: bool = False
+    not_yet: bool = False
+
+    @property
+    def changes(self) -> bool:
+        return self.halfway is not None
+
+    @property
+    def open_ends(self) -> tuple[bool, bool]:
+        """Whether the half-way point may lie before the first checkpoint, and whether after the last one."""
+        return self.before, self.halfway is not None and bool(np.isinf(self.halfway.high))
 
 
 def emergence_times(
@@ -76,12 +86,12 @@ def emergence_times(
 ) -> EmergenceTimes:
     """When a curve over steps changes, or that it does not.
 
-    The verdict is a test of "the curve is flat" at level 1 - `confidence`: a curve that wanders by more than its errors
-    say emerges, too, and its intervals are wide. With standard errors: chi-squared of all
-    values against their weighted mean, and of the best split into before and after, each at half the level (the split
-    over all checkpoints, by the union bound). With replicates: Student's t of each split and of each checkpoint against
-    the others, over replicates, by the union bound; where coarse values of all rows happen to agree, there is no t,
-    unless they agree everywhere (p is 0). With neither: permutations of the checkpoints; p is 0.001 at least.
+    The verdict is a test of "the curve is flat" at level 1 - `confidence`. With replicates: Student's t of each split
+    and of each checkpoint against the others, over replicates, by the union bound; where coarse values of all rows
+    happen to agree, there is no t, unless they agree everywhere (p is 0). Otherwise the curve is ranked among 999 flat
+    curves with noise of each of eight kinds, AR(1) of correlation 0, .3, .7 and .9 over checkpoints with normal or t3
+    shocks, and the largest p counts (0.001 at least). The statistics are those of `_of_changes`. A curve that wanders
+    by more than its errors say is not flat, either, and its intervals are wide.
 
     The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
     lengths and heights, alone and with one or two steps, each a sigmoid or a rise with a corner, of unknown place,
@@ -94,9 +104,17 @@ def emergence_times(
     - onset: where it last passes 0.1 before `halfway`.
     - plateau: from where on f stays within 0.1 |C| of its last value.
 
-    Values are medians over draws, intervals their quantiles. Change points are those of a trend that is
-    linear on the axis between them, by PELT (Killick et al. 2012), with the penalty that finds one in 1 - `confidence`
-    of straight lines with these errors.
+    Values are medians over draws, intervals their quantiles. Where a draw jumps in a gap between two checkpoints, with
+    at most 0.15 of that in the gaps beside it, its times in this gap are moved to a random place in the gap.
+
+    A curve that ends within a quarter of C of f_0 changes, but does not emerge. `not_yet`: in more than a tenth of the
+    draws, f has not stayed within 0.1 of its last level for 0.6 of the time that it took from half-way to there. Then
+    the plateau is infinite, and if f is farthest at its end, so is the peak, and onset and half-way point have no upper
+    end: C is not seen yet. `before`: the same at the first checkpoint, unless that is step 0. Then the onset is 0, and
+    the intervals of onset, half-way point and plateau begin at 0.
+
+    Change points are those of a trend that is linear on the axis between them (optimal partitioning), with the penalty
+    that finds one in 1 - `confidence` of straight lines with these errors.
 
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
@@ -116,25 +134,39 @@ def emergence_times(
     Raises:
         ValueError: fewer than 6 values or more than 1,000, steps that do not increase or are negative, standard errors
             that are negative or not finite where there is a value, both `stderr` and `replicates`, fewer than 2 whole
-            replicates, counts without replicates, shapes that differ, an unknown scale, a confidence outside (0, 1).
+            replicates, shapes that differ, an unknown scale, a confidence outside (0, 1).
     """
     curve = _Curve.checked(steps, values, stderr, replicates, scale, confidence)
     rng = np.random.default_rng(seed)
     p_value = curve.p_value(rng)
-    numbers = len(curve.x), curve.num_gaps
     resampled = None if counts is None else curve.resampled(counts)
     if not p_value <= 1 - confidence:
-        return EmergenceTimes(False, p_value, None, None, None, None, (), *numbers)
+        return EmergenceTimes(False, p_value, None, None, None, None, (), len(curve.x), curve.num_gaps)
     grid = curve.grid()
+    at = np.searchsorted(grid, curve.x)
     drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
-    landmarks = _landmarks(drawn, grid, np.searchsorted(grid, curve.x))
-    onset, halfway, peak, plateau = (curve.time(positions, confidence) for positions in landmarks)
-    half = landmarks[1]
+    onset, half, peak, settled, ended = _landmarks(drawn, grid, at)
+    # The same backwards from the last checkpoint: where the curve reaches its last level, and half-way to there.
+    reached, late_half, *_ = _landmarks(drawn[:, ::-1], grid[-1] - grid[::-1], len(grid) - 1 - at[::-1])
+    before = bool(curve.x[0] > 0 and (onset - grid[0] < SEEN * (half - onset)).mean() > OFTEN)
+    not_yet = bool((reached < SEEN * (late_half - reached)).mean() > OFTEN)
+    onset, half, settled = _anywhere_in_jumps((onset, half, settled), drawn[:, at], curve.x, rng)
+    positions = {"onset": onset, "halfway": half, "peak": peak, "plateau": settled}
+    times = {name: curve.time(each, confidence) for name, each in positions.items()}
+    if before:
+        times["onset"] = times["onset"]._replace(value=0.0)
+        times |= {name: times[name]._replace(low=0.0) for name in ("onset", "halfway", "plateau")}
+    if not_yet:
+        times["plateau"] = times["plateau"]._replace(value=np.inf, high=np.inf)
+    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # its largest change is not seen yet
+        times["peak"] = times["peak"]._replace(value=np.inf)
+        times |= {name: times[name]._replace(high=np.inf) for name in ("onset", "halfway", "peak")}
     if resampled is not None:
         estimated = mean_curves(curve.x, resampled, curve.noises()[0], grid)
-        half = drawn_together(half, _landmarks(estimated, grid, np.searchsorted(grid, curve.x))[1], rng)
-    changes = curve.change_points(confidence, rng)
-    return EmergenceTimes(True, p_value, onset, halfway, peak, plateau, changes, *numbers, curve.step(half))
+        half = drawn_together(half, _landmarks(estimated, grid, at)[1], rng)
+    emerges, changes = bool(np.median(ended) > RETURNED), curve.change_points(confidence, rng)
+    counted = len(curve.x), curve.num_gaps
+    return EmergenceTimes(emerges, p_value, *times.values(), changes, *counted, curve.step(half), before, not_yet)
 
 
 @dataclass(frozen=True)
@@ -196,7 +228,7 @@ class _Curve:
         return np.exp2(x) - 1 if self.scale == "log" else x
 
     def time(self, positions: Array, confidence: float) -> Time:
-        return Time(*self.step(_quantiles(positions, confidence)).tolist())
+        return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())
 
     def grid(self) -> Array:
         """The checkpoints, and as many points in each gap."""
@@ -206,12 +238,8 @@ class _Curve:
 
     def resampled(self, counts: ArrayLike) -> Array:
         """The means of the replicates that each draw takes, (draws, checkpoints)."""
-        if self.rows is None or self.whole is None:
-            raise ValueError("expected replicates with counts, which say how often each draw takes each of them")
-        taken = np.asarray(counts)
-        if taken.shape != (DRAWS, len(self.whole)):
-            raise ValueError(f"expected counts of shape ({DRAWS}, {len(self.whole)}), got {taken.shape}")
-        taken = taken[:, self.whole].astype(np.float64)
+        assert self.rows is not None
+        taken = np.asarray(counts, dtype=np.float64)[:, self.whole]
         total = taken.sum(1, keepdims=True)  # 0: of few whole replicates among many a draw may have none
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
@@ -227,19 +255,18 @@ class _Curve:
             return 1.0
         if self.rows is not None:
             return _p_of_rows(self.rows)
-        if self.covariance is None:
-            statistic = _largest_split(np.stack([self.y, *(rng.permutation(self.y) for _ in range(PERMUTATIONS))]))
-            return float((statistic >= statistic[0] * (1 - 1e-9)).mean())
-        variance = np.diag(self.covariance)
+        variance = np.ones(len(self.y)) if self.covariance is None else np.diag(self.covariance)
         if not variance.any():  # values without errors that differ
             return 0.0
-        weight = 1 / variance
-        spread = (weight * (self.y - np.average(self.y, weights=weight)) ** 2).sum()
-        gain = _gains(self.y[None], weight).max()
-        n = len(self.y)
-        return float(min(1.0, 2 * min(stats.chi2.sf(spread, n - 1), (n - 1) * stats.chi2.sf(gain, 1))))
+        return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
-    def change_points(self, confidence: float, rng: np.random.Generator) -> tuple[ChangePoint, ...]:
+    def _rank_among(self, flat: Array, weight: Array) -> float:
+        """The share of flat curves whose least rank in one of the statistics is no higher."""
+        statistics = _of_changes(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
+        least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
+        return float((least <= least[0]).mean())
+
+    def change_points(self, confidence: float, rng: np.random.Generator) -> tuple[Time, ...]:
         """Of a trend that is piecewise linear on this axis, in one step or bend after the other."""
         noise = _of_differences(self.y) if self.covariance is None else self.covariance
         noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
@@ -251,16 +278,16 @@ class _Curve:
         of_straight = _Lines(self.x, straight, weight)
         penalty = float(np.quantile(of_straight.gains(0, len(self.y)).max(1), confidence))
         lines = _Lines(self.x, self.y, weight)
-        cuts = [0, *_pelt(lines, penalty), len(self.y)]
+        cuts = [0, *_best_cuts(lines, penalty), len(self.y)]
         places = zip(cuts[:-2], cuts[2:], strict=True)
         return tuple(self._change_point(lines, before, after, confidence) for before, after in places)
 
-    def _change_point(self, lines: "_Lines", before: int, after: int, confidence: float) -> ChangePoint:
+    def _change_point(self, lines: "_Lines", before: int, after: int, confidence: float) -> Time:
         """The one change among a piece's checkpoints: each gap's share is its width times its likelihood."""
         gain, x = lines.gains(before, after), self.x[before + SHORTEST - 1 : after - SHORTEST + 1]
         share = np.diff(x) * np.exp((gain - gain.max()) / 2)
         reached = np.concatenate([[0.0], share.cumsum() / share.sum()])
-        return ChangePoint(*self.step(np.interp(_levels(confidence), reached, x)).tolist())
+        return Time(*self.step(np.interp(_levels(confidence), reached, x)).tolist())
 
 
 class _Lines:
@@ -320,11 +347,44 @@ def _gains(curves: Array, weight: Array) -> Array:
     return (sums / below - rest / above) ** 2 * (below / (below + above)) * above
 
 
-def _largest_split(curves: Array) -> Array:
-    """The largest F of a split, for each curve."""
-    gain = _gains(curves, np.ones(curves.shape[1])).max(1)
-    spread = ((curves - curves.mean(1, keepdims=True)) ** 2).sum(1)
-    return gain / np.maximum(spread - gain, 1e-12 * spread)
+@functools.lru_cache(maxsize=4)
+def _flat_noise(checkpoints: int) -> list[Array]:
+    """Of unit variance, (curves, checkpoints) of each kind: AR(1), of normal shocks and of Student's with 3 degrees."""
+    rng, shape = np.random.default_rng(0), (FLAT_CURVES, checkpoints)
+    shocks = [rng.standard_normal(shape), rng.standard_t(3, shape) / 3**0.5]
+    first = np.arange(checkpoints) == 0
+    scaled = [(kept, each * np.where(first, 1, (1 - kept**2) ** 0.5)) for kept in CORRELATIONS for each in shocks]
+    return [signal.lfilter([1.0], [1.0, -kept], each) for kept, each in scaled]
+
+
+def _of_changes(curves: Array, weight: Array, known: bool) -> Array:
+    """What is large where a curve (curves, checkpoints) is not flat, (statistics, curves).
+
+    The gain of the best split counts the less, the more its residuals go together at neighbouring checkpoints (their
+    lag-1 correlation r): as if there were (1 - r) / (1 + r) of the checkpoints. With known errors the sum of squares
+    stands beside it, each value clipped. Without, what noise there is has to be told from the curve: by the residuals,
+    and by differences of neighbouring values, of which those at lag 2 are (1 + r) times as large in AR(1) noise.
+    """
+    gain = _gains(curves, weight)
+    after = np.arange(curves.shape[1]) > gain.argmax(1)[:, None]
+    gain, residuals = gain.max(1), np.zeros_like(curves)
+    for side in (after, ~after):
+        mean = (side * weight * curves).sum(1) / (side * weight).sum(1)
+        residuals += side * (curves - mean[:, None]) * np.sqrt(weight)
+    rest = (residuals**2).sum(1)
+    rest = np.maximum(rest, 1e-12 * (gain + rest))
+    independent = _independent((residuals[:, 1:] * residuals[:, :-1]).sum(1) / rest)
+    if known:
+        scaled = (curves - np.average(curves, axis=1, weights=weight)[:, None]) * np.sqrt(weight)
+        return np.stack([gain * independent, np.minimum(scaled**2, CLIPPED**2).sum(1)])
+    near, far = (np.square(curves[:, lag:] - curves[:, :-lag]).mean(1) for lag in (1, 2))
+    return np.stack([gain / rest * independent, gain / near, gain / rest * _independent(far / near - 1)])
+
+
+def _independent(correlation: Array) -> Array:
+    """How many independent values are worth one of an AR(1) series of this lag-1 correlation."""
+    correlation = correlation.clip(-0.5, 0.95)
+    return (1 - correlation) / (1 + correlation)
 
 
 def _of_differences(y: Array) -> Array:
@@ -337,34 +397,42 @@ def _levels(confidence: float) -> Array:
     return np.array([0.5, (1 - confidence) / 2, (1 + confidence) / 2])
 
 
-def _quantiles(values: Array, confidence: float) -> Array:
-    return np.quantile(values, _levels(confidence))
+def _best_cuts(lines: _Lines, penalty: float) -> list[int]:
+    """Where another line begins: the numbers of the first checkpoints of all pieces but the first.
+
+    Of all sets of cuts the cheapest (optimal partitioning, Jackson et al. 2005): up to each end, from the best start.
+    """
+    n = lines.sums.shape[-1] - 1
+    cheapest, start = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=int)
+    cheapest[0] = -penalty
+    for end in range(SHORTEST, n + 1):
+        starts = np.arange(end - SHORTEST + 1)
+        costs = cheapest[starts] + lines.cost(starts, end) + penalty
+        start[end], cheapest[end] = costs.argmin(), costs.min()
+    cuts, end = [], start[n]
+    while end:
+        cuts.insert(0, int(end))
+        end = start[end]
+    return cuts
 
 
-def _pelt(lines: _Lines, penalty: float) -> list[int]:
-    """Where another line begins: the numbers of the first checkpoints of all pieces but the first."""
-    from ruptures import Pelt
-    from ruptures.base import BaseCost
+def _anywhere_in_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
+    """The times (draws,) of curves, where these jump between two checkpoints moved to anywhere between the two.
 
-    class Weighted(BaseCost):
-        # ruptures annotates none of what its own documentation asks a cost for.
-        model, min_size = "weighted line", SHORTEST  # pyright: ignore
-
-        def fit(self, signal: Array) -> "Weighted":  # pyright: ignore
-            self.signal = signal
-            return self
-
-        def error(self, start: int, end: int) -> float:  # pyright: ignore
-            return float(lines.cost(start, end)[0])
-
-    checkpoints = np.arange(lines.sums.shape[-1] - 1)[:, None]
-    return Pelt(custom_cost=Weighted(), min_size=SHORTEST, jump=1).fit(checkpoints).predict(pen=penalty)[:-1]
+    A curve jumps that moves in one gap far more than in the gaps beside it. Its values at checkpoints (draws,
+    checkpoints) do not say where in the gap, but drawn steps that are not narrow stay away from the ends.
+    """
+    moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
+    part, found = rng.random(len(values)), []
+    for each in times:
+        gap = np.clip(np.searchsorted(x, each) - 1, 0, len(x) - 2)
+        jumps = np.maximum(moved[row, gap], moved[row, gap + 2]) <= JUMP * moved[row, gap + 1]
+        found.append(np.where(jumps, x[gap] + part * (x[gap + 1] - x[gap]), each))
+    return found
 
 
-def _landmarks(
-    drawn: Array, grid: Array, checkpoints: Sequence[int] | NDArray[np.intp]
-) -> tuple[Array, Array, Array, Array]:
-    """Onset, halfway, peak and plateau of each curve on the axis of the grid, each (draws,)."""
+def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
+    """Onset, halfway, peak and plateau of each curve on the axis of the grid, and its end, each (draws,)."""
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
     at_checkpoints = risen[:, checkpoints]  # between them a draw overshoots, the farther the wider the gap
@@ -394,4 +462,5 @@ def _landmarks(
         between(risen, 0.5, half),
         grid[peak],
         np.where(settled == 0, grid[0], between(off, EDGE, settled)),
+        risen[:, last],
     )
