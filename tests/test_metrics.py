@@ -43,14 +43,11 @@ NOT_HERE = {
     *(
         "train/images_per_second",
         "train/mfu",
-        "train/critical_step",
-        "train/critical_sharpness",
         "mean_squared_error",
         "inflection_layer",
         "normalized_score",
         "failed",
     ),
-    *("train/critical_step", "train/critical_sharpness"),  # of a callback that is asked for
     "probe_c",  # of `estimator: watch` alone
     *("bf16_difference", "bf16_largest_difference"),  # of `dtype: bfloat16` alone
 }

@@ -37,7 +37,7 @@ class ConceptAlignment(DividedAnalysis):
     mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
 
     `whiten` takes inner products x' M^-1 y with M the covariance of the unembedding's rows (Park et al., arXiv
-    2311.03658), at every layer. `pair_gram` gives one category's cosines pair by pair. The model runs in float32 or
+    2311.03658), at every layer. The model runs in float32 or
     wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB). Source: hierarchical analysis of
     monotonicity (OpenReview ZVLyyG5yS6), figure 3.
     """
@@ -75,31 +75,6 @@ class ConceptAlignment(DividedAnalysis):
         for metric, by_layer in zip(METRICS, values, strict=True):
             for layer, row in enumerate(by_layer):
                 yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
-
-    def pair_gram(self, model: LayeredModel, category: str, layer: int) -> tuple[Tensor, list[tuple[str, str]]]:
-        """The cosines (pairs, pairs) of one category at one layer, and the words of those pairs.
-
-        Raises:
-            InputError: no such category (a name or an id) or layer, or too few pairs that are two points there.
-        """
-        self.check_options(model)
-        model = self.prepared(model)
-        matching = [each for each in self.words.by_category() if category in (each.name, each.id)]
-        if not matching:
-            names = ", ".join(each.id or each.name for each in self.words.by_category())
-            raise InputError(f"{self.name}: no category {category!r}; the words have {names}")
-        if not 0 <= layer <= model.num_layers:
-            raise InputError(f"{self.name}: expected a layer of 0..{model.num_layers}, got {layer}")
-        states = torch.cat([self.of_part(model, part)[layer] for part in self.words])
-        kept = _two_points(states, matching[0])
-        if int(kept.sum()) < LEAST_PAIRS:
-            raise InputError(
-                f"{self.name}: at layer {layer} only {int(kept.sum())} pairs of {category!r} are two points, and at "
-                f"least {LEAST_PAIRS} are needed: choose another layer"
-            )
-        first, second = states[matching[0].first[kept]], states[matching[0].second[kept]]
-        alignment = geometry.concept_alignment(first, second, whiten=self._covariance(model), shuffles=1)
-        return alignment.gram, [pair for pair, stays in zip(matching[0].pairs, kept.tolist(), strict=True) if stays]
 
     def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
         kept = _two_points(states, category)  # (layers + 1, pairs)

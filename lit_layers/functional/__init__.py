@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lit_layers.functional.probes.logistic import *
     from lit_layers.functional.probes.regression import *
     from lit_layers.functional.probes.watching_probe import *
-    from lit_layers.functional.sharpness import *
     from lit_layers.functional.similarity import *
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *

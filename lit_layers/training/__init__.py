@@ -4,12 +4,10 @@ from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitImageData, LitTextData
 from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
-from lit_layers.training.run_log import CriticalSharpness
 from lit_layers.training.tuning.glue_data import LitGlueData
 from lit_layers.training.tuning.sequence_tasks import LitSequenceClassifier
 
 __all__ = [
-    "CriticalSharpness",
     "EmergenceCallback",
     "LitCausalLM",
     "LitGlueData",

@@ -173,22 +173,6 @@ def test_one_relation_alone_has_no_mean_over_categories(words):
     assert {key[2] for key in run(text_model("gpt2"), only)} == {"L10"}
 
 
-def test_the_gram_of_a_category_is_that_of_its_records(words):
-    model = text_model("gpt2")
-    analysis = ConceptAlignment(words=words)
-    gram, pairs = analysis.pair_gram(LayeredModel(model), "I01", 2)
-    assert pairs == [(stem, stem + "s") for stem in STEMS]  # without sheep
-    np.testing.assert_allclose(gram.diagonal(), 1)
-    above = gram[*torch.triu_indices(7, 7, 1)]
-    assert above.mean().item() == pytest.approx(run(model, words)["concept_alignment", 2, "I01"].value)
-    by_name, _ = analysis.pair_gram(LayeredModel(model), "plural", 2)
-    assert torch.equal(by_name, gram)
-    with pytest.raises(InputError, match="concept_alignment: no category 'I02'; the words have I01, D01, L10"):
-        analysis.pair_gram(LayeredModel(model), "I02", 2)
-    with pytest.raises(InputError, match=f"expected a layer of 0..{LAYERS}, got 9"):
-        analysis.pair_gram(LayeredModel(model), "I01", 9)
-
-
 def test_several_processes_find_what_one_does(words):
     model, analysis = LayeredModel(text_model("gpt2")), ConceptAlignment(words=words)
     shares = [analysis.of_parts(model, range(rank, 99, 3)) for rank in range(3)]
