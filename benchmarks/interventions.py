@@ -25,6 +25,7 @@ from lit_layers.analyses.readouts.readout_scores import FullModel, Interventions
 from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order
+from tests.support.planned_runs import num_block_runs
 
 WANTED = {12: 0.35, 24: 0.40}  # of all variants, by the number of blocks
 
@@ -93,7 +94,7 @@ def compare(model: torch.nn.Module, analysis: Interventions, options: argparse.N
         for one, other in zip(sums["each"], sums["shared"], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     num_each = sum(len(step) if isinstance(step, tuple) else 1 for variant in chosen for step in variant.schedule)
-    num_shared = SharedPrefixes([variant.schedule for variant in chosen], view.num_layers).num_block_runs
+    num_shared = num_block_runs(SharedPrefixes([variant.schedule for variant in chosen], view.num_layers))
     num_shared += view.num_layers  # the full model's own
     others = {
         "variants": str(len(chosen)),

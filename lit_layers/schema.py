@@ -210,7 +210,6 @@ Engine = Literal["process", "ray"]
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 VALUES_MB = 64  # of the values of prompts that a run keeps beside its measurements
-KEPT_MB = 256  # of states that several analyses look at: in memory between them, unless an option says otherwise
 NOT_NEGATIVE = Range(0, math.inf)
 POSITIVE = Range(0, math.inf, above=True, words="a positive number")
 SHARE = Range(0, 1, words="a share from 0 to 1")

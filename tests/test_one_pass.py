@@ -1,7 +1,5 @@
 """Analyses that look at the same texts share their passes, and each finds what it finds alone."""
 
-import errno
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -37,16 +35,12 @@ from lit_layers.analyses import (
 )
 from lit_layers.analyses.base import Analysis, DividedAnalysis
 from lit_layers.analyses.readouts import jacobian_lens
-from lit_layers.errors import InputError
 from lit_layers.measuring import one_model, undisturbed
-from lit_layers.measuring.offline import analyze_series
 from lit_layers.measuring.one_model import Shares, in_one_pass, join_shares, measure
 from lit_layers.models import shared_pass
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.series import OneModel
-from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
@@ -351,36 +345,6 @@ def test_an_analysis_that_runs_by_itself_keeps_nothing_that_it_has_had(monkeypat
     assert kept == [0] * 4
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_what_exceeds_the_limit_lies_in_files_that_leave_nothing_or_is_passed_again(is_full, tmp_path, monkeypatch):
-    model, batch = tiny("gpt2", torch.float64), texts()
-    analyses = [
-        Trajectory(batches=cut(batch, 4, 4)),
-        PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5),
-        Representation(batches=cut(batch, 3, 5)),
-        Lens(batches=cut(batch, 4, 4)),
-        Doing(batches=cut(batch, 4, 4), name="write", action="write unseen"),
-        Doing(batches=cut(batch, 4, 4), name="fail", action="fail"),
-    ]
-    expected = together(model, analyses)
-    counts, sizes = passed(model), []
-
-    def allocate(file, start, size):
-        sizes.append(size)
-        assert os.listdir(tmp_path), "the file is in the folder that was named"
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shared_pass.os, "posix_fallocate", allocate)
-    found = together(model, analyses, kept_mb=0, folder=tmp_path)
-    assert [repr(each.records) for each in found.values()] == [repr(each.records) for each in expected.values()]
-    assert found["fail"].error == "RuntimeError: here"
-    assert (max(counts[0].values()) > 1) == is_full
-    assert len(sizes) == 1 or not is_full, "it is not tried again"
-    assert set(sizes) == {(LAYERS + 1) * 4 * 16 * 32 * 8}
-    assert not os.listdir(tmp_path)
-
-
 def test_large_batches_are_measured_in_pieces(monkeypatch):
     model, batch = tiny("gpt2", torch.float64), texts("right")
     analyses = [Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 8)), Coupling(batches=cut(batch, 8), k=(2,))]
@@ -473,22 +437,13 @@ def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
         }
 
 
-@pytest.mark.parametrize("kept_mb", [0, 256])
-def test_prompts_of_a_batch_are_read_from_one_pass_whatever_the_limit(kept_mb):
+@pytest.mark.parametrize("kept", [0, 2**28])
+def test_prompts_of_a_batch_are_read_from_one_pass_whatever_the_limit(kept, monkeypatch):
+    monkeypatch.setattr(shared_pass, "KEPT_BYTES", kept)
     model, batch = tiny("gpt2"), texts()
     counts = passed(model)
-    together(model, [PathsInPlane(batches=cut(batch, 8), num_prompts=8)], kept_mb=kept_mb)
+    together(model, [PathsInPlane(batches=cut(batch, 8), num_prompts=8)])
     assert set(counts[0].values()) == {1}
-
-
-@pytest.mark.parametrize("kept_mb", [-1, float("nan"), 0.5])
-def test_a_limit_that_is_none_is_refused(kept_mb, tmp_path):
-    sentence = f"kept_mb: expected {'at least 0' if kept_mb == -1 else 'a whole number'}, got {kept_mb}"
-    analyses = [Trajectory(batches=cut(texts(), 8))]
-    with pytest.raises(InputError, match=sentence):
-        EmergenceCallback(analyses, [0], tmp_path, kept_mb=kept_mb)
-    with pytest.raises(InputError, match=sentence):
-        analyze_series(OneModel(tmp_path), analyses, root=tmp_path / "root", kept_mb=kept_mb)
 
 
 def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():

@@ -12,7 +12,6 @@ from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.probes.sample_sizes import SampleSizeSweep
 from lit_layers.analyses.probes.task_probes import Probe
 from lit_layers.analyses.readouts.jacobian_lens import JacobianLens
-from lit_layers.analyses.readouts.jacobian_lens import fit_jacobian_lens as fit_jacobian_lens
 from lit_layers.analyses.readouts.ngram_agreement import NgramAgreement
 from lit_layers.analyses.readouts.readout_scores import Interventions, Lens
 from lit_layers.analyses.representation import Representation, StateMetric

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -294,28 +293,24 @@ class DividedAnalysis(Analysis):
         """The model as it is measured."""
         return at_least_float32(model)
 
-    def texts_of_parts(self, model: LayeredModel) -> list[list[bytes]]:
-        """For each part the rows that it reads, as `SharedPass.rows` tells them apart."""
+    def num_parts(self, model: LayeredModel) -> int:
+        """Return the number of parts; options are checked."""
         self.check_options(model)
-        view = self.prepared(SharedPass.of(model))
-        rows = view.rows if isinstance(view, SharedPass) else lambda batches: []
-        return [rows(self.reads(view, part)) for part in self.parts(view)]
+        return sum(1 for _ in self.parts(self.prepared(SharedPass.of(model))))
 
     def of_parts(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
         """What the parts of these numbers give, by their number."""
         results: dict[int, Any] = {}
         view = SharedPass.of(model)
         view.turn(self.name)  # so that what it announces is let go once it has had it
-        for _ in self.turns(view, numbers, results, {}):
+        for _ in self.turns(view, numbers, results):
             pass
         return results
 
-    def turns(
-        self, model: SharedPass, numbers: Container[int], results: dict[int, Any], seconds: dict[int, float]
-    ) -> Iterator[float]:
+    def turns(self, model: SharedPass, numbers: Container[int], results: dict[int, Any]) -> Iterator[float]:
         """`of_parts` in turns with others that look at the same model, all of which announce first what they will read.
 
-        Before each part yields its place in the pass, and then adds what it gives and how long it took.
+        Before each part yields its place in the pass, and then adds what it gives.
         """
         self.check_options(model)
         view = self.prepared(model)
@@ -327,9 +322,7 @@ class DividedAnalysis(Analysis):
             if number not in numbers:
                 continue
             yield math.inf if announced is None else announced.place(self.reads(view, part))
-            started = time.perf_counter()
             results[number] = self.of_part(view, part)
-            seconds[number] = time.perf_counter() - started
 
     def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
         """Yields the records of all shares together.

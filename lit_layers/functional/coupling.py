@@ -12,7 +12,6 @@ from lit_layers.functional._checks import check_option, finite_matrices, wide_ma
 from lit_layers.functional.jacobian.singular import EPS, Factors, expected_rotations, singular_factors
 
 Sign = Literal["signed", "absolute"]
-Bases = Literal["uv", "vu"]
 Undefined = Literal["raise", "nan"]
 Directions = int | float
 
@@ -24,7 +23,6 @@ def miscoupling(
     k: Directions = 0.1,
     p: float = 2.0,
     sign: Sign = "signed",
-    bases: Bases = "uv",
 ) -> Float[Tensor, "*n"]:
     """How far `j1` is from diagonal in the leading K singular bases of `j2`; coupling is 1 minus it.
 
@@ -33,8 +31,8 @@ def miscoupling(
     sign coupled). Not symmetric. Unchanged by common rotations, common transposition and positive scaling of either.
     Ill-posed where `j2` has ties among its first K + 1 singular values: see `min_gap`. `p = 1` grows with width.
 
-    `k` counts directions where it is an int and is a share of `dim` where it is a float. `bases="vu"` swaps the bases
-    and is then not 0 for equal blocks. In float64 for dim <= 512 or float64 input, else float32.
+    `k` counts directions where it is an int and is a share of `dim` where it is a float. In float64 for dim <= 512 or
+    float64 input, else float32.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6, signed as
     printed there and p = 2 where they take the nuclear norm.
@@ -42,7 +40,7 @@ def miscoupling(
     Raises:
         ValueError: `k` outside 1..dim, a non-finite matrix, or a `j1` of zeros.
     """
-    pair = miscoupling_matrix(j1[..., None, :, :], j2[..., None, :, :], k=k, p=p, sign=sign, bases=bases)
+    pair = miscoupling_matrix(j1[..., None, :, :], j2[..., None, :, :], k=k, p=p, sign=sign)
     return pair[..., 0, 0]
 
 
@@ -53,7 +51,6 @@ def miscoupling_matrix(
     k: Directions | Sequence[Directions] = 0.1,
     p: float = 2.0,
     sign: Sign = "signed",
-    bases: Bases = "uv",
     undefined: Undefined = "raise",
 ) -> Tensor:
     """`miscoupling` of every block (row) in the bases of every other (column): `(*n, blocks, others)`.
@@ -73,9 +70,7 @@ def miscoupling_matrix(
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
-    result = miscoupling_from_factors(
-        jacobians, values[..., :count], factors, k=k, p=p, sign=sign, bases=bases, undefined=undefined
-    )
+    result = miscoupling_from_factors(jacobians, values[..., :count], factors, k=k, p=p, sign=sign, undefined=undefined)
     return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
 
 
@@ -93,7 +88,6 @@ def miscoupling_from_factors(
     k: Directions | Sequence[Directions] = 0.1,
     p: float = 2.0,
     sign: Sign = "signed",
-    bases: Bases = "uv",
     undefined: Undefined = "raise",
 ) -> Tensor:
     """`miscoupling_matrix` where the decompositions are at hand: `values` are those of `jacobians`."""
@@ -102,7 +96,7 @@ def miscoupling_from_factors(
     norms = _norms(values, counts, p, undefined)
     rows = [
         _lengths(compressed, values[..., block, :], counts, sign)
-        for block, (compressed, _) in enumerate(_compressions(jacobians, factors, max(counts), bases))
+        for block, (compressed, _) in enumerate(_compressions(jacobians, factors, max(counts)))
     ]
     result = torch.stack(rows, -2) / norms[..., None]  # (k, *n, blocks, others)
     result = result.to(factors.left.dtype)
@@ -222,44 +216,20 @@ def _likely_changes(
 
 
 def compressions(
-    jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int, bases: Bases = "uv"
+    jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
     """Yields, block by block, `A = U' J V` in the leading `count` directions of every other block."""
-    return (compressed for compressed, _ in _compressions(jacobians, factors, count, bases))
+    return (compressed for compressed, _ in _compressions(jacobians, factors, count))
 
 
-def _compressions(jacobians: Tensor, factors: Factors, count: int, bases: Bases) -> Iterator[tuple[Tensor, Tensor]]:
+def _compressions(jacobians: Tensor, factors: Factors, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Block by block A, and J V (*n, others, dim, count)."""
-    check_option("bases", bases, "uv", "vu")
     left, right = factors.left[..., :count], factors.right[..., :count]
-    if bases == "vu":
-        left, right = right, left
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
     for block in range(jacobians.shape[-3]):
         images = (jacobians[..., block, :, :].to(joined.dtype) @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
         yield left.mT @ images, images
-
-
-def offdiagonal_ratio(
-    j1: Float[Tensor, "*n dim dim"], j2: Float[Tensor, "*n dim dim"], *, k: Directions = 0.1, bases: Bases = "uv"
-) -> Float[Tensor, "*n"]:
-    """Share of the Frobenius norm of `A = U2' J1 V2` that lies off its diagonal, in [0, 1].
-
-    Source: the first versions of Aubry et al.; it ignores the singular values, so use `miscoupling`.
-
-    Raises:
-        ValueError: `k` outside 1..dim, a non-finite matrix, or A = 0.
-    """
-    j1, j2 = (_scaled(finite_matrices(wide_matrices(each), "raise")[0]) for each in (j1, j2))
-    (count,) = _counts(k, j1.shape[-1])
-    factors = singular_factors(j2[..., None, :, :], count)
-    (compressed,) = compressions(j1[..., None, :, :], factors, count=count, bases=bases)
-    compressed = compressed[..., 0, :, :]
-    norm = torch.linalg.matrix_norm(compressed)
-    if bool((norm == 0).any()):
-        raise ValueError("the off-diagonal ratio is undefined where j1 vanishes on the leading directions of j2")
-    return torch.linalg.matrix_norm(compressed - torch.diag_embed(compressed.diagonal(dim1=-2, dim2=-1))) / norm
 
 
 def num_directions(k: Directions, dim: int) -> int:

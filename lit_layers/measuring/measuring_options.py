@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT_OR_NONE, KEPT_MB, VALUES_MB, Device, Engine, refuse_no_shard
+from lit_layers.schema import COUNT_OR_NONE, VALUES_MB, Device, Engine, refuse_no_shard
 
 AUTO = "auto"
 
@@ -27,7 +27,6 @@ class MeasuringOptions:
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
         device: where the model runs. auto: on a GPU if there is one
         dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
-        kept_mb: most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk
         values_mb: most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
             curves by; 0: none
         engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
@@ -41,7 +40,6 @@ class MeasuringOptions:
     root: Path | None = None
     device: Device = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     engine: Engine = "process"
 

@@ -105,8 +105,6 @@ def analyze_series(
       training, which adds checkpoints and removes others, the name of each one says whose it is.
     - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
     - `dtype`: what the weights are converted to, however they are stored.
-    - `kept_mb`: how much of the states that several analyses look at is kept on the device between them; what is more
-      lies in files in `root` meanwhile.
     - `values_mb`: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
     - `engine`: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
       is running: a task per checkpoint. This process audits, hands out and writes; the numbers are those of "process".
@@ -120,7 +118,7 @@ def analyze_series(
         refuse_no_shard(changed["shard"], changed.get("engine", options.engine))
         changed["shard"] = "{}/{}".format(*changed["shard"])
     options = replace(options, **changed)
-    refuse_outside("", dict.fromkeys(("kept_mb", "values_mb"), COUNT_OR_NONE), vars(options))
+    refuse_outside("", {"values_mb": COUNT_OR_NONE}, vars(options))
     tell = progress or silent
     root = Path(root)
     measurer = Measurer(

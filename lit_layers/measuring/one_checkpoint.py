@@ -5,9 +5,7 @@ workers of an engine. A task of theirs is a checkpoint and a group of its analys
 which go through the blocks once for all of them.
 """
 
-import functools
 import gc
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -89,9 +87,7 @@ class Measurer:
         analyses = everything if analyses is None else analyses
         try:
             view, fingerprint = self._whole(checkpoint, everything)
-            folder = self.root if self.root.is_dir() else Path(tempfile.gettempdir())
-            way = functools.partial(one_model.in_one_pass, kept_mb=self.options.kept_mb, folder=folder)
-            return self._keep(checkpoint, view, analyses, way, fingerprint)
+            return self._keep(checkpoint, view, analyses, fingerprint)
         except torch.OutOfMemoryError as error:
             self.release()
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
@@ -132,7 +128,6 @@ class Measurer:
         checkpoint: Checkpoint,
         view: Any,
         analyses: Sequence[Analysis],
-        way: one_model.Way,
         fingerprint: str,
     ) -> list[Measurement]:
         """Measures one checkpoint by these weights, whatever files they came in: training writes others."""
@@ -155,7 +150,6 @@ class Measurer:
                 tokens=checkpoint.tokens,
                 provenance=source,
                 weights_hash=fingerprint,
-                way=way,
                 starting=lambda analysis: self.tell(analyses.index(analysis), len(analyses), analysis.name),
                 same=same,
             )

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record, Store
-from lit_layers.schema import KEPT_MB, Range, refuse_outside
+from lit_layers.schema import Range, refuse_outside
 
 logger = logging.getLogger(__name__)
 
@@ -77,24 +76,14 @@ def refuse_same_names(analyses: Iterable[Analysis]) -> None:
         raise InputError(f"analyses: two are named {double!r}; give each a name of its own")
 
 
-Way = Callable[..., Iterable[Measurement]]  # (model, analyses, starting, **facts): facts are those of `measure`
-
-
 def in_one_pass(
     model: nn.Module | LayeredModel,
     analyses: Sequence[Analysis],
     starting: Callable[[Analysis], None],
-    *,
-    kept_mb: int = KEPT_MB,
-    folder: Path | None = None,
     **facts: Any,
 ) -> Iterator[Measurement]:
-    """Yields the measurement of each analysis, in one process, of a model that is in memory whole.
-
-    `kept_mb`, `folder`: how much of the states is kept in memory between analyses, and where what is more.
-    """
-    pass_options: dict[str, Any] = {"kept_mb": kept_mb, "folder": folder}
-    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"], **pass_options)
+    """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
+    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"])
     for analysis in analyses:
         if is_divided(analysis):
             yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
@@ -111,7 +100,7 @@ def measure_missing(
     run: str,
     step: int | None,
     weights_hash: str,
-    way: Way = in_one_pass,
+    way: Callable[..., Iterable[Measurement]] = in_one_pass,
     starting: Callable[[Analysis], None] = lambda analysis: None,
     same: Mapping[str, Any] | None = None,
     **facts: Any,
@@ -136,7 +125,6 @@ class Attempt:
     error: str | None = None
     failure: Exception | None = None  # what `error` says, in the process where it was raised
     seconds: float = 0.0
-    of_parts: dict[int, float] = field(default_factory=dict)  # the seconds of each part
     facts: dict[str, Any] = field(default_factory=dict)
     random_state: list[Any] = field(default_factory=list)  # where its generators stand between two turns
 
@@ -194,11 +182,9 @@ class Shares:
         *,
         numbers: Mapping[str, Container[int]] | None = None,
         weights_hash: str | None = None,
-        kept_mb: int = KEPT_MB,
-        folder: Path | None = None,
     ) -> None:
         view = model if isinstance(model, LayeredModel) else LayeredModel(model)
-        self.model = SharedPass.of(view, kept_mb=kept_mb, folder=folder)
+        self.model = SharedPass.of(view)
         self.starting, self.weights_hash = starting, weights_hash
         self.analyses: dict[str, Any] = {analysis.name: analysis for analysis in analyses}
         self.attempts = {analysis.name: Attempt() for analysis in analyses}
@@ -209,8 +195,7 @@ class Shares:
         for name, analysis in self.analyses.items():
             if is_divided(analysis):
                 mine = ALL if numbers is None else numbers[name]
-                results, seconds = self._parts[name], self.attempts[name].of_parts
-                self._turns[name] = analysis.turns(self.model, mine, results, seconds)
+                self._turns[name] = analysis.turns(self.model, mine, self._parts[name])
                 self._turn(name)  # announces what it will read
             else:
                 # What it cannot say now is no error: it asks for its texts itself when it runs.

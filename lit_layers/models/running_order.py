@@ -294,16 +294,6 @@ class SharedPrefixes:
         self._on_one_way = max(map(len, steps), default=0) + 2 * widest
         self.num_held = self._on_one_way + 3  # what a block is given, what it returns, what is read
 
-    @property
-    def num_block_runs(self) -> int:
-        """How many times a block runs for one batch, beside the trajectory itself: on one state or several at once."""
-        total, nodes = 0, [self._root]
-        while nodes:
-            node = nodes.pop()
-            total += sum(number != node.next_of_full for number in node.uses())
-            nodes += node.children.values()
-        return total
-
     def num_together(self, num_tokens: int, state_bytes: float) -> int:
         """On how many states a block runs at a time at most, of a batch with so many tokens in all."""
         room = int(BYTES_TOGETHER // max(1, self.num_held * state_bytes))

@@ -1,14 +1,10 @@
 """One pass over the texts that several readers look at: each goes through the blocks once, whoever asks for it."""
 
 import hashlib
-import logging
 import math
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +13,8 @@ from torch import Tensor, nn
 from lit_layers.models.block_calls import now
 from lit_layers.models.offload import is_offloaded
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.schema import KEPT_MB
 
-logger = logging.getLogger(__name__)
-
+KEPT_BYTES = 2**28  # of states that several analyses look at
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -29,16 +23,12 @@ class _Row(NamedTuple):
 
     trajectory: Trajectory
     index: int
-    on_disk: bool = False
 
 
 @dataclass
 class _Ledger:
     """Who reads what, by the content of a row; shared by the views of a model in several precisions."""
 
-    kept_bytes: int
-    folder: Path | None = None  # for what is kept beyond that
-    disk_is_full: bool = False
     reader: str = ""
     readers: dict[bytes, list[str]] = field(default_factory=dict)  # who is still to ask for a row, and how often
     places: dict[bytes, int] = field(default_factory=dict)  # in the order in which rows were announced
@@ -51,9 +41,8 @@ class SharedPass(LayeredModel):
 
     Readers announce the batches that they will ask for. A row (a text with its padding, an image) that goes through the
     blocks is kept, on the device, until the last of them has had it, whichever batch it then comes in; one that nobody
-    announced is passed on asking, and let go. What is more than `kept_mb` is kept in files of `folder` (None: the
-    system's for temporary ones), which have no name, so that none is left whatever happens; where the disk is full it
-    is let go, and computed again. The states of an equal batch are the same bits; a row that comes from another batch
+    announced is passed on asking, and let go. What is more than `KEPT_BYTES` is let go, and computed again. The states
+    of an equal batch are the same bits; a row that comes from another batch
     differs by rounding, as products of other sizes do. Every reader is given states of its own, to which it may write.
 
     While a model differs from what it was at the beginning (a hook, a weight), whoever asks has a pass of its own.
@@ -63,20 +52,18 @@ class SharedPass(LayeredModel):
         self,
         view: LayeredModel,
         *,
-        kept_mb: int = KEPT_MB,
-        folder: Path | None = None,
         ledger: _Ledger | None = None,
     ) -> None:
         super().__init__(view.model)
         self.view = view
-        self._ledger = ledger or _Ledger(kept_mb * 2**20, folder)
+        self._ledger = ledger or _Ledger()
         self._before = fingerprints(self.model), hook_ids(self.model)
         self._converted: SharedPass | None = None
         self._convert: Callable[[LayeredModel], LayeredModel] = lambda view: view
 
     @classmethod
-    def of(cls, view: LayeredModel, *, kept_mb: int = KEPT_MB, folder: Path | None = None) -> "SharedPass":
-        return view if isinstance(view, SharedPass) else cls(view, kept_mb=kept_mb, folder=folder)
+    def of(cls, view: LayeredModel) -> "SharedPass":
+        return view if isinstance(view, SharedPass) else cls(view)
 
     def converted(self, convert: Callable[[LayeredModel], LayeredModel]) -> "SharedPass":
         """The view of the model in another precision, made once for all readers."""
@@ -148,7 +135,7 @@ class SharedPass(LayeredModel):
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
         keys = self._keys(batch)
         waiting = self._ledger.readers
-        is_large = keys is not None and len(keys) * _row_bytes(self, batch) > self._ledger.kept_bytes
+        is_large = keys is not None and len(keys) * _row_bytes(self, batch) > KEPT_BYTES
         shared = (key in self._ledger.rows or len({*waiting.get(key, ())}) > 1 for key in keys or ())
         if is_large or not any(shared):  # then one layer at a time is in memory
             self.view.pass_states(batch, look)
@@ -192,7 +179,7 @@ class SharedPass(LayeredModel):
         source = rows[0].trajectory
         in_order = [row.index for row in rows] == list(range(source.hidden.shape[1]))
         if in_order and source.calls and all(row.trajectory is source for row in rows):
-            if not any(row.trajectory is source for row in self._ledger.rows.values()) and not rows[0].on_disk:
+            if not any(row.trajectory is source for row in self._ledger.rows.values()):
                 return source  # the last to ask has what was kept
             # Without the logits that another reader asked for.
             return replace(source, hidden=source.hidden.to(self.device, copy=True), mask=source.mask.clone())
@@ -218,25 +205,19 @@ class SharedPass(LayeredModel):
         asked_for = [index for index, key in enumerate(keys) if key in ledger.readers]
         if not asked_for:
             return
-        held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values() if not row.on_disk}
-        is_full = sum(held.values()) + fresh.hidden.nbytes * len(asked_for) // len(keys) > ledger.kept_bytes
+        held = {id(row.trajectory): row.trajectory.hidden.nbytes for row in ledger.rows.values()}
+        is_full = sum(held.values()) + fresh.hidden.nbytes * len(asked_for) // len(keys) > KEPT_BYTES
         # What its own reader goes on with, prompt by prompt, is held all the same.
-        to_disk = is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in asked_for)
-        if to_disk and ledger.disk_is_full:
+        if is_full and not any(ledger.reader in ledger.readers[keys[index]] for index in asked_for):
             return
         if len(asked_for) == len(keys):
             hidden, mask, calls = fresh.hidden, fresh.mask.clone(), fresh.calls
         else:  # what nobody waits for is not held with the rest
             hidden, mask, calls = fresh.hidden[:, asked_for], fresh.mask[asked_for], ()
-        try:
-            hidden = on_disk(hidden, ledger.folder) if to_disk else hidden.clone() if calls else hidden
-        except OSError as error:
-            logger.warning("states beyond kept_mb are computed again, as the disk does not take them: %s", error)
-            ledger.disk_is_full = True
-            return
+        hidden = hidden.clone() if calls else hidden
         fresh = replace(fresh, hidden=hidden, mask=mask, calls=calls)
         for index, number in enumerate(asked_for):
-            ledger.rows[keys[number]] = _Row(fresh, index, to_disk)
+            ledger.rows[keys[number]] = _Row(fresh, index)
 
 
 def row_digests(columns: Mapping[str, Tensor], how: str = "") -> list[bytes]:
@@ -308,18 +289,6 @@ def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
                 del hooks[key]
                 left.append(path.removesuffix(".") or type(model).__name__)
     return left
-
-
-def on_disk(tensor: Tensor, folder: Path | None) -> Tensor:
-    """A copy that lies in a file and not in memory; the file loses its name at once, and its room with the copy.
-
-    Raises:
-        OSError: no room on the disk, or no such folder.
-    """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".states-") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))  # a disk that fills up later would end the process
-        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    return mapped.view(tensor.shape).copy_(tensor)
 
 
 # Most bytes of the states of a piece: on a CPU; on a GPU, or where each piece reads all blocks from the disk.

@@ -24,7 +24,7 @@ from lit_layers.measuring.plan import duration, share_of, stride_within
 from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import KEPT_MB, VALUES_MB, refuse_below_one
+from lit_layers.schema import VALUES_MB, refuse_below_one
 from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps, save_step
 from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.run_folder import IfExists, RunFolder, begin_training
@@ -279,8 +279,6 @@ class EmergenceCallback(_AtSteps):
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
-        kept_mb: how much of the states that several analyses look at is kept on the device between them; what is more
-            lies in files in root meanwhile.
         values_mb: the most that the values of single prompts may take, in files of root beside the measurements
             (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
         watchers: called as each analysis starts and ends.
@@ -309,7 +307,6 @@ class EmergenceCallback(_AtSteps):
         tokens_per_step: int | None = None,
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
-        kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
         budget: str | float | None = None,
         measure: Literal["sync", "async"] = "sync",
@@ -329,8 +326,7 @@ class EmergenceCallback(_AtSteps):
         self.budget, self._stride = budget, 0
         self._budget_at_start = budget
         self._step_times, self._pauses = StepTimes(), list[float]()  # by which the budget is kept
-        sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, values_mb=values_mb)
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
@@ -381,7 +377,7 @@ class EmergenceCallback(_AtSteps):
             self._aside = self._measure_aside(trainer)
 
     def _measure_aside(self, trainer: L.Trainer) -> MeasuringAside:
-        options: dict[str, Any] = {"kept_mb": self.measurer.kept_mb, "values_mb": self.measurer.values_mb}
+        options: dict[str, Any] = {"values_mb": self.measurer.values_mb}
         options["tokens_per_step"] = self._tokens_per_step(trainer)
         return MeasuringAside(self.root, self.measurer.analyses, **options)
 

@@ -5,8 +5,7 @@ import functools
 import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import distributed, nn
 
@@ -17,56 +16,9 @@ from lit_layers.measuring.one_model import Attempt, Shares
 from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
-from lit_layers.tasks.task_splits import connected
 
 _PATIENCE = datetime.timedelta(hours=12)
 RENDEZVOUS = datetime.timedelta(seconds=20)  # ranks that begin to watch begin together
-_NO_WORSE = 1.1  # times the seconds of the slowest rank: then parts stay where they were
-
-
-class Part(NamedTuple):
-    """A part of an analysis; an analysis that is not divided is one part."""
-
-    analysis: str
-    number: int
-    stage: int = 0  # of an analysis that goes on where all parts are done
-
-
-def assign_parts(
-    seconds: Mapping[Part, float],
-    texts: Mapping[Part, Sequence[Any]],
-    num_ranks: int,
-    before: list[set[Part]] | None = None,
-) -> list[set[Part]]:
-    """Which parts each rank measures, so that the slowest is done soon.
-
-    The same as `before` where that takes at most a tenth longer: what a rank keeps of a part, such as the probes that
-    the next ones begin with, is then of use.
-
-    The longest goes first, each to the rank that has least to do: no rank has more than a fair share of all seconds and
-    the longest part. Parts that read a common text stay together, so that it goes through the blocks once, unless that
-    would break this bound.
-    """
-    in_order = [*texts]
-    units = [[in_order[number] for number in unit] for unit in connected(texts.values())]
-    bound = sum(seconds.values()) / num_ranks + max(seconds.values(), default=0.0)
-
-    def length(unit: list[Part]) -> float:
-        return sum(seconds[part] for part in unit)
-
-    while True:
-        assigned: list[set[Part]] = [set() for _ in range(num_ranks)]
-        totals = [0.0] * num_ranks
-        for unit in sorted(units, key=length, reverse=True):
-            rank = totals.index(min(totals))
-            assigned[rank].update(unit)
-            totals[rank] += length(unit)
-        several = [unit for unit in units if len(unit) > 1]
-        if max(totals) <= bound or not several:
-            stays = before and max(sum(seconds[part] for part in parts) for parts in before) <= _NO_WORSE * max(totals)
-            return before if before and stays else assigned
-        longest = max(several, key=length)
-        units = [unit for unit in units if unit is not longest] + [[part] for part in longest]
 
 
 class OneProcess:
@@ -102,11 +54,9 @@ def ranks_of(world_size: int, *, first: datetime.timedelta = _PATIENCE) -> "OneP
 class Ranks:
     """The processes of a run as they measure its checkpoints.
 
-    Rank 0 assigns the parts of all analyses by the seconds that each took at the last checkpoint, on whichever rank; at
-    the first as if all took equally long. The same parts stay with their ranks as long as that
-    is hardly slower, since a warm start needs what was kept there. What the parts gave is put together in their order,
-    so that the numbers depend neither on this nor on the number of ranks. Where an analysis goes on when all its parts
-    are done, every rank is sent their results, and what follows is assigned in turn.
+    Part n of an analysis is measured by rank n % size. What the parts gave is put together in their order, so that the
+    numbers do not depend on the number of ranks. Where an analysis goes on when all its parts are done, every rank is
+    sent their results, and what follows is divided in turn.
 
     No collective runs inside an analysis, so that one that fails hangs no rank; nor does a slow one: all ranks leave
     together, and none waits for another in training's own collectives, which have less patience.
@@ -114,8 +64,6 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
-        self._seconds: dict[Part, float] = {}  # on rank 0, of the last checkpoint
-        self._owners: dict[frozenset[Part], list[set[Part]]] = {}  # on rank 0: how these parts were assigned last
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives on rank 0, the only one that calls it, on all ranks.
@@ -147,23 +95,19 @@ class Ranks:
         model: nn.Module,
         analyses: Sequence[Analysis],
         starting: Callable[[Analysis], None],
-        *,
-        kept_mb: int,
-        folder: Path | None = None,
         **facts: Any,
     ) -> list[Measurement]:
         """On rank 0 the measurements, in the order of the analyses, equal to those of one process; elsewhere none.
 
         `facts` are those of `one_model.measure`.
         """
-        view = SharedPass.of(LayeredModel(model), kept_mb=kept_mb, folder=folder)
+        view = SharedPass.of(LayeredModel(model))
         due: dict[str, Any] = {each.name: each for each in analyses}
         measurements: dict[str, Measurement] = {}
         seconds = dict.fromkeys(due, 0.0)  # of the stages so far
         failed: dict[str, Attempt] = {}  # what this rank could not go on with
-        stage = 0
         while due:
-            numbers, staged = self.from_first(functools.partial(self._assigned, view, due, failed.keys(), stage))
+            numbers, staged = self.from_first(functools.partial(self._assigned, view, due, failed.keys()))
             mine = {name: analysis for name, analysis in due.items() if name not in failed}
             results = failed | self._results(view, mine, numbers[self.rank], starting, facts)
             of_ranks: list[Any] = [None] * self.size
@@ -176,7 +120,6 @@ class Ranks:
                 distributed.all_gather_object(of_ranks, results.pop(name, None), group=self.group)
                 sent = [share for share in of_ranks if share is not None]
                 of_ranks[:] = [None] * self.size
-                self._note({name: sent}, stage)
                 if any(share.error is not None for share in sent):
                     shares[name] = sent
                     ended.add(name)
@@ -187,13 +130,12 @@ class Ranks:
                 sent.clear()
                 if attempt.error is not None:
                     following[name], failed[name] = due[name], attempt
-            self._note(shares, stage)
             for name in due.keys() - following.keys():
                 view.leave(name)  # what is kept for parts that another rank has
             for name in ended if self.rank == 0 else ():
                 measured = _joined(view, due[name], shares[name], facts)
                 measurements[name] = replace(measured, seconds=measured.seconds + seconds[name])
-            due, stage, starting = following, stage + 1, lambda analysis: None
+            due, starting = following, lambda analysis: None
         distributed.barrier(group=self.group)
         return [measurements[each.name] for each in analyses] if self.rank == 0 else []
 
@@ -222,45 +164,20 @@ class Ranks:
                 results[analysis.name] = one_model.measure(view, analysis, **facts)
         return results
 
-    def _note(self, shares: Mapping[str, Sequence[Any]], stage: int) -> None:
-        for name, of_ranks in shares.items():
-            for share in of_ranks:
-                of_parts = {0: share.seconds} if isinstance(share, Measurement) else share.of_parts
-                self._seconds |= {Part(name, number, stage): seconds for number, seconds in of_parts.items()}
-
     def _assigned(
-        self, view: SharedPass, due: Mapping[str, Any], failed: Container[str], stage: int
+        self, view: SharedPass, due: Mapping[str, Any], failed: Container[str]
     ) -> tuple[list[dict[str, Container[int]]], list[str]]:
-        """For each rank the numbers of its parts of each analysis; and which analyses go on after this stage."""
-        texts: dict[Part, list[bytes]] = {}
-        seconds: dict[Part, float] = {}
-        unknown: list[Part] = []
-        unreadable: list[str] = []
-        for name, analysis in due.items():
-            of_parts: list[list[bytes]] | None = [[]]
-            if name in failed:
-                continue
-            if one_model.is_divided(analysis):
-                of_parts = Attempt().make(view, analysis, analysis.texts_of_parts)
-            if of_parts is None:  # measuring it says why
-                unreadable.append(name)
-                continue
-            parts = {Part(name, number, stage): rows for number, rows in enumerate(of_parts)}
-            texts |= parts
-            if all(part in self._seconds for part in parts):
-                seconds |= {part: self._seconds[part] for part in parts}
-            else:
-                unknown += parts
-        mean = sum(seconds.values()) / len(seconds) if seconds else 1.0
-        seconds |= dict.fromkeys(unknown, mean)
-        numbers: list[dict[str, Any]] = []
-        due_parts = frozenset(seconds)
-        self._owners[due_parts] = assign_parts(seconds, texts, self.size, self._owners.get(due_parts))
-        for rank, parts in enumerate(self._owners[due_parts]):
-            of_rank: dict[str, Any] = {name: set() for name in due}
-            for part in parts:
-                of_rank[part.analysis].add(part.number)
-            numbers.append(of_rank | (dict.fromkeys(unreadable, ALL) if rank == 0 else {}))
+        """Return for each rank the numbers of its parts of each analysis, and which analyses go on after this stage."""
+        numbers: list[dict[str, Container[int]]] = [{} for _ in range(self.size)]
+        for place, (name, analysis) in enumerate(due.items()):
+            count: int | None = 0 if name in failed else 1
+            if count and one_model.is_divided(analysis):
+                count = Attempt().make(view, analysis, analysis.num_parts)
+            for rank, of_rank in enumerate(numbers):
+                first = rank if one_model.is_divided(analysis) else (rank - place) % self.size
+                of_rank[name] = range(first, count or 0, self.size)
+            if count is None:  # of data that cannot be read, which measuring says
+                numbers[0][name] = ALL
         return numbers, [n for n, each in due.items() if isinstance(each, StagedAnalysis) and n not in failed]
 
 

@@ -26,7 +26,7 @@ from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import heat_maps, plotted_values, values_of
 from lit_layers.report.trackers import STEP, TOKENS, WandbRun, writer_of
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, VALUES_MB, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
 from lit_layers.training.rank_assignment import RENDEZVOUS, OneProcess, Ranks, ranks_of
 from lit_layers.training.run_folder import IfExists, begin_training
@@ -59,7 +59,7 @@ class StepMeasurer:
     of `EmergenceCallback`.
 
     Raises:
-        InputError: for two analyses of one name, data that is none, or sizes out of range.
+        InputError: for two analyses of one name, data that is none, or a size out of range.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class StepMeasurer:
         *,
         run: str | None = None,
         watchers: Sequence[Watcher] = (),
-        kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
     ) -> None:
@@ -80,8 +79,7 @@ class StepMeasurer:
         self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
         self._measured, self._failed = set[int](), set[int]()  # steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
-        sizes = {"kept_mb": kept_mb, "values_mb": values_mb}
-        refuse_outside("", dict.fromkeys(sizes, COUNT_OR_NONE), sizes)
+        refuse_outside("", {"values_mb": COUNT_OR_NONE}, {"values_mb": values_mb})
         if isinstance(analyses, str) or not isinstance(analyses, Sequence):
             raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got {_named(analyses)}")
         if strange := [each for each in analyses if not isinstance(each, Analysis)]:
@@ -93,7 +91,7 @@ class StepMeasurer:
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # its id, once it has begun
         self.watchers: list[Watcher] = [TimeLines(), *watchers]
-        self.kept_mb, self.values_mb = kept_mb, values_mb
+        self.values_mb = values_mb
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
@@ -162,7 +160,7 @@ class StepMeasurer:
             tokens=tokens,
             provenance=provenance,
             weights_hash=fingerprint,
-            way=functools.partial(self.ranks.measure, kept_mb=self.kept_mb, folder=self.root),
+            way=self.ranks.measure,
             starting=starting,
         ):
             self.tell(measurement, loggers)
@@ -310,7 +308,7 @@ class Watch:
         max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
         loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
             W&B, which also get heat maps and tables; a SummaryWriter.
-        watchers, kept_mb, values_mb, scalars: as of `EmergenceCallback`.
+        watchers, values_mb, scalars: as of `EmergenceCallback`.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
@@ -334,12 +332,10 @@ class Watch:
         max_steps: int | None = None,
         loggers: Sequence[MetricsLogger] = (),
         watchers: Sequence[Watcher] = (),
-        kept_mb: int = KEPT_MB,
         values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
         _saved_by: str | None = None,
     ) -> None:
-        sizes: Any = {"kept_mb": kept_mb, "values_mb": values_mb}
         counts = {"tokens_per_step": tokens_per_step, "first_step": first_step, "max_steps": max_steps}
         refuse_outside("", {"tokens_per_step": COUNT, "first_step": COUNT_OR_NONE, "max_steps": COUNT_OR_NONE}, counts)
         for each in loggers:
@@ -351,7 +347,7 @@ class Watch:
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
         if not save and isinstance(analyses, Sequence) and not analyses:
             raise InputError("analyses: expected at least one, such as [Lens(batches=data)], or save=True, got none")
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, **sizes)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, values_mb=values_mb)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0

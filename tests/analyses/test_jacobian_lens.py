@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import distributed
 
-from lit_layers.analyses import JacobianLens, Lens, fit_jacobian_lens
+from lit_layers.analyses import JacobianLens, Lens
 from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
 from lit_layers.analyses.readouts import jacobian_lens
-from lit_layers.analyses.readouts.jacobian_lens import with_shuffled_weights
+from lit_layers.analyses.readouts.jacobian_lens import FittedLens, JacobianSum, one_by_one, with_shuffled_weights
+from lit_layers.analyses.states import first_rows
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import in_one_pass
 from lit_layers.models.view import LayeredModel
@@ -47,13 +48,20 @@ def records(view):
     return list(lens().run(view))
 
 
+def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> FittedLens:
+    """The lens of the first prompts, from the Jacobians of every second one and of the others."""
+    given = [*one_by_one(first_rows(batches, num_prompts))]
+    halves = [JacobianSum.over(view, given[half::2], SKIP) for half in range(2)]
+    return FittedLens.mean(halves, num_prompts)
+
+
 def values(records, metric: str, name: str) -> list[float]:
     return [r.value for r in records if r.metric == metric and r.tags.get("lens", name) == name]
 
 
 def test_divergence_and_rank_are_those_of_numpy(view, records):
     """From the states by the lens' matrix through the model's own norm and head, softmax and ranks in numpy."""
-    fitted = fit_jacobian_lens(view, prompts(), num_prompts=2, skip_first=SKIP)
+    fitted = fitted_on(view, prompts(), 2)
     identity = np.eye(view.dim)
     for name, matrices in (("jacobian", fitted.jacobians.numpy()), ("logit", [identity] * view.num_layers)):
         for layer in range(view.num_layers):
@@ -92,10 +100,10 @@ def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
 
 
 def test_halves_are_of_every_second_prompt_and_their_mean_is_the_lens(view):
-    fitted = fit_jacobian_lens(view, prompts(), num_prompts=4, skip_first=SKIP)
+    fitted = fitted_on(view, prompts(), 4)
     ids = torch.cat([b["input_ids"] for b in prompts()])
     for half in (0, 1):
-        alone = fit_jacobian_lens(view, [{"input_ids": ids[half:4:2]}], num_prompts=2, skip_first=SKIP)
+        alone = fitted_on(view, [{"input_ids": ids[half:4:2]}], 2)
         torch.testing.assert_close(fitted.halves[half], alone.jacobians, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(fitted.halves.mean(0), fitted.jacobians)
 
@@ -194,7 +202,7 @@ def measured_by_a_rank(folder: Path) -> int:
     ):
         setattr(module, name, counting(name, getattr(module, name)))
     analysis = lens(prompts(12), num_prompts=4)
-    facts: dict[str, Any] = {"run": "run", "step": 0, "weights_hash": "x", "kept_mb": 1}
+    facts: dict[str, Any] = {"run": "run", "step": 0, "weights_hash": "x"}
     measurements = []
     for _ in range(2):
         measurements = ranks.measure(tiny("gpt2"), [analysis], lambda analysis: None, **facts)

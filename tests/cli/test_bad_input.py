@@ -47,7 +47,6 @@ OPTIONS = [
     ("--seed_everything true", "seed_everything: expected a whole number, got True"),
     ("--seed_everything -1", "seed_everything: expected at least 0, got -1"),
     ("--resume_every 0", "resume_every: expected at least 1, got 0"),
-    ("--kept_mb -1", "kept_mb: expected at least 0, got -1"),
 ]
 
 

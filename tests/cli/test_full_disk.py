@@ -59,7 +59,6 @@ class Case:
 CASES = {
     "fit": Case("fit --config {home}/recipe.yaml --root {disk}/run", again="--resume last"),
     "analyze": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out"),
-    "analyze spilled": Case("analyze {home}/series --config {home}/analyses.yaml --root {disk}/out --kept_mb 0"),
     "intervene": Case(
         "intervene {home}/model --corpus {home}/shards --root {disk}/out --seeds 0,1 --num_sequences 4 "
         "--num_tokens 16 --tokenizer {home}/shards/tokenizer"

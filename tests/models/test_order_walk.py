@@ -14,6 +14,7 @@ from lit_layers.models.order_walk import Runs, Walk, repeated
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from tests.support.noted_calls import noted_calls
+from tests.support.planned_runs import num_block_runs
 from tests.support.tiny_models import DIM, EVERY, LAYERS, by_kind, sees_images, tiny, tiny_batch
 
 ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
@@ -80,7 +81,7 @@ def passed(deep):
 
 def test_blocks_are_called_less_often_on_the_same_number_of_rows(deep, passed, monkeypatch):
     schedules = [*permutations(range(1, 7))]
-    runs = SharedPrefixes(schedules, 7).num_block_runs
+    runs = num_block_runs(SharedPrefixes(schedules, 7))
     together, _ = rows_run(deep, lambda: walked(schedules, passed))
     assert sum(together) == 2 * runs
     assert len(together) < runs / 2
@@ -145,7 +146,7 @@ def test_no_more_is_held_than_one_way_through_of_as_many_batches(deep, passed, m
 
 def test_blocks_whose_arguments_are_no_copies_take_one_state_at_a_time(deep, passed):
     schedules = [variant.schedule for variant in variants(7, seeds=(0,))]
-    runs = SharedPrefixes(schedules, 7).num_block_runs
+    runs = num_block_runs(SharedPrefixes(schedules, 7))
     expected = walked(schedules, passed)
 
     def with_argument(value):

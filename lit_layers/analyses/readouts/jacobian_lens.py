@@ -14,7 +14,7 @@ from lit_layers.analyses.base import StagedAnalysis
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
 from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
 from lit_layers.analyses.readouts.readout_scores import FullModel
-from lit_layers.analyses.states import at_least_float32, first_rows, real_tokens
+from lit_layers.analyses.states import first_rows, real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -285,27 +285,6 @@ class FittedLens(NamedTuple):
         whole = halves.sum(0).div_(counts.sum(0)[:, None, None])
         halves /= counts[..., None, None]  # in place: 2 x 24 x 1,024² x 8 B = 0.4 GB
         return cls(whole, halves, sum(each.num_prompts for each in sums), num_given - counts.sum(0))
-
-
-def fit_jacobian_lens(
-    model: LayeredModel, batches: Iterable[Batch], *, num_prompts: int = 8, skip_first: int = 16
-) -> FittedLens:
-    """Fit the Jacobian lens of a model that predicts the next token, exactly, on the first prompts.
-
-    Each prompt gives its Jacobian over its positions from `skip_first` on, without the last. The lens is the mean over
-    prompts. All directions of few prompts are worth more than random directions of many at the same cost.
-
-    Raises:
-        InputError: no prompt is longer than `skip_first` + 1.
-    """
-    given = [*one_by_one(first_rows(batches, num_prompts))]
-    prompts = [prompt for prompt in given if is_long(prompt, skip_first)]
-    if not prompts:
-        raise InputError(
-            f"skip_first: no prompt has a place from {skip_first} on that another token follows: give longer texts"
-        )
-    view = at_least_float32(model)
-    return FittedLens.mean([JacobianSum.over(view, prompts[half::2], skip_first) for half in range(2)], len(given))
 
 
 # -------------------------------------------------------------------------------------------------- the Jacobians

@@ -32,7 +32,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, KEPT_MB, MANY, RUN_FILE, SEED, VALUES_MB, Range
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
@@ -88,7 +88,6 @@ class RunOptions:
         wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
         budget: The largest share of the training time for measuring, e.g. 5%: fewer of the scheduled steps are then
             measured.
-        kept_mb: Most megabytes of hidden states to keep in memory for analyses that share them; the rest goes to disk.
         values_mb: Most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
             curves by; 0: none.
         measure: sync: training waits while a step is measured. async: a second process measures the saved steps on the
@@ -110,7 +109,6 @@ class RunOptions:
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
     budget: str | float | None = None
-    kept_mb: Annotated[int, COUNT_OR_NONE] = KEPT_MB
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     measure: Literal["sync", "async"] = "sync"
     plan: bool = False
@@ -155,7 +153,7 @@ class Run:
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
         progress = StepProgress(run_log, console=self.console)
         self.series = SeriesCheckpoint(options.steps, self.root)
-        measuring: Any = {name: options[name] for name in ("budget", "kept_mb", "values_mb", "measure")}
+        measuring: Any = {name: options[name] for name in ("budget", "values_mb", "measure")}
         measuring["watchers"] = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
@@ -265,8 +263,8 @@ class _Rehearsal(StepTimes):
             analysis.check(LayeredModel(model))
 
         def measure(analyses: Sequence[Analysis]) -> list[Measurement]:
-            about: Any = {"run": "plan", "step": 0, "weights_hash": weights_hash(model), "folder": self.folder}
-            return [*in_one_pass(model, analyses, lambda _: None, kept_mb=self.options.kept_mb, **about)]
+            about: Any = {"run": "plan", "step": 0, "weights_hash": weights_hash(model)}
+            return [*in_one_pass(model, analyses, lambda _: None, **about)]
 
         self.plan = sampled(self.options.analyses, measure)
         started = time.perf_counter()
