@@ -130,7 +130,7 @@ def miscoupling_with_error(
     norms = _norms(values, counts, p, undefined)
     turns = _turns(factors, counts)
     rows, likely = [], []
-    for block, (compressed, images) in enumerate(_compressions(jacobians, factors, max(counts), "uv")):
+    for block, (compressed, images) in enumerate(_compressions(jacobians, factors, max(counts))):
         of_block = values[..., block, :]
         rows.append(_lengths(compressed, of_block, counts, sign))
         likely.append(_likely_changes(compressed, images, of_block, turns, counts, sign))

@@ -164,7 +164,7 @@ def test_exact_factors_in_float64_serve_large_float32_jacobians():
     factors = singular_factors(jacobians, 10, tolerance=1e-6)
     found = miscoupling_from_factors(jacobians, factors.values, factors, k=10)
     for i, j in ((0, 1), (1, 0)):
-        expected = by_loops(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed", "uv")
+        expected = by_loops(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed")
         assert float(found[i, j]) == pytest.approx(expected, abs=1e-6)
 
 
