@@ -276,13 +276,15 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
 
 @pytest.mark.soak  # 152 curves
 @pytest.mark.realdata
-def test_models_of_many_sizes_agree_on_the_order_of_tasks_whose_times_are_known(realdata):
-    """Of the 83 curves of docs/emergence_accuracy.md that are known best 79 are of these tasks; the rest wanders."""
+def test_of_models_of_many_sizes_most_tasks_still_rise_and_have_no_order(realdata):
+    """All scores without MMLU: their half-way point is open where they had not settled at step 143,000."""
     table = realdata / "pythia_evals" / "pythia_evals.parquet"
     curves = curves_of(table, metrics=["acc"], where={"version": "pythia-v1", "setting": "zero-shot"})
-    found = agreement_table(measure_times([curve for curve in curves if "hendrycks" not in curve.analysis]))
-    assert len(found) == pytest.approx(66, abs=8)  # of draws
-    assert found["spearman"].median() == pytest.approx(0.8, abs=0.12)  # half-way points move within their intervals
+    clock = measure_times([curve for curve in curves if "hendrycks" not in curve.analysis])
+    emerged = [times for times in clock.times if times.emerges]
+    assert len(emerged) == pytest.approx(109, abs=8)  # of 152; of draws
+    assert sum(any(times.open_ends) for times in emerged) == pytest.approx(70, abs=10)
+    assert (agreement_table(clock)["spearman"] > 0.5).all()
 
 
 def test_how_well_many_pairs_agree_is_said_in_a_sentence():

@@ -60,6 +60,8 @@ def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong()
     assert np.sqrt(np.mean((difference / spread) ** 2)) < 1.22
     assert np.median(spread / spread_alone) < 0.75
     later = np.array([compared(two_curves(seed, shift=0.3, shared=0.9), seed)[:2] for seed in range(12)])
+    later = later[~np.isnan(later).any(1)]  # curves that had not settled at the last checkpoint have no order
+    assert len(later) >= 6
     assert later[:, 0].mean() > later[:, 1].mean()
 
 
@@ -67,7 +69,9 @@ def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong()
 @pytest.mark.soak
 def test_without_shared_noise_pairs_change_nothing():
     found = np.array([compared(two_curves(seed, shift=0.0, shared=0.0), seed) for seed in range(12)])
-    assert np.abs(found[:, 0] - found[:, 1]).mean() < 0.05
+    known = found[~np.isnan(found).any(1)]
+    assert len(known) >= 6
+    assert np.abs(known[:, 0] - known[:, 1]).mean() < 0.05
     assert np.mean(found[:, 3] / found[:, 4]) == pytest.approx(1, abs=0.06)
 
 

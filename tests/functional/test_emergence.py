@@ -471,7 +471,7 @@ def test_intervals_hold_as_often_as_they_say(count):
         inside += covered(emergence_times(*given, **options), truth)
     # All times of a curve may miss together; 4 standard errors of the binomial below what is claimed.
     assert inside.min() >= count * (0.93 - 4 * (0.05 * 0.95 / count) ** 0.5)
-    assert count < 100 or (inside / count).max() < 0.995
+    assert (inside / count).mean() < 0.995, "intervals that always hold say nothing"
 
 
 def test_bad_input_is_refused_with_a_sentence():

@@ -122,6 +122,7 @@ def test_utilisation_is_of_the_peak_or_left_out_which_is_said_once(tmp_path, mon
         precision="bf16-mixed",
         world_size=2,
         callbacks=[],
+        loggers=[],
         is_global_zero=True,
         global_step=0,
         lightning_module=None,
