@@ -348,10 +348,10 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
         text = f"expected a recipe of KEY: VALUE lines, got {recipe[1] or 'an empty one'}"
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__
-    if error is not None and (place := re.match(r'Parser key "([^"]+)"', text)):
-        return _shortened(_of_class(place[1], str(error), text))
+    where = re.match(r'Parser key "([^"]+)"', text)
+    if error is not None and where:
+        return _shortened(_of_class(where[1], str(error), text))
     if refused := _REFUSED.search(text):
-        where = re.match(r'Parser key "([^"]+)"', text)
         sentence = refused["whole"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
         if refused["other"]:
             sentence = f"{REFUSED} class here but {refused['kind']}, got {refused['other']}"

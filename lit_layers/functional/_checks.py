@@ -199,9 +199,8 @@ def feature_scaling(
     The mean, or 0 unless `center`; the population deviation, or 1 unless `standardize` and where the feature is
     constant. Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).
     """
-    origin = (
-        features[:, 0].detach().double()
-    )  # a constant feature minus it is exactly 0, minus a rounded mean it is not
+    # A constant feature minus it is exactly 0, minus a rounded mean it is not.
+    origin = features[:, 0].detach().double()
     mean, squares, count = torch.zeros_like(origin), torch.zeros_like(origin), 0
     if center or standardize:
         for chunk in widened_chunks(features):

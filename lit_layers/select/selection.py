@@ -239,9 +239,8 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
 
 def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
     """Writes models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
-    numbers = write_files(
-        folder, {"models.csv": comparison_table(models, left_out)}
-    )  # before the pictures, which may fail
+    # Before the pictures, which may fail.
+    numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
     return [*write_charts({folder / "models": chosen_layers(models, task)}), *numbers]
 
 

@@ -17,7 +17,7 @@ from lit_layers.series.audit_files import Finding, finding
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.weight_files import Fingerprint
 
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
+if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     from torch import Tensor
 
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2

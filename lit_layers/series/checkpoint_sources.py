@@ -21,7 +21,7 @@ from lit_layers.files.gguf_files import no_folder
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.series.weight_files import STEMS, Memory, formats
 
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
+if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     import torch
     from torch import Tensor, nn
 
@@ -280,9 +280,8 @@ class ModelFiles:
         self.commit: str | None = None
         self._revision = revision
         self._folder = Path(self.model).absolute() if os.path.isdir(self.model) else None
-        self.location = (
-            self.model if self._folder is None else str(self._folder)
-        )  # never a name of the Hub for a folder
+        # Never a name of the Hub for a folder.
+        self.location = self.model if self._folder is None else str(self._folder)
         self.local = self._folder is not None
         self._paths: dict[str, Path] = {}
         if os.path.isfile(self.model):

@@ -21,7 +21,7 @@ from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, o
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, ModelFiles, Source, companions
 from lit_layers.series.weight_files import Memory
 
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
+if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     from torch import Tensor, nn
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import ListedFile, named_shards
 
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
+if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     from torch import Tensor
 
 

@@ -43,9 +43,8 @@ INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
 SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
 SECONDS_BETWEEN = 60.0  # of two lines that tell how far it is
-MAX_STATES = (
-    2**31
-)  # bytes of hidden states that many orders hold at a time: a batch has fewer inputs where they need more
+# Bytes of hidden states that many orders hold at a time: a batch has fewer inputs where they need more.
+MAX_STATES = 2**31
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 

@@ -210,9 +210,8 @@ class TaskFiles:
         names = self.names(split)
         if split is not None:
             names = [name.replace(PATTERN, split) for name in names]
-            _refuse_outside(
-                f"{self.folder}: split {schema.beginning(split)}", [split, *names]
-            )  # of a folder a split names a file
+            # Of a folder a split names a file.
+            _refuse_outside(f"{self.folder}: split {schema.beginning(split)}", [split, *names])
         else:
             names = [each for name in names for each in self._of_any_split(name)]
         return [self.folder / name for name in names]

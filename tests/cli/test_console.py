@@ -1,10 +1,11 @@
-"""The bar, also of a training, and tables."""
+"""The bar, also of a training, and its second duty: a Ctrl-C that Python drops ends the work all the same."""
 
 import io
 import json
 import re
 import signal
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,20 @@ from lit_layers.records import Measurement
 from lit_layers.run_data import cost, read_run
 from lit_layers.training import run_log
 from tests.support.runs import make_run
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_in_the_callback_of_a_weak_reference_is_raised_at_the_next_progress():
+    class Thing:
+        pass
+
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    with bar("at work", hidden=True) as show:
+        del thing  # the interrupt comes here, and Python only prints it
+        assert reference() is None
+        with pytest.raises(KeyboardInterrupt):
+            show(1, 2, "next")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -44,6 +59,14 @@ def test_what_is_left_of_checkpoints_that_take_long_is_said_in_a_terminal_and_in
         assert len(written.splitlines()) == 4
 
 
+def test_without_a_ctrl_c_nothing_is_raised_and_the_handler_is_back():
+    before = signal.getsignal(signal.SIGINT)
+    with bar("at work", hidden=True) as show:
+        assert signal.getsignal(signal.SIGINT) is not before
+        show(1, 2, "next")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_bar_may_be_drawn_by_another_thread():
     shown = []
 
@@ -56,6 +79,19 @@ def test_a_bar_may_be_drawn_by_another_thread():
     thread.start()
     thread.join()
     assert shown == [True]
+
+
+def test_a_ctrl_c_that_is_noted_by_someone_else_is_theirs():
+    """A handler installed inside, which ends what runs first, takes the place of ours."""
+    noted = []
+    with bar("at work", hidden=True) as show:
+        before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        show(1, 2, "next")
+    assert noted == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
