@@ -21,7 +21,8 @@ from lit_layers.training.resuming import ResumePoint
 from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 
 SHOWN = 28  # rows of the table of changes; the page has all of them
-REDRAWN, LINE = 0.1, 20.0  # seconds between two drawings of the bar, and between two lines where there is no terminal
+# Seconds between two drawings of the bar, and between two lines where there is no terminal.
+REDRAWN, LINE = 0.1, 20.0
 
 
 class StepProgress(L.Callback):

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -340,12 +340,20 @@ def ordered(names: list[StepName]) -> tuple[list[StepName], tuple[tuple[str, ...
 THREAD = "prefetch"
 
 
+class _Download(Future[Path]):
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait a second at a time: a Ctrl-C just before a wait begins is only raised when that wait ends."""
+        while timeout is None and not self.done():
+            wait([self], 1)
+        return super().result(timeout)
+
+
 def fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
     """Yields each checkpoint and its download; the next download begins when this one is complete.
 
     Whoever stops early need not wait: a download under way is left to a daemon, which ends with the process.
     """
-    downloads = [(checkpoint, Future[Path]()) for checkpoint in checkpoints]
+    downloads = [(checkpoint, _Download()) for checkpoint in checkpoints]
 
     def start(number: int) -> None:
         # A ThreadPoolExecutor would be waited for, here and once more when the interpreter ends.

@@ -1,6 +1,6 @@
 """`lit-layers analyze` on a series of the Hub: whole, interrupted, in trouble; every number as measured on the spot."""
 
-import os
+import re
 import shutil
 import signal
 import sys
@@ -259,7 +259,8 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
         while hub.rules[0].left or not waits_in("result"):  # of the download
             if ended.wait(0.01):
                 return
-        os.kill(os.getpid(), signal.SIGINT)
+        # To this thread: as one that comes just before the main thread waits, it wakes up no wait.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     finger = threading.Thread(target=press)
     finger.start()
@@ -268,6 +269,8 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
     finally:
         ended.set()
         finger.join()
+    assert [each["path"] for each in hub.requests if re.search(r"_cdn/.*/step2/", each["path"])] == []
     under_way = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert under_way
     assert all(thread.daemon for thread in under_way)  # nor does the interpreter wait for it
     assert "interrupted: run the same command again to go on" in capsys.readouterr().err
