@@ -101,6 +101,17 @@ def _refuse_odd_file(path: str) -> None:
         file.read(1)
 
 
+def given_root(root: str | Path) -> Path:
+    """The folder that a caller names for a run.
+
+    Raises:
+        InputError: an empty name, which would be the working directory.
+    """
+    if root == "":
+        raise InputError("root: expected a folder, got ''")
+    return Path(root)
+
+
 def whole_path(path: str | Path) -> Path:
     """A path with the ~ at its beginning written out.
 

@@ -90,6 +90,13 @@ def test_what_is_measured_with_blocks_in_bfloat16_comes_back(model, tmp_path):
     assert records.read(tmp_path / "run" / "measurements.jsonl") == [found]
 
 
+def test_a_root_without_a_name_is_no_working_directory(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="^root: expected a folder, got ''$"):
+        analyze(model, three(), root="")
+    assert not (tmp_path / "measurements.jsonl").exists()
+
+
 @pytest.mark.parametrize("offloads", [False, True])
 def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, offloads):
     def refusal(analyses, folder=model, **options) -> str:

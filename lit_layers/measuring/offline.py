@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
-from lit_layers.errors import InputError, is_full
+from lit_layers.errors import InputError, given_root, is_full
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
 from lit_layers.measuring import one_model
@@ -120,7 +120,7 @@ def analyze_series(
     options = replace(options, **changed)
     refuse_outside("", {"values_mb": COUNT_OR_NONE}, vars(options))
     tell = progress or silent
-    root = Path(root)
+    root = given_root(root)
     measurer = Measurer(
         series=series,
         root=root,

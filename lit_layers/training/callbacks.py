@@ -17,7 +17,7 @@ from torch import nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, given_root
 from lit_layers.files import run_lock
 from lit_layers.measuring.follow import MeasuringAside
 from lit_layers.measuring.plan import duration, share_of, stride_within
@@ -45,7 +45,7 @@ class _AtSteps(L.Callback):
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
-        self.schedule, self.root, self.model = Schedule(steps), Path(root), model
+        self.schedule, self.root, self.model = Schedule(steps), given_root(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
         self._last_step, self._first, self._seen = -1, 0, 0
         self._updates: int | None = None  # of this run, with manual optimization

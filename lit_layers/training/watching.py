@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError, first_line, first_sentence
+from lit_layers.errors import InputError, first_line, first_sentence, given_root
 from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
@@ -87,7 +87,7 @@ class StepMeasurer:
         one_model.refuse_same_names(analyses)
         for analysis in analyses:
             analysis.adopt_batches_()
-        self.root = Path(root)
+        self.root = given_root(root)
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # its id, once it has begun
         self.watchers: list[Watcher] = [TimeLines(), *watchers]

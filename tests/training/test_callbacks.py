@@ -260,6 +260,11 @@ def test_two_analyses_of_one_name_are_refused():
         EmergenceCallback([Noisy(), Noisy()], [0], "unused")
 
 
+def test_a_root_without_a_name_is_no_working_directory():
+    with pytest.raises(InputError, match="^root: expected a folder, got ''$"):
+        SeriesCheckpoint([0], "")
+
+
 def test_an_option_that_does_not_fit_the_model_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(InputError, match="17"):
         fit(tmp_path, [EmergenceCallback([Coupling(batches=RandomText(), k=[17])], [0], tmp_path)])

@@ -217,6 +217,7 @@ def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(give
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
+        ("root", "", "root: expected a folder, got ''"),
         ("tokens_per_step", 0, "tokens_per_step: expected at least 1, got 0"),
         ("first_step", -1, "first_step: expected at least 0, got -1"),
         ("max_steps", -2, "max_steps: expected at least 0, got -2"),
