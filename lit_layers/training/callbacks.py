@@ -264,9 +264,8 @@ class EmergenceCallback(_AtSteps):
 
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
     of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
-    file already, with the same options, data and weights, is not measured again. Under DDP the parts of all
-    analyses are divided over ranks by the seconds that they took at the last checkpoint; the numbers do not depend on
-    it, nor on how many ranks there are.
+    file already, with the same options, data and weights, is not measured again. Under DDP part n of an
+    analysis is measured by rank n % size; the numbers do not depend on how many ranks there are.
     Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
     says so.
 
