@@ -43,6 +43,10 @@ def main() -> int:
         emerged = [sum(map(len, each.values())) / options.curves for each in rounds]
         rows.append(Row(f"{words}: curves that change said to", emerged))
         rows += coverage(words, [np.concatenate([*each.values()]) for each in rounds])
+        settled = [np.concatenate([each[kind] for kind in KINDS if kind != "drift"]) for each in rounds]
+        for column, end in (-2, "an onset"), (-1, "a plateau"):
+            shares = [float(each[:, column].mean()) for each in settled]
+            rows.append(Row(f"{words}, all shapes but drift: given {end}", shares))
         for kind in KINDS if errors == "stderr" else ():
             shapes += coverage(f"{words}, {kind}", [each[kind] for each in rounds])
     return finish("emergence", rows + shapes, options)
@@ -107,8 +111,9 @@ OTHERS = {"corners": of_corners, "steps": of_steps, "cut": of_cut, "flat": of_fl
 
 
 def coverage(words: str, rounds: list[np.ndarray]) -> Iterator[Row]:
-    """Of what intervals hold in each round, (curves, times)."""
-    for name, shares in zip(TIMES, np.array([each.mean(0) for each in rounds]).T.tolist(), strict=True):
+    """Of what intervals hold in each round, (curves, times and more)."""
+    means = np.array([each[:, : len(TIMES)].mean(0) for each in rounds])
+    for name, shares in zip(TIMES, means.T.tolist(), strict=True):
         yield Row(f"{words}: 95% interval of {name} holds", shares, 0.93)
 
 
@@ -119,15 +124,16 @@ def false_alarms(round_: int, errors: str, curves: int) -> float:
 
 
 def of_round(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dict[str, np.ndarray]:
-    """By shape, as many curves of each: which intervals hold of those that are said to emerge, (curves, times)."""
+    """By shape, as many curves of each: of those that are said to change, (curves, 4 + 2), which intervals hold, and
+    whether they are given an onset and a plateau, or "before" and "not yet"."""
     rng = np.random.default_rng([round_, 1])
     inside: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
     for kind in kinds:
         for given, options, truth in drawn(curves // len(kinds), rng, errors, kind=kind):
             times = emergence_times(*given, **options)
             if times.changes:
-                inside[kind].append(covered(times, truth))
-    return {kind: np.array(each) for kind, each in inside.items()}
+                inside[kind].append([*covered(times, truth), not times.before, not times.not_yet])
+    return {kind: np.array(each, dtype=float) for kind, each in inside.items()}
 
 
 if __name__ == "__main__":
