@@ -329,7 +329,7 @@ class LayeredModel:
         inputs = {name: batch[name].to(self.device) for name in self.family.columns if name in batch}
         mask, alignment = inputs.get("attention_mask"), None
         if mask is None or mask.bool().all():
-            mask = inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
+            inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
         elif not mask.any(dim=-1).all():
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
         elif not self.family.takes_padding:
@@ -344,11 +344,11 @@ class LayeredModel:
             )
         elif (alignment := Alignment.of(mask)) is not None:
             inputs = {name: alignment.moved(column) for name, column in inputs.items()}
-            mask = inputs["attention_mask"] = alignment.mask.to(mask)
+            inputs["attention_mask"] = alignment.mask.to(mask)
         first = self.family.first_position(self.model.config)
-        if "position_ids" in self.family.inputs and ("attention_mask" in inputs or first):
-            real = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
-            inputs.setdefault("position_ids", (real.cumsum(-1) - 1).clamp(min=0) + first)
+        if first and "position_ids" in self.family.inputs:
+            ids = inputs["input_ids"]
+            inputs.setdefault("position_ids", torch.arange(ids.shape[1], device=ids.device).expand_as(ids) + first)
         return inputs, alignment
 
     def check_tokens(self, ids: Tensor) -> None:
@@ -396,7 +396,7 @@ class Trajectory:
         """
         if not (self.model.predicts_next_token and self.model.family.reads_tokens_alone):
             return self.logits[index]
-        one = {name: column[:1, :1] for name, column in self.inputs.items() if name != "attention_mask"}
+        one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]
         if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)

@@ -144,15 +144,15 @@ MUTANTS = (
     ),
     Mutant(
         "models/view.py",
-        'real = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()',
-        'real = torch.ones_like(inputs["input_ids"])',
+        "device=ids.device).expand_as(ids) + first)",
+        "device=ids.device).expand_as(ids))",
         "models/test_families.py models/test_view.py",
     ),
     Mutant(
         "models/view.py",
-        'for name, column in self.inputs.items() if name != "attention_mask"}',
-        "for name, column in self.inputs.items()}",
-        "models",
+        "rows = self.hidden[-1][index][None]",
+        "rows = self.hidden[-2][index][None]",
+        "models/test_logits_when_asked.py models",
     ),
     Mutant(
         "models/view.py",
