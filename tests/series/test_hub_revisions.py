@@ -130,6 +130,15 @@ def test_olmo_branches_carry_tokens_and_stages_that_are_not_mixed(hub, root, mod
         list(HubRevisions("allenai/OLMo-2-1124-7B", stage=3))
 
 
+def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, model, tmp_path):
+    make_series(model, root / "org" / "stages", [2], name="stage1-step{}-tokens1B")
+    make_step(model, root / "org" / "stages" / "stage2-step2-tokens1B", 0.5)
+    manifest = tmp_path / "facts.yaml"
+    manifest.write_text("repositories: [{names: org/stages, warm_up: 3}]")
+    first, second = (HubRevisions("org/stages", stage=stage, manifest=manifest).find() for stage in (1, 2))
+    assert (first.warm_up, second.warm_up) == (3, 0)
+
+
 def test_tokens_that_only_the_name_knows_are_marked(hub, root, model):
     make_series(model, root / "org" / "olmoid", [150, 600], name="step{}-tokens3B")
     checkpoint = HubRevisions("org/olmoid").checkpoints[0]

@@ -54,6 +54,12 @@ def test_a_file_of_lightning_holds_the_model_that_we_saved_at_that_step(run):
         assert not folder.exists()
 
 
+def test_steps_and_tokens_of_a_run_count_from_the_checkpoint_that_it_began_with(run):
+    (run / "lightning" / "run.json").write_text('{"origin": {"step": 100, "tokens": 5000}}')
+    series = LightningCheckpoints(run / "lightning", tokens_per_step=96)
+    assert [(found.step, found.tokens) for found in series] == [(101, 5096), (102, 5192), (103, 5288)]
+
+
 def test_copies_are_found_although_the_optimizer_differs(run):
     assert audit(LightningCheckpoints(run / "lightning")).findings == ()
     first, second, _ = (run / "lightning" / found.name for found in LightningCheckpoints(run / "lightning"))

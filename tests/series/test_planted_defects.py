@@ -422,6 +422,18 @@ def test_trainings_are_told_apart_however_they_are_mixed(origins, suspects):
     assert {step for each in found for step in each.steps} == {*suspects}
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "is_found"), [(1, 33.0, True), (1, 31.0, False), (2, 33.0, False), (2, 101.0, True)]
+)
+def test_one_value_is_odd_at_32_times_all_others_and_at_an_end_at_100_times(place, value, is_found):
+    steps = [Checkpoint("s", f"s{step}", FolderSource(Path()), step=step) for step in range(3)]
+    weights = [torch.ones(8, 8) for _ in steps]
+    weights[place][0, 0] = value
+    prints = {one.name: fingerprint(iter([("w", each)])) for one, each in zip(steps, weights, strict=True)}
+    found = [(each.kind, each.steps) for each in audit_weights.lone_values(steps, prints)]
+    assert found == ([("value out of range", (place,))] if is_found else [])
+
+
 def test_weights_that_lose_all_likeness_in_a_long_gap_are_no_other_training():
     numbers = (0, 1, 2, 4, 8, 400, 402, 404, 406)
     assert [*audit_weights.outlying_steps(walks("A" * 9, numbers, speed=0.03))] == []

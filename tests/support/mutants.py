@@ -188,7 +188,7 @@ MUTANTS = (
         "models/saved.py",
         'settings.get("num_classes", 0) > 0',
         'settings.get("num_classes", 0) >= 0',
-        "models select/test_export.py",
+        "models/test_saved.py models select/test_export.py",
     ),
     Mutant(
         "series/checkpoint.py",
@@ -200,13 +200,13 @@ MUTANTS = (
         "series/hub_series.py",
         "warm_up=facts.warm_up if self.stage == 1 else 0",
         "warm_up=facts.warm_up",
-        "series/test_manifests.py series/test_hub_revisions.py series",
+        "series/test_hub_revisions.py series/test_manifests.py series",
     ),
     Mutant(
         "series/local_series.py",
         "before + step * self.tokens_per_step",
         "step * self.tokens_per_step",
-        "series",
+        "series/test_lightning_checkpoints.py series",
     ),
     Mutant(
         "series/audit_weights.py",
@@ -270,8 +270,8 @@ MUTANTS = (
     ),
     Mutant(
         "training/losses.py",
-        "return total / len(targets)",
-        "return total / (len(targets) - 1)",
+        "return torch.stack(losses).sum() / len(targets)",
+        "return torch.stack(losses).sum() / (len(targets) - 1)",
         "training/test_loss.py",
     ),
     Mutant(
