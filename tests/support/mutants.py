@@ -302,7 +302,7 @@ MUTANTS = (
         "training/resuming.py",
         'hashes = {STATE: facts["sha256"], **facts.get("shards", {})}',
         'hashes = {STATE: facts["sha256"]}',
-        "training/test_sharded_resume.py training/test_resume_writer.py cli/test_resume.py",
+        "training/test_resume_writer.py training/test_sharded_resume.py cli/test_resume.py",
     ),
     Mutant(
         "schedule.py",
