@@ -32,7 +32,7 @@ from lit_layers.analyses import Coupling, Lens, NextTokenProbe, Representation, 
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.probes.next_token_probe import passes
 from lit_layers.data.batches import Batches
-from lit_layers.measuring.one_model import in_one_pass, measure
+from lit_layers.measuring.one_model import measure, outcomes
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as States
@@ -147,8 +147,7 @@ def peak_above_the_model() -> int:
 
     def measured(text: Windows) -> None:
         analyses = [Trajectory(batches=text), Representation(batches=text), Lens(batches=text)]
-        measurements = in_one_pass(model, analyses, lambda _: None, run="run", step=0, weights_hash="none")
-        assert [each.error for each in measurements] == [None] * 3
+        assert [each.error for each in outcomes(model, analyses, weights_hash="none")] == [None] * 3
 
     measured(Windows(recipe.vocabulary, 2, 16, 2, 0))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -198,12 +197,12 @@ def seconds_of_passes(options: argparse.Namespace) -> int:
     records: dict[str, list[float]] = {}
     of_each: dict[str, list[float]] = {}
 
-    def check(way: str, measurements: list) -> None:
-        assert all(each.error is None for each in measurements), [each.error for each in measurements]
-        records[way] = [record.value for each in measurements for record in each.records]
+    def check(way: str, found: list) -> None:
+        assert all(each.error is None for each in found), [each.error for each in found]
+        records[way] = [record.value for each in found for record in each.records]
         if way == "one pass":
-            for each in measurements:
-                of_each.setdefault(each.analysis, []).append(each.seconds)
+            for each in found:
+                of_each.setdefault(each.analysis.name, []).append(each.seconds)
         reference = records.setdefault("reference", records[way])
         torch.testing.assert_close(
             torch.tensor(records[way]), torch.tensor(reference), rtol=1e-4, atol=1e-5, equal_nan=True
@@ -224,7 +223,7 @@ def seconds_of_passes(options: argparse.Namespace) -> int:
         for part in passes(rows, max_tokens=most, together=True)
     ]
     ways: dict[str, Callable[[], object]] = {
-        "one pass": lambda: check("one pass", list(in_one_pass(model, analyses, lambda _: None, **facts))),
+        "one pass": lambda: check("one pass", list(outcomes(model, analyses, weights_hash=facts["weights_hash"]))),
         "floor": lambda: pass_all(texts(analyses)),
         "read": lambda: pass_all([*texts(analyses[:-1]), *contexts]),
     }

@@ -32,7 +32,7 @@ from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.probes.next_token_probe import passes
 from lit_layers.data import EvalText
-from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.one_model import outcomes
 from lit_layers.models import causal_lm
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.schedule import Schedule
@@ -62,11 +62,10 @@ def main() -> int:
     step = stepping(model, [batch["input_ids"] for batch in text], network["lr"])
     for _ in range(BEFORE):
         step()
-    facts = {"run": "run", "step": 0, "weights_hash": "none"}
 
     def measure() -> None:
-        measurements = [*in_one_pass(model, analyses, lambda _: None, **facts)]
-        assert all(each.error is None for each in measurements), [each.error for each in measurements]
+        errors = [each.error for each in outcomes(model, analyses, weights_hash="none")]
+        assert not any(errors), errors
 
     contexts = read_by(analyses)
     ways: dict[str, Callable[[], object]] = {

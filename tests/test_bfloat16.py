@@ -37,6 +37,7 @@ from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import EVERY, tiny, tiny_batch
 from tests.tasks.tiny_tasks import encoded, saved_model, store_in, task, write_tiny_data
 from tests.test_undisturbed import train
@@ -115,7 +116,7 @@ def prompt_losses(model, order=(1, 2, 3)) -> np.ndarray:
 @pytest.mark.parametrize("kind", [Lens, Interventions])
 def test_the_stated_difference_is_that_of_the_losses_from_float64(kind):
     options = {"variants": ("skip_one",)} if kind is Interventions else {}
-    found = list(kind(batches=Listed(*BATCHES), dtype="bfloat16", **options).run(LayeredModel(tiny("gpt2"))))
+    found = list(records_of(kind(batches=Listed(*BATCHES), dtype="bfloat16", **options), LayeredModel(tiny("gpt2"))))
     assert {r.tags["dtype"] for r in found} == {"bfloat16"}
     metric, tags = ("variant_loss", {"variant": "skip_one"}) if options else ("logit_lens_loss", {})
     orders = {2: (1, 3)} if options else {1: (1,), 3: (1, 2, 3)}
@@ -134,8 +135,8 @@ def test_scores_of_a_task_are_checked_row_by_row_in_every_order(tmp_path):
     model = tiny_speaker(blocks=3, seed=3)
     options = {"tokenizer": str(tmp_path / "tokenizer"), "results": tmp_path / "results", "folder": tmp_path / "data"}
     analysis = BenchmarkScores(task="arc_challenge", variants=("skip_one",), dtype="bfloat16", limit=3, **options)
-    found = list(analysis.run(LayeredModel(model)))
-    assert list(analysis.run(LayeredModel(model))) == found  # from its files
+    found = list(records_of(analysis, LayeredModel(model)))
+    assert list(records_of(analysis, LayeredModel(model))) == found  # from its files
     rows = local_rows("arc_challenge", tmp_path / "data")
     likelihoods = []
     for network in (tiny_speaker(blocks=3, seed=3), under_autocast(tiny_speaker(blocks=3, seed=3))):
@@ -145,7 +146,7 @@ def test_scores_of_a_task_are_checked_row_by_row_in_every_order(tmp_path):
     differences = np.abs(likelihoods[1] - likelihoods[0])
     mean, largest = (values(found, name, variant="skip_one")[2] for name in BOTH)
     assert (mean, largest) == pytest.approx((differences.mean(), differences.max()), rel=1e-3)
-    plain = list(replace(analysis, dtype="float32").run(LayeredModel(model)))
+    plain = list(records_of(replace(analysis, dtype="float32"), LayeredModel(model)))
     assert not any("dtype" in r.tags for r in plain)
 
 
@@ -153,12 +154,12 @@ def test_embeddings_of_each_layer_are_checked_and_kept_apart(tmp_path):
     data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
     view = saved_model(model)
     same = {"store": store_in(tmp_path / "embeddings")}
-    plain = list(task("STSBenchmark", data, model, tmp_path / "a", **same).run(view))
-    found = list(task("STSBenchmark", data, model, tmp_path / "a", **same, dtype="bfloat16").run(view))
-    alone = list(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16").run(view))
+    plain = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same), view))
+    found = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same, dtype="bfloat16"), view))
+    alone = list(records_of(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16"), view))
     assert found == alone
     assert {r.tags.get("dtype") for r in plain} == {None}
-    assert list(task("STSBenchmark", data, model, tmp_path / "a", **same).run(view)) == plain
+    assert list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same), view)) == plain
     texts = pq.read_table(data / "glue" / "stsb_test.parquet")["sentence1"].to_pylist()
     first = list(dict.fromkeys(texts))[:CHECKED]
     networks = [LayeredModel(network) for network in (load(model), under_autocast(load(model)))]
@@ -183,11 +184,11 @@ def test_a_text_whose_embedding_has_no_length_is_left_out_of_the_difference_and_
         layers[2][1] = 0
         return SimpleNamespace(num_rows=features.num_rows, layer=layers.__getitem__)
 
-    plain = list(task("STSBenchmark", data, model, tmp_path / "a", dtype="bfloat16").run(view))
+    plain = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", dtype="bfloat16"), view))
     monkeypatch.setattr(TaskEmbeddings, "features_of_first", without_length)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = list(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16").run(view))
+        found = list(records_of(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16"), view))
     differences = {r.layer: (r.n, r.tags.get("num_undefined")) for r in found if r.metric == BOTH[0]}
     assert differences == {0: (CHECKED, None), 1: (CHECKED, None), 2: (CHECKED - 1, 1), 3: (CHECKED, None)}
     assert [r for r in found if r.layer != 2] == [r for r in plain if r.layer != 2]
@@ -198,7 +199,7 @@ def test_a_text_whose_embedding_has_no_length_is_left_out_of_the_difference_and_
 
 def test_training_beside_it_ends_in_the_same_bits():
     lens = Lens(batches=Listed(*BATCHES), dtype="bfloat16")
-    alone, beside = train(None, steps=2), train(lambda model: list(lens.run(model)), steps=2)
+    alone, beside = train(None, steps=2), train(lambda model: list(records_of(lens, model)), steps=2)
     assert beside["bits"] == alone["bits"]
     assert all(map(torch.equal, beside["moments"], alone["moments"]))
     assert {measurement.error for measurement in beside["measurements"]} == {None}

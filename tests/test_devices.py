@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import Analysis
 from lit_layers.measuring import one_model
 from lit_layers.records import Measurement
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -40,7 +40,7 @@ from tests.support.every_analysis import (
 )
 from tests.support.listed_batches import Listed
 from tests.support.random_text import RandomText
-from tests.support.shares import measure_share
+from tests.support.shares import found_by_ranks
 from tests.support.tiny_models import sees_images, tiny
 
 pytestmark = pytest.mark.skipif(
@@ -132,35 +132,31 @@ def assert_close(on_device: dict[str, Measurement], on_cpu: dict[str, Measuremen
         assert values(on_device[analysis]) == close, analysis
 
 
-def divided(few: bool) -> list[DividedAnalysis]:
-    every = [analysis for analysis in of_prompts(prompts()) if isinstance(analysis, DividedAnalysis)]
+def few_or_all(few: bool) -> list[Analysis]:
+    every = of_prompts(prompts())
     return [analysis for analysis in every if isinstance(analysis, Representation | Coupling)] if few else every
 
 
 def shared_on_device(device, few: bool) -> tuple[dict[str, Measurement], dict]:
-    model, joined = made("gpt2").to(device.DEVICE).eval(), {}
+    model = made("gpt2").to(device.DEVICE).eval()
     device.reset()
-    for analysis in divided(few):
-        shares = [measure_share(model, analysis, range(rank, 99, 2)) for rank in range(2)]
-        sent = pickle.loads(pickle.dumps(shares))
-        joined[analysis.name] = one_model.join_shares(model, analysis, sent, run="run", step=0)
-    return joined, dict(device.violations)
+    found, _ = found_by_ranks(model, few_or_all(few), 2)
+    return {each.analysis.name: each.measurement(run="run", step=0) for each in found}, dict(device.violations)
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_no_share_of_a_rank_holds_a_tensor_of_the_device(few):
     joined, violations = apart(shared_on_device, few)
     assert violations == {}
-    assert few or joined.keys() == {analysis.name for analysis in of_prompts(prompts())}
     model = made("gpt2")
-    assert_close(joined, {each.name: one_model.measure(model, each, run="run", step=0) for each in divided(few)})
+    assert_close(joined, {each.name: one_model.measure(model, each, run="run", step=0) for each in few_or_all(few)})
 
 
 class Killed(BaseException):
     """The end of a process, as far as a test may have it."""
 
 
-def three() -> list[DividedAnalysis]:
+def three() -> list[Analysis]:
     batches = prompts()
     coupling = Coupling(batches=batches, k=(2, 5), num_prompts=3)
     return [Trajectory(batches=batches), Representation(batches=batches), coupling]

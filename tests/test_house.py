@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 41_310
-CHARACTERS = 1_940_000
+LINES = 40_900
+CHARACTERS = 1_922_000
 FILES = 243
 FILES_IN_A_FOLDER = 16
 

@@ -171,7 +171,7 @@ def test_what_no_measurement_can_be_of_is_refused_before_one_is_made(model, batc
 
 
 def test_what_fails_in_an_analysis_is_raised(model, batches, monkeypatch):
-    monkeypatch.setattr(Trajectory, "of_part", lambda *_: 1 / 0)
+    monkeypatch.setattr(Trajectory, "update", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lit_layers.layers(model, ["trajectory"], batches=batches)
     assert measure(model, Trajectory(batches=batches), run="r", step=None).error.startswith("ZeroDivisionError")

@@ -29,6 +29,7 @@ from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokeni
 from tests.support.charts import figure_data
 from tests.support.labelled_texts import labelled
 from tests.support.layer_results import layer_results
+from tests.support.measured import records_of
 from tests.support.metric_tables import DOCS, with_tables
 from tests.support.tiny_models import tiny
 from tests.support.tiny_training import fit
@@ -73,13 +74,13 @@ def measured(tmp_path_factory) -> list[Record]:
     found = []
     for name, kept in of.items():
         for analysis in kept:
-            found += analysis.run(LayeredModel(models[name]))
+            found += records_of(analysis, LayeredModel(models[name]))
     write_tasks(folder / "local" / "benchmarks")
     write_tokenizer(folder / "speaker")
     for task in ("lambada", "arc_challenge"):
         options: dict[str, Any] = {"tokenizer": str(folder / "speaker"), "folder": folder / "local"}
         options |= {"variants": ("skip",), "middles": (1,), "results": folder / task}
-        found += BenchmarkScores(task=task, **options).run(LayeredModel(tiny_speaker(blocks=4, seed=3)))
+        found += records_of(BenchmarkScores(task=task, **options), LayeredModel(tiny_speaker(blocks=4, seed=3)))
     return found
 
 

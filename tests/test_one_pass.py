@@ -4,8 +4,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,26 +16,21 @@ from lit_layers.analyses import (
     Coupling,
     InContext,
     Induction,
-    JacobianLens,
     LabelProbe,
     LayerSimilarity,
     Lens,
-    NextTokenProbe,
     NextTokenResidual,
     NgramAgreement,
     PathsInPlane,
     PooledStates,
-    PromptStudies,
     Representation,
     StateGeometry,
     TokenCoupling,
     Trajectory,
 )
-from lit_layers.analyses.base import Analysis, DividedAnalysis
-from lit_layers.analyses.readouts import jacobian_lens
-from lit_layers.measuring import one_model, undisturbed
-from lit_layers.measuring.one_model import Shares, in_one_pass, join_shares, measure
-from lit_layers.models import shared_pass
+from lit_layers.analyses.base import Analysis
+from lit_layers.measuring import one_model
+from lit_layers.measuring.one_model import measure, outcomes
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
@@ -59,7 +52,9 @@ def cut(batch, *sizes) -> Listed:
 
 
 def together(model, analyses, **options):
-    return {each.analysis: each for each in in_one_pass(model, analyses, lambda analysis: None, **options, **FACTS)}
+    facts = {name: value for name, value in FACTS.items() if name != "weights_hash"}
+    found = outcomes(model, analyses, weights_hash="x", **options)
+    return {each.analysis.name: each.measurement(**facts) for each in found}
 
 
 def note_calls(module, note) -> None:
@@ -92,14 +87,16 @@ def passed(model) -> list[Counter]:
 
 
 def several(batch) -> list[Analysis]:
-    """The same texts in other batches, and the first of them alone."""
+    """All of the same texts, each in an object of its own, or of the first of them alone."""
     return [
         Trajectory(batches=cut(batch, 4, 4)),
         Representation(batches=cut(batch, 4, 4)),
-        Lens(batches=cut(batch, 3, 5)),
-        LayerSimilarity(batches=cut(batch, 8), num_tokens=2),
+        Lens(batches=cut(batch, 4, 4)),
+        LayerSimilarity(batches=cut(batch, 4, 4), num_tokens=2),
         PathsInPlane(batches=cut(batch, 4, 4), num_prompts=5),
-        NextTokenResidual(batches=cut(batch, 2, 6), num_halves=0),
+        NextTokenResidual(batches=cut(batch, 4, 4), num_halves=0),
+        Coupling(batches=cut(batch, 4, 4), k=(2, 5), num_prompts=7),
+        TokenCoupling(batches=cut(batch, 4, 4), k=(2,), num_tokens=3, num_prompts=3),
     ]
 
 
@@ -107,8 +104,9 @@ def several(batch) -> list[Analysis]:
 def test_each_text_goes_through_each_block_once(padding):
     model, batch = tiny("gpt2", torch.float64), texts(padding)
     counts = passed(model)
-    studies = PromptStudies(batches=cut(batch, 8), studies=("repetition", "randomness"), p=(0.0,))
-    found = together(model, [*several(batch), studies])
+    found = together(
+        model, [each for each in several(batch) if each.name not in ("lens", "coupling", "token_coupling")]
+    )
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert len(counts) == LAYERS
     for count in counts:  # of padded texts the model is shown the moved ones
@@ -119,11 +117,7 @@ def test_each_text_goes_through_each_block_once(padding):
 @pytest.mark.parametrize("padding", [pytest.param(None, marks=pytest.mark.soak), "left"])
 def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it(padding):
     model, batch = tiny("gpt2", torch.float64), texts(padding)
-    analyses = [
-        *several(batch),
-        Coupling(batches=cut(batch, 5, 3), k=(2, 5), num_prompts=7),
-        TokenCoupling(batches=cut(batch, 8), k=(2,), num_tokens=3, num_prompts=3),
-    ]
+    analyses = several(batch)
     found = together(model, analyses)
     assert list(found) == [analysis.name for analysis in analyses]
     for analysis in analyses:
@@ -220,41 +214,6 @@ def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_it
     assert own.get_total_flops() <= 2.25 * 2 * 100 * of_token
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_prompts_of_a_jacobian_lens_pass_once_for_its_fit_and_others(monkeypatch, is_first):
-    model, batch = tiny("gpt2", torch.float64), texts()
-    lens = JacobianLens(
-        batches=cut(batch, 3, 5),
-        num_prompts=2,
-        skip_first=2,
-        lenses=("jacobian", "logit"),
-    )
-    alone = measure(model, lens, **FACTS)
-    entered = entering(monkeypatch)  # its Jacobians call blocks by themselves
-    both: list[Any] = [lens, Trajectory(batches=cut(batch, 4, 4))][:: 1 if is_first else -1]
-    shares = Shares(model, both, lambda analysis: None, weights_hash="x")
-    found = {each.name: join_shares(shares.model, each, [shares.of(each)], **FACTS) for each in both}
-    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
-    assert entered == dict.fromkeys(map(tuple, batch["input_ids"].tolist()), 1)
-    assert not shares.model._ledger.rows, "what was kept for the lens is let go"
-    assert not shares.model._ledger.readers
-    for one, other in zip(found[lens.name].records, alone.records, strict=True):
-        assert (one.metric, one.layer, one.tags.get("lens")) == (other.metric, other.layer, other.tags.get("lens"))
-        assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12)
-
-
-def test_what_is_kept_for_a_later_stage_is_let_go_where_that_fails(monkeypatch):
-    model, batch = tiny("gpt2"), texts()
-    options: dict[str, Any] = {"num_prompts": 1, "skip_first": 2, "lenses": ("jacobian",)}
-    lens = JacobianLens(batches=cut(batch, 8), **options)
-    monkeypatch.setattr(jacobian_lens, "FullModel", Mock(side_effect=RuntimeError("no room")))
-    shares = Shares(model, [lens], lambda analysis: None, weights_hash="x")
-    share = shares.of(lens)
-    assert shares.model._ledger.readers
-    assert join_shares(shares.model, lens, [share], **FACTS).error == "RuntimeError: no room"
-    assert not shares.model._ledger.readers
-
-
 def test_equal_batches_give_the_same_bits():
     model, batch = tiny("gpt2"), texts("right")
     analyses = [kind(batches=cut(batch, 4, 4)) for kind in (Trajectory, Representation, Lens)]
@@ -264,15 +223,6 @@ def test_equal_batches_give_the_same_bits():
         assert [repr(record) for record in found[analysis.name].records] == [repr(record) for record in alone]
 
 
-def test_rows_are_told_apart_by_their_content_whatever_their_strides():
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    rows = shared_pass.row_digests({"input_ids": ids.T, "attention_mask": torch.tensor([[1], [1], [0], [0], [1]])})
-    plain = shared_pass.row_digests({"input_ids": torch.tensor([[3], [1], [4], [1], [5], [1]])})
-    assert [rows.index(row) for row in rows] == [0, 1, 2, 3, 4]
-    assert [rows[0], rows[1], rows[4]] == [plain[0], plain[1], plain[4]]  # a mask that hides nothing is as none
-    assert plain[3] == plain[1] != rows[3]
-
-
 def test_images_and_a_probe_that_announces_its_batches_share():
     model, rows = tiny("vit", torch.float64), []
     batch = {**tiny_batch("vit", batch=8), "labels": torch.tensor([0, 1] * 4)}
@@ -280,27 +230,9 @@ def test_images_and_a_probe_that_announces_its_batches_share():
     probe = LabelProbe(
         train=cut(batch, 4, 4), test=Listed(tiny_batch("vit", batch=3, seed=9) | {"labels": torch.tensor([0, 1, 1])})
     )
-    found = together(model, [probe, Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 5, 3))])
+    found = together(model, [probe, Trajectory(batches=cut(batch, 4, 4)), Lens(batches=cut(batch, 4, 4))])
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert sum(rows) == 11
-
-
-def test_contexts_of_a_probe_that_are_equal_or_that_others_read_pass_once():
-    """Those of texts that differ in their last token alone: within a batch, in several, and in both splits."""
-    model, whole = tiny("gpt2", torch.float64), texts()["input_ids"]
-    counts, ending = passed(model), torch.arange(8)[:, None]
-    train = [torch.cat([some, last], 1) for some, last in ((whole[[0, 1, 1, 2]], ending[:4]), (whole[2:6], ending[4:]))]
-    test = torch.cat([whole[[3, 7]], ending[[6, 7]]], 1)
-    probe = NextTokenProbe(
-        train=Listed(*({"input_ids": ids} for ids in train)), test=Listed({"input_ids": test}), num_classes=8
-    )
-    found = together(model, [Trajectory(batches=Listed({"input_ids": whole[:2]})), probe])
-    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
-    for count in counts:
-        assert count == Counter({tuple(whole[row].tolist()): 1 for row in (0, 1, 2, 3, 4, 5, 7)})
-    alone = measure(model, probe, **FACTS).records
-    for one, other in zip(found[probe.name].records, alone, strict=True):
-        assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
 
 
 def test_the_head_reads_what_somebody_judges_and_no_more():
@@ -313,44 +245,12 @@ def test_the_head_reads_what_somebody_judges_and_no_more():
     assert sum(rows) == 8 * 15 * (LAYERS + 1), "no text's last token is judged"
 
 
-def test_nothing_is_kept_longer_than_somebody_waits_for_it(monkeypatch):
-    model, batch, kept = tiny("gpt2"), texts(), []
-    after = shared_pass.SharedPass.trajectory
-
-    def watched(self, asked):
-        trajectory = after(self, asked)
-        kept.append(len(self._ledger.rows))
-        return trajectory
-
-    monkeypatch.setattr(shared_pass.SharedPass, "trajectory", watched)
-    analyses = [Trajectory(batches=cut(batch, 2, 2, 2, 2)), Lens(batches=cut(batch, 2, 2, 2, 2))]
-    shares = Shares(model, analyses, lambda analysis: None)
-    assert [shares.of(analysis).error for analysis in analyses] == [None, None]
-    assert kept == [2, 0] * 4, "they go in step"
-    ledger = shares.model._ledger
-    assert (ledger.rows, ledger.readers, dict(ledger.seconds)) == ({}, {}, {})
-
-
-def test_an_analysis_that_runs_by_itself_keeps_nothing_that_it_has_had(monkeypatch):
-    kept, keep = [], shared_pass.SharedPass._keep
-
-    def watched(self, fresh, keys):
-        keep(self, fresh, keys)
-        kept.append(len(self._ledger.rows))
-
-    monkeypatch.setattr(shared_pass.SharedPass, "_keep", watched)
-    model, batch = tiny("gpt2"), texts()
-    list(Lens(batches=cut(batch, 4, 4)).run(LayeredModel(model)))
-    measure(model, Lens(batches=cut(batch, 4, 4)), **FACTS)
-    assert kept == [0] * 4
-
-
 def test_large_batches_are_measured_in_pieces(monkeypatch):
     model, batch = tiny("gpt2", torch.float64), texts("right")
     analyses = [Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 8)), Coupling(batches=cut(batch, 8), k=(2,))]
     expected = together(model, analyses)
     row = (LAYERS + 1) * 16 * 32 * 8
-    monkeypatch.setattr(shared_pass, "PIECE_BYTES", (3 * row, 0))
+    monkeypatch.setattr(one_model, "STATE_BYTES", (3 * row, 0))
     sizes = []
     note_calls(model.transformer.h[0].attn, lambda states: sizes.append(len(states)))
     found = together(model, analyses[:2])
@@ -362,14 +262,15 @@ def test_large_batches_are_measured_in_pieces(monkeypatch):
 
 
 @dataclass(kw_only=True)
-class Doing(DividedAnalysis):
+class Doing(Analysis):
     """Does something at each batch, then gives the norm of its states."""
 
     batches: Listed
     name: str
     action: str
 
-    def of_part(self, model, part):
+    def update(self, seen, batch):
+        model = seen.model
         if self.action == "fail":
             raise RuntimeError("here")
         if self.action == "spoil":  # what only a copy survives
@@ -382,8 +283,8 @@ class Doing(DividedAnalysis):
         if self.action == "hook":
             hook = model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
         drawn = torch.rand(()).item()
-        hidden = model.trajectory(part).hidden
-        norm = hidden.norm().item() + drawn
+        hidden = model.trajectory(batch).hidden if self.action == "hook" else seen.hidden
+        norm = hidden.norm() + drawn
         if self.action == "write":
             hidden[1:].zero_()
         if self.action == "write unseen":
@@ -391,10 +292,10 @@ class Doing(DividedAnalysis):
             hidden.data.mul_(2)
         if hook is not None:
             hook.remove()
-        return norm
+        return {"norm": norm[None]}
 
-    def combine(self, model, results):
-        return [Record(metric="norm", value=value) for value in results]
+    def compute(self, model, batches):
+        return [Record(metric="norm", value=value) for value in batches["norm"].tolist()]
 
     def config(self):
         return {"name": self.name}
@@ -423,7 +324,6 @@ def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
 
 
 def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
-    """All share one wider copy, which `undisturbed` does not see."""
     model, batch = tiny("gpt2").half(), texts()
     plain = cut(batch, 4, 4)
     spoiling = Doing(batches=plain, name="spoil", action="spoil")
@@ -431,19 +331,10 @@ def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
     alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in others}
     for order in ([spoiling, *others], [*others, spoiling]):
         found = together(LayeredModel(model), order)
-        assert found.pop("spoil").error == "RuntimeError: here"
+        assert "must not write to the model; it also failed with RuntimeError: here" in found.pop("spoil").error
         assert {name: repr(each.records) for name, each in found.items()} == {
             name: repr(each.records) for name, each in alone.items()
         }
-
-
-@pytest.mark.parametrize("kept", [0, 2**28])
-def test_prompts_of_a_batch_are_read_from_one_pass_whatever_the_limit(kept, monkeypatch):
-    monkeypatch.setattr(shared_pass, "KEPT_BYTES", kept)
-    model, batch = tiny("gpt2"), texts()
-    counts = passed(model)
-    together(model, [PathsInPlane(batches=cut(batch, 8), num_prompts=8)])
-    assert set(counts[0].values()) == {1}
 
 
 def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
@@ -452,14 +343,6 @@ def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
     analyses = [Trajectory(batches=cut(batch, 3, 5)), Representation(batches=named), Lens(batches=cut(batch, 2, 6))]
     found = together(model, [analyses[2], *analyses[:2]])
     assert [each.error for each in found.values()] == [None] * 3
-
-
-def test_one_analysis_alone_is_measured_in_one_turn(monkeypatch):
-    entered = []
-    around = undisturbed.undisturbed
-    monkeypatch.setattr(one_model, "undisturbed", lambda *given: entered.append(1) or around(*given))
-    together(tiny("gpt2"), [Trajectory(batches=cut(texts(), *[1] * 8))])
-    assert len(entered) == 3  # what it will read, all of its parts, its records
 
 
 def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(monkeypatch):
@@ -485,9 +368,9 @@ def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(mon
 def test_each_is_said_to_start_before_it_ends_and_all_come_in_their_order():
     model, batch, heard = tiny("gpt2"), texts(), []
     analyses = several(batch)
-    for measurement in in_one_pass(model, analyses, lambda analysis: heard.append(analysis.name), **FACTS):
-        assert heard.count(measurement.analysis) == 1
-        heard.append(("done", measurement.analysis))
+    for outcome in outcomes(model, analyses, None, lambda analysis: heard.append(analysis.name), weights_hash="x"):
+        assert heard.count(outcome.analysis.name) == 1
+        heard.append(("done", outcome.analysis.name))
     assert [name for word, name in (each for each in heard if isinstance(each, tuple))] == [a.name for a in analyses]
 
 
@@ -505,3 +388,11 @@ def test_half_precision_is_widened_once_for_all(monkeypatch):
     found = together(LayeredModel(model), analyses)
     assert [each.error for each in found.values()] == [None] * 3
     assert len([each for each in copies if isinstance(each, torch.nn.Module)]) == 1
+
+
+def test_who_waits_is_told_of_each_analysis_as_it_was_given():
+    batches, told = cut(texts(), 8), []
+    analyses = [Representation(batches=batches, preset="released_code"), Trajectory(batches=batches)]
+    list(outcomes(tiny("gpt2"), analyses, starting=told.append))
+    assert len(told) == 2
+    assert all(one is given for one, given in zip(told, analyses, strict=True))

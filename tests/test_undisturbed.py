@@ -18,9 +18,10 @@ import torch.nn.functional as F
 
 import lit_layers
 from lit_layers.analyses import Representation
-from lit_layers.analyses.base import Analysis, describe
+from lit_layers.analyses.base import Analysis, Rows, describe
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.preparing import prepare
+from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure, versions
 from lit_layers.measuring.undisturbed import DisturbedError, full_float32_precision, undisturbed
 from lit_layers.models.build import weights_hash
@@ -49,7 +50,10 @@ class Doing(Analysis):
     name: str = "doing"
     batches: Batches = field(default_factory=OneBatch)
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {}
+
+    def compute(self, model: LayeredModel) -> Iterable[Record]:
         self.action(model)
         for batch in self.batches:
             for layer, hidden in enumerate(model.trajectory(batch).hidden):
@@ -452,14 +456,15 @@ def test_an_analysis_without_records_is_an_error(records, error):
     class Odd(Analysis):
         name: str = "odd"
 
-        def run(self, model):
+        def compute(self, model):
             return records
 
     assert measure(tiny("gpt2"), Odd(), run="", step=None).error == error
 
 
-def test_a_model_of_no_known_family_is_an_error_of_the_measurement():
-    assert "no layered view of Linear" in measure(torch.nn.Linear(2, 2), Doing(), run="", step=0).error
+def test_a_model_of_no_known_family_is_refused():
+    with pytest.raises(InputError, match="no layered view of Linear"):
+        measure(torch.nn.Linear(2, 2), Doing(), run="", step=0)
 
 
 def test_vits_are_left_as_they_were():
@@ -469,7 +474,7 @@ def test_vits_are_left_as_they_were():
     class Unfused(Analysis):
         name: str = "unfused"
 
-        def run(self, model):
+        def compute(self, model):
             for block in model.blocks:
                 block.attn.fused_attn = False
             yield Record(metric="classes", value=model.trajectory(tiny_batch("vit")).logits.shape[-1])

@@ -1,7 +1,7 @@
 """Analyses: from a layered model to records."""
 
 from lit_layers.analyses.attention import AttentionPatterns, InContext, Induction
-from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
@@ -27,12 +27,12 @@ __all__ = [
     "Coupling",
     "CouplingMatrices",
     "CrossTokenInfluence",
-    "DividedAnalysis",
     "InContext",
     "Induction",
     "Interventions",
     "Invariance",
     "JacobianLens",
+    "Jobs",
     "LabelProbe",
     "LayerSimilarity",
     "Lens",
@@ -45,9 +45,11 @@ __all__ = [
     "Probe",
     "PromptStudies",
     "Representation",
+    "Rows",
     "SampleSizeSweep",
     "StateGeometry",
     "StateMetric",
     "TokenCoupling",
     "Trajectory",
+    "Values",
 ]

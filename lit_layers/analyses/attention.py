@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, Key, joined
+from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.states import special_tokens
 from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
@@ -21,15 +21,14 @@ from lit_layers.functional.attention_patterns import (
 )
 from lit_layers.functional.jacobian.block_attention import read_attention
 from lit_layers.functional.jacobian.block_call import Unsupported
-from lit_layers.models.shared_pass import pieces
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also have a record of the best head
 
 
 @dataclass(kw_only=True)
-class HeadAnalysis(DividedAnalysis):
+class HeadAnalysis(Analysis):
     """Scores of attention heads: for each block the mean over heads, the best head, and each head.
 
     `random_METRIC` is the score of uniform attention on the same tokens. `best_METRIC` is the head whose mean over
@@ -45,32 +44,34 @@ class HeadAnalysis(DividedAnalysis):
         """Return what all records say."""
         return {}
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        trajectory, values, reasons = model.trajectory(part), dict[Key, Tensor](), list[str]()
-        for layer in range(1, model.num_layers + 1):
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the scores (heads, prompts) by metric and block."""
+        values, reasons = Values(), list[str]()
+        for layer in range(1, seen.num_layers + 1):
             try:
-                attention = read_attention(trajectory.block(layer), trajectory.hidden[layer - 1])
+                attention = read_attention(seen.block(layer), seen.hidden[layer - 1])
             except Unsupported as error:
                 reasons.append(str(error))
                 continue
             found: dict[str, list[Tensor]] = {}
-            for prompt, length in enumerate(trajectory.mask.sum(-1).tolist()):
+            for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
                 weights = attention.map_of(prompt)[:, :length, :length]  # real tokens come before padding
-                given = {"input_ids": part["input_ids"][prompt]} if self.OF_TOKENS else {}
+                given = {"input_ids": batch["input_ids"][prompt]} if self.OF_TOKENS else {}
                 for kind, each in (("", weights), ("random_", _chance(weights))):
                     for score in self.METRICS:
                         of_heads = score(each, undefined="nan", **given).cpu()
                         found.setdefault(kind + score.__name__, []).append(of_heads)
-            values |= {(name, layer): torch.stack(of_prompts) for name, of_prompts in found.items()}
+            values |= {(name, layer): torch.stack(of_prompts, -1) for name, of_prompts in found.items()}
         if not values:
             raise InputError(
-                f"{self.name}: {type(model.model).__name__} has no attention weights to read ({reasons[0]}): leave "
-                "this analysis out"
+                f"{self.name}: {type(seen.model.model).__name__} has no attention weights to read ({reasons[0]}): "
+                "leave this analysis out"
             )
         return values
 
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
-        by_key, layers, tags = joined(results, dim=0), range(1, model.num_layers + 1), self.tags(model)
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        by_key = {key: of_block.T.contiguous() for key, of_block in batches.items()}
+        layers, tags = range(1, model.num_layers + 1), self.tags(model)
         nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
         for metric in (score.__name__ for score in self.METRICS):
             # (prompts, heads) of each block
@@ -153,8 +154,8 @@ class Induction(HeadAnalysis):
         super().check_options(model)
         self._period(model)
 
-    def parts(self, model: LayeredModel) -> Iterator[Batch]:
-        return pieces(model, [{"input_ids": self.sequences(model)}])
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"batches": Rows([{"input_ids": self.sequences(model)}])}
 
     def sequences(self, model: LayeredModel) -> Tensor:
         """Return the repeated tokens (prompts, tokens)."""
@@ -190,7 +191,7 @@ def _mean_over_heads(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Itera
 
 
 @dataclass(kw_only=True)
-class InContext(DividedAnalysis):
+class InContext(Analysis):
     """What a model gains by context: `in_context_score`, its loss at token `late` minus its loss at token `early`.
 
     In nats, the mean over texts, with an interval. 0 is a model that makes nothing of context, as before training;
@@ -218,17 +219,16 @@ class InContext(DividedAnalysis):
         if not self.early < self.late <= longest:
             raise InputError(f"{self.name}: expected late from {self.early + 1} to {longest} tokens, got {self.late}")
 
-    def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
-        trajectory, early, late = model.trajectory(part), self.early, self.late
-        scores = torch.full((len(trajectory.mask),), torch.nan, dtype=torch.float64)
-        for text in (trajectory.mask.sum(-1) >= late).nonzero()[:, 0].tolist():
-            tokens = trajectory.mask[text].nonzero()[[early - 2, early - 1, late - 2, late - 1], 0]
-            logits = trajectory.logits_of((torch.full_like(tokens[::2], text), tokens[::2])).double()
-            targets = part["input_ids"][text].to(logits.device)[tokens[1::2]]
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        early, late = self.early, self.late
+        scores = torch.full((len(seen.mask),), torch.nan, dtype=torch.float64)
+        for text in (seen.mask.sum(-1) >= late).nonzero()[:, 0].tolist():
+            tokens = seen.mask[text].nonzero()[[early - 2, early - 1, late - 2, late - 1], 0]
+            logits = seen.logits_of((torch.full_like(tokens[::2], text), tokens[::2])).double()
+            targets = batch["input_ids"][text].to(logits.device)[tokens[1::2]]
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
             scores[text] = losses[1] - losses[0]
-        return scores.where(scores.isfinite(), torch.nan)
+        return {"score": scores.where(scores.isfinite(), torch.nan)}
 
-    def combine(self, model: LayeredModel, results: list[Tensor]) -> Iterable[Record]:
-        tags = {"early": self.early, "late": self.late}
-        return summarize("in_context_score", torch.cat(results), tags=tags)
+    def compute(self, model: LayeredModel, batches: Values) -> Iterable[Record]:
+        return summarize("in_context_score", batches["score"], tags={"early": self.early, "late": self.late})

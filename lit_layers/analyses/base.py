@@ -8,16 +8,15 @@ import math
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.states import States, at_least_float32, first_rows, in_convention
-from lit_layers.analyses.statistics import with_a_value
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
@@ -27,26 +26,65 @@ from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import refuse_unlike_training
-from lit_layers.models.shared_pass import SharedPass, pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
-ALL = range(2**62)  # numbers of parts
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 Dtype = Literal["float32", "bfloat16"]
 NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
 Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
-Name = TypeVar("Name", Key, str)
+
+
+Precision = Literal["float32", "own", "bfloat16"]
+Values = dict[Any, Tensor]  # (..., prompts) on the CPU, by any key: prompts are the last dimension
+
+
+class Rows(NamedTuple):
+    """The rows that an analysis reads. Analyses that read the same batches share one pass.
+
+    Args:
+        batches: what is read, in an order that stays.
+        limit: the first so many rows; None: all.
+        at_once: the most rows that one `update` sees; None: as many as a pass has at a time.
+        precision: what the model runs in: float32 or wider, its own, or with products within blocks in bfloat16.
+    """
+
+    batches: Iterable[Batch]
+    limit: int | None = None
+    at_once: int | None = None
+    precision: Precision = "float32"
+
+
+class Jobs(NamedTuple):
+    """Independent jobs, such as one per layer, whose results can be sent to another process.
+
+    Args:
+        parts: the jobs.
+        records: makes the records from their results, in the order of the jobs; by default they are lists of records.
+    """
+
+    parts: Sequence[Callable[[], Any]]
+    records: Callable[[list[Any]], Iterable[Record]] = itertools.chain.from_iterable
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """Join the values of several microbatches along the prompts; a microbatch may lack some keys."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: torch.cat([part[key] for part in parts if key in part], dim=-1) for key in keys}
 
 
 class Analysis(ABC):
-    """One way to measure every layer of a model.
+    """One way to measure every layer of a model, in two steps.
+
+    `update` runs once per microbatch, on the rank that has it; `compute` once per checkpoint, on the values of all
+    prompts. Both see the options of the preset in place. Neither knows of ranks, files or other analyses.
 
     Subclasses are dataclasses: their fields are the options of a recipe and, with `name`, all that decides the
     numbers. Constructors are cheap; data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
     """
 
     name: str
+    PRECISION: ClassVar[Precision] = "float32"  # of the model that `compute` and `jobs` see
     SEES: ClassVar[Literal["text", "images"] | None] = None  # models of these alone
     NEXT_TOKEN: ClassVar[bool] = False  # models that predict the next token alone
     LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers or lists of them
@@ -55,15 +93,28 @@ class Analysis(ABC):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
 
-    @abstractmethod
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        """Yields the records of one checkpoint. May draw random numbers and switch modes: the driver restores both."""
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        """Return the rows to read, by the names of the arguments of `compute`; by default the field `batches`."""
+        batches = getattr(self, "batches", None)
+        return {} if batches is None else {"batches": Rows(batches)}
 
-    def announced(self) -> Iterable[Batch]:
-        """The batches that `run` will ask a model in float32 or wider for, where they are known beforehand: what others
-        look at, too, is then kept for it. Of analyses in stages those that later stages ask for; parts have `reads`.
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the values of one microbatch: tensors whose last dimension is the prompts, or tokens in their order.
+
+        Args:
+            seen: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks as functions;
+                to be read, not written to.
+            batch: the columns of these rows as they were given.
         """
-        return ()
+        raise NotImplementedError(f"{type(self).__name__} reads rows and has no update")
+
+    def compute(self, model: LayeredModel, **values: Values) -> Iterable[Record]:
+        """Yield the records, from the values of all prompts in the order of the data. `jobs` may take its place."""
+        raise NotImplementedError(f"{type(self).__name__} has neither compute nor jobs")
+
+    def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
+        """Divide `compute` into jobs, which ranks share; by default one."""
+        return Jobs([lambda: list(self.compute(model, **values))])
 
     def first_share(self, rows: int) -> "tuple[Analysis, float] | None":
         """Return the analysis on the first rows of its data and the share of the data that they are, for a plan.
@@ -166,7 +217,11 @@ class Analysis(ABC):
                     f"{self.name}: preset {preset} sets {option} to {value}, got {option} {given} as well: leave one "
                     "of them out"
                 )
-        return dataclasses.replace(fields, **options)
+        resolved = dataclasses.replace(fields, **options)
+        for field in dataclasses.fields(fields):
+            if not field.init:  # what has been loaded
+                setattr(resolved, field.name, getattr(self, field.name))
+        return resolved
 
     def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
         """What a preset sets for a model."""
@@ -257,139 +312,7 @@ class Analysis(ABC):
         return ", ".join(dict.fromkeys(filter(None, hashes))) or None
 
 
-class DividedAnalysis(Analysis):
-    """An analysis whose work falls into parts that know nothing of each other: prompts, or batches of them.
-
-    Several processes can share one such analysis. What the parts gave is put together in their order, so that the
-    numbers do not depend on who measured which.
-    """
-
-    batches: Batches
-
-    def parts(self, model: LayeredModel) -> Iterable[Any]:
-        """The parts in order, each made when its turn comes; the options have been checked.
-
-        Called twice, to say what will be read and to measure it: both times the same. Between two parts other analyses
-        have their turn, so that nothing that is set up for the model here holds inside `of_part`.
-        """
-        return pieces(model, self.batches)
-
-    def reads(self, model: LayeredModel, part: Any) -> Sequence[Batch]:
-        """The batches whose states `of_part` asks the model for, so that they can be shared; none: nobody knows."""
-        return [part] if isinstance(part, Mapping) else []
-
-    @abstractmethod
-    def of_part(self, model: LayeredModel, part: Any) -> Any:
-        """What one part gives: plain values and tensors on the CPU, to be sent to another process."""
-
-    @abstractmethod
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
-        """Yields the records of all parts, of which there is at least one, in their order."""
-
-    def run(self, model: LayeredModel) -> Iterable[Record]:
-        yield from self.join(model, [self.of_parts(model)])
-
-    def prepared(self, model: LayeredModel) -> LayeredModel:
-        """The model as it is measured."""
-        return at_least_float32(model)
-
-    def num_parts(self, model: LayeredModel) -> int:
-        """Return the number of parts; options are checked."""
-        self.check_options(model)
-        return sum(1 for _ in self.parts(self.prepared(SharedPass.of(model))))
-
-    def of_parts(self, model: LayeredModel, numbers: Container[int] = ALL) -> dict[int, Any]:
-        """What the parts of these numbers give, by their number."""
-        results: dict[int, Any] = {}
-        view = SharedPass.of(model)
-        view.turn(self.name)  # so that what it announces is let go once it has had it
-        for _ in self.turns(view, numbers, results):
-            pass
-        return results
-
-    def turns(self, model: SharedPass, numbers: Container[int], results: dict[int, Any]) -> Iterator[float]:
-        """`of_parts` in turns with others that look at the same model, all of which announce first what they will read.
-
-        Before each part yields its place in the pass, and then adds what it gives.
-        """
-        self.check_options(model)
-        view = self.prepared(model)
-        announced = view if isinstance(view, SharedPass) else None
-        if announced is not None:
-            batches = (b for n, part in enumerate(self.parts(view)) if n in numbers for b in self.reads(view, part))
-            announced.announce(self.name, itertools.chain(batches, self.announced()))
-        for number, part in enumerate(self.parts(view)):
-            if number not in numbers:
-                continue
-            yield math.inf if announced is None else announced.place(self.reads(view, part))
-            results[number] = self.of_part(view, part)
-
-    def join(self, model: LayeredModel, shares: Iterable[dict[int, Any]]) -> Iterable[Record]:
-        """Yields the records of all shares together.
-
-        Raises:
-            InputError: data without prompts.
-            ValueError: nothing is defined.
-        """
-        yield from with_a_value(self.name, self.combine(self.prepared(model), self.in_order(shares)))
-
-    def in_order(self, shares: Iterable[dict[int, Any]]) -> list[Any]:
-        """The results of all parts, which the shares give up: they may be large.
-
-        Raises:
-            InputError: data without prompts.
-        """
-        results: dict[int, Any] = {}
-        for share in shares:
-            results |= share
-            share.clear()
-        if not results:
-            raise InputError(f"{self.name}: the data holds no prompts")
-        return [results.pop(number) for number in sorted(results)]
-
-
-class StagedAnalysis(DividedAnalysis):
-    """A divided analysis whose parts are not the end: what follows on all of them together is divided, too."""
-
-    @abstractmethod
-    def then(self, model: LayeredModel, results: list[Any]) -> DividedAnalysis:
-        """What follows on the results of all parts, in their order, whose list may be emptied; of the same name.
-
-        Each of several processes calls it with the same results, and has to make the same of them.
-        """
-
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
-        return self.then(model, results).run(model)
-
-
-class PromptAnalysis(DividedAnalysis):
-    """An analysis of the first `num_prompts` prompts, whose parts are batches with the row of one prompt each."""
-
-    num_prompts: int
-
-    @abstractmethod
-    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> Any:
-        """What one prompt gives, as `of_part`."""
-
-    def parts(self, model: LayeredModel) -> Iterator[tuple[Batch, int]]:
-        for batch in pieces(model, first_rows(self.batches, self.num_prompts)):
-            yield from ((batch, row) for row in range(len(next(iter(batch.values())))))
-
-    def reads(self, model: LayeredModel, part: tuple[Batch, int]) -> Sequence[Batch]:
-        return [part[0]]
-
-    def of_part(self, model: LayeredModel, part: tuple[Batch, int]) -> Any:
-        batch, row = part
-        return self.of_prompt(model, model.trajectory(batch).prompt(row))
-
-
-def joined(results: Sequence[Mapping[Name, Tensor]], dim: int = 1) -> dict[Name, Tensor]:
-    """Join the values of all batches by their key, prompts along `dim`; a batch may lack some keys."""
-    keys = dict.fromkeys(key for result in results for key in result)
-    return {key: torch.cat([result[key] for result in results if key in result], dim) for key in keys}
-
-
-class StatesAnalysis(DividedAnalysis):
+class StatesAnalysis(Analysis):
     """An analysis that computes values of each prompt at every layer, then records of all prompts.
 
     Subclasses have the field `states` beside `batches`.
@@ -399,23 +322,15 @@ class StatesAnalysis(DividedAnalysis):
 
     @abstractmethod
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """Values (batch, ...) by key, of one layer's states (batch, tokens, dim)."""
+        """Return the values (..., prompts) by key, of one layer's states (prompts, tokens, dim)."""
 
-    @abstractmethod
-    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
-        """Yield the records of the values (layers + 1, prompts, ...) of all prompts."""
-
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        analysis, trajectory = self.resolved(model), model.trajectory(part)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
         rows: dict[Key, list[Tensor]] = {}
-        for layer, hidden in enumerate(trajectory.hidden):
-            states = in_convention(model, analysis.states, layer, hidden)
-            for key, row in analysis.of_layer(states, trajectory.mask).items():
+        for layer, hidden in enumerate(seen.hidden):
+            states = in_convention(seen.model, self.states, layer, hidden)
+            for key, row in self.of_layer(states, seen.mask).items():
                 rows.setdefault(key, []).append(row.cpu())
         return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
-
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        return self.resolved(model).of_prompts(joined(results))
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -2,21 +2,22 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, Key, StagedAnalysis, joined
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis, bytes_of_vectors
+from lit_layers.analyses.base import Analysis, Jobs, Key, Rows, Values
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
 from lit_layers.analyses.probes.task_features import (
     LayerFeatures,
-    PooledBatch,
-    features_of_batches,
-    pooled_batch,
+    features_of_texts,
+    pooled_texts,
+    rows_of_texts,
     text_features,
 )
 from lit_layers.analyses.states import States, in_convention, special_tokens
@@ -28,14 +29,14 @@ from lit_layers.analyses.statistics import (
     records_of_layers,
     summarize_layers,
 )
-from lit_layers.data.batches import BATCH_TOKENS, Batches, EncodedTexts, encode_texts, tokenizer_of
+from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts
 from lit_layers.data.typo_views import Action, Views, make_views
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
@@ -48,7 +49,7 @@ _WITHIN: _Metric = ("lidar_within_over_delta", "raw")
 
 
 @dataclass(kw_only=True)
-class Invariance(StagedAnalysis):
+class Invariance(Analysis):
     """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
 
     `num_views` misprinted copies of each text are made (`data.make_views`), each is passed once, and one pooled
@@ -135,40 +136,36 @@ class Invariance(StagedAnalysis):
     def tokenizer_hash(self) -> str | None:
         return self._encode(self.max_tokens).tokenizer_hash
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[list[int], Batch] | None]:
-        """Batches of texts; or none, where each process passes all: their vectors are cached, or too large to send."""
-        yield from self._of(model).batches(BATCH_TOKENS) if self._are_sent(model) else [None]
-
-    def _are_sent(self, model: LayeredModel) -> bool:
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        """Return the views; nothing if their vectors are cached, or too large to send between ranks."""
         num_texts = len(self.texts.texts()) * self.num_views
-        return self.cache is None and bytes_of_vectors(model, num_texts) <= MOST_SENT
+        if self.cache is not None or bytes_of_vectors(model, num_texts) > MOST_SENT:
+            return {}
+        return {"views": Rows(rows_of_texts(self._of(model)))}
 
-    def of_part(self, model: LayeredModel, part: tuple[list[int], Batch] | None) -> PooledBatch | None:
-        options = self.resolved(model)
-        return part and pooled_batch(model, *part, options.pooling, options.states)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return pooled_texts(seen, batch, self.pooling, self.states)
 
-    def then(self, model: LayeredModel, results: list[PooledBatch | None]) -> FollowingAnalysis:
-        """The layers, a part each."""
-        encoded, options = self._of(model), self.resolved(model)
-        options._views = self.make()
-        if batches := [result for result in results if result is not None]:
-            results.clear()
-            features = features_of_batches(batches)
-        else:
-            how: dict[str, Any] = {"pooling": options.pooling, "states": options.states, "cache": self.cache}
+    def jobs(self, model: LayeredModel, views: Values | None = None) -> Jobs:
+        encoded = self._of(model)
+        self._views = self.make()
+        if views is None:
+            how: dict[str, Any] = {"pooling": self.pooling, "states": self.states, "cache": self.cache}
             features = text_features(model, encoded, **how, undefined="nan")
-        layers, kept = options._kept(features)
+        else:
+            features = features_of_texts(views)
+        layers, kept = self._kept(features)
         halves = random_halves(len(kept), self.num_halves)
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
         def of_layer(layer: int) -> _OfLayer:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
-            return layer, options._of_layer(vectors.to(device), halves)
+            return layer, self._of_layer(vectors.to(device), halves)
 
         def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
-            return options._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
+            return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
 
-        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
+        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def make(self) -> Views:
         """The views; made on the first call."""
@@ -289,7 +286,7 @@ SHORTEST = 8  # of the lengths that are chosen by themselves
 
 
 @dataclass(kw_only=True)
-class PromptStudies(DividedAnalysis):
+class PromptStudies(Analysis):
     """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L (no layer), by tag `study`.
 
     "repetition": each token becomes, with probability `p`, one token that is drawn once from the prompt. "randomness":
@@ -324,26 +321,37 @@ class PromptStudies(DividedAnalysis):
     states: States = "resid"
     seed: int = 0
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[int, Batch]]:
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        """Return the changed prompts of each study and level, under their names with a space between."""
+        changed: dict[tuple[Study, float], list[Batch]] = {}
         first = 0
         for batch in self.batches:
-            yield first, batch
+            for study in self.studies:
+                for level, prompts in self._changed(model, study, first, batch):
+                    changed.setdefault((study, level), []).append(prompts)
             first += len(batch["input_ids"])
+        return {f"{study} {level}": Rows(prompts) for (study, level), prompts in changed.items()}
 
-    def reads(self, model: LayeredModel, part: tuple[int, Batch]) -> Sequence[Batch]:
-        return [changed for study in self.studies for _, changed in self._changed(model, study, *part)]
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return entropies (layers + 1, prompts) by normalization and first tokens left out."""
+        entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
+        for layer, hidden in enumerate(seen.hidden):
+            states = in_convention(seen.model, self.states, layer, hidden)
+            of_rows = spectra(states, seen.mask, drop_first=self.drop_first)
+            for dropped, sets in zip(self.drop_first, of_rows, strict=True):
+                single = seen.mask.sum(-1) - dropped < 2
+                for normalization in NORMALIZATIONS:
+                    values = sets.entropy(normalization=normalization, undefined="nan").cpu()
+                    values = values.masked_fill(single.cpu(), torch.nan)
+                    entropies.setdefault((normalization, dropped), []).append(values)
+        return {kind: torch.stack(values) for kind, values in entropies.items()}
 
-    def of_part(self, model: LayeredModel, part: tuple[int, Batch]) -> dict[Key, Tensor]:
-        """Values (layers + 1, prompts) of (study, its level, normalization, first tokens left out)."""
-        return {
-            (study, level, *kind): values
-            for study in self.studies
-            for level, changed in self._changed(model, study, *part)
-            for kind, values in self._entropies(model, changed).items()
-        }
-
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        entropies = joined(results)
+    def compute(self, model: LayeredModel, **changed: Values) -> Iterator[Record]:
+        entropies: dict[Key, Tensor] = {}
+        for name, values in changed.items():
+            study, level = name.split()
+            of_study = study, (int(level) if study == "length" else float(level))
+            entropies |= {(*of_study, *kind): each for kind, each in values.items()}
         measured = {level for study, level, *_ in entropies if study == "length"}
         if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
             raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
@@ -377,23 +385,6 @@ class PromptStudies(DividedAnalysis):
                 others[row, mask[row]] = torch.from_numpy(draw.choice(allowed, len(real)))
         for p in self.p:
             yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
-
-    def _entropies(self, model: LayeredModel, batch: Batch) -> dict[tuple[Normalization, int], Tensor]:
-        entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
-
-        def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            hidden = in_convention(model, self.states, layer, hidden)
-            of_rows = spectra(hidden, mask, drop_first=self.drop_first)
-            for dropped, sets in zip(self.drop_first, of_rows, strict=True):
-                single = mask.sum(-1) - dropped < 2
-                for normalization in NORMALIZATIONS:
-                    values = sets.entropy(normalization=normalization, undefined="nan").cpu()
-                    entropies.setdefault((normalization, dropped), []).append(
-                        values.masked_fill(single.cpu(), torch.nan)
-                    )
-
-        model.pass_states(batch, look)
-        return {kind: torch.stack(values) for kind, values in entropies.items()}
 
     def _ordinary(self, model: LayeredModel) -> np.ndarray:
         """The numbers of the vocabulary's tokens without the special ones."""

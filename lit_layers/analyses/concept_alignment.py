@@ -1,27 +1,27 @@
 """Relations between words as directions: how far the differences of word pairs point the same way at each layer."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis
+from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import TagDict, summarize
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
 from lit_layers.errors import InputError
 from lit_layers.functional import geometry
 from lit_layers.models.build import true_vocab_size
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
 
 
 @dataclass(kw_only=True)
-class ConceptAlignment(DividedAnalysis):
+class ConceptAlignment(Analysis):
     """Cosines between the differences of word pairs, per layer 0..L and category, and their means over categories.
 
     Each word is read alone, at its last sub-token. Per layer, tags `category` (with `category_id` and `group` where the
@@ -51,20 +51,17 @@ class ConceptAlignment(DividedAnalysis):
     shuffles: int = 10
     seed: int = 0
 
-    def parts(self, model: LayeredModel) -> Iterable[Batch]:
-        return self.words
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"words": Rows(self.words)}
 
-    def reads(self, model: LayeredModel, part: Batch) -> Sequence[Batch]:
-        return [{"input_ids": part["input_ids"]}]
-
-    def of_part(self, model: LayeredModel, part: Batch) -> Tensor:
-        """States (layers + 1, words, dim) at the words' last sub-tokens."""
-        hidden = model.trajectory(*self.reads(model, part)).hidden
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the states (layers + 1, dim, words) at the words' last sub-tokens."""
+        hidden = seen.hidden
         rows = torch.arange(hidden.shape[1], device=hidden.device)
-        return hidden[:, rows, part["positions"].to(hidden.device)].cpu()
+        return {"states": hidden[:, rows, batch["positions"].to(hidden.device)].mT.cpu()}
 
-    def combine(self, model: LayeredModel, batches: list[Tensor]) -> Iterable[Record]:
-        states = torch.cat(batches, dim=1)  # (layers + 1, words, dim)
+    def compute(self, model: LayeredModel, words: Values) -> Iterator[Record]:
+        states = words["states"].mT.contiguous()  # (layers + 1, words, dim)
         covariance = self._covariance(model)
         categories = self.words.by_category()
         values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)

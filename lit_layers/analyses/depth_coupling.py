@@ -1,16 +1,16 @@
 """Coupling of blocks over depth: how far their Jacobians share singular directions, and how linear the path is."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis, joined
-from lit_layers.analyses.states import evenly_spread, final_norm, first_rows, in_convention
-from lit_layers.analyses.statistics import Sample, Tags, left_out, summarize_all
+from lit_layers.analyses.base import Analysis, Rows, Values
+from lit_layers.analyses.states import evenly_spread, final_norm, in_convention
+from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,
     check_directions,
@@ -23,7 +23,6 @@ from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Factors, compressions, singular_factors
 from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
-from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -32,7 +31,7 @@ TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is
 
 
 @dataclass(kw_only=True)
-class Coupling(DividedAnalysis):
+class Coupling(Analysis):
     """Depth-wise coupling of the blocks at one token, with its random baseline, and the spectra behind it.
 
     Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
@@ -97,19 +96,19 @@ class Coupling(DividedAnalysis):
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
-    def parts(self, model: LayeredModel) -> Iterator[Batch]:
-        return pieces(model, self.prompts(model))
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        at_once = _at_once(model, len(self.tokens(model)))
+        return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
-        return _Blocks(model, self.resolved(model), model.trajectory(part)).values()
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return _Blocks(self, seen).values()
 
-    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
-        options, values = self.resolved(model), joined(results, dim=-1)  # (blocks, ..., prompts)
-        num_tokens = len(options.tokens(model))
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        num_tokens = len(self.tokens(model))
         samples: list[Sample | Record] = []
-        for position, count in enumerate(options.counts(model)):
-            samples += _of_pairs(values, position, {"k": count}, num_tokens)
-        samples += _of_blocks(values, options.fit_from, num_tokens)
+        for position, count in enumerate(self.counts(model)):
+            samples += _of_pairs(batches, position, {"k": count}, num_tokens)
+        samples += _of_blocks(batches, self.fit_from, num_tokens)
         yield from summarize_all(samples)
 
     def counts(self, model: LayeredModel) -> list[int]:
@@ -123,19 +122,11 @@ class Coupling(DividedAnalysis):
 
     def tokens(self, model: LayeredModel) -> list[int]:
         """The tokens over which every metric of a prompt is averaged: one, or the patches of "mean_patch"."""
-        token = self.resolved(model).token
-        if token != "mean_patch":
-            return [TOKENS[token] if isinstance(token, str) else token]
+        if self.token != "mean_patch":
+            return [TOKENS[self.token] if isinstance(self.token, str) else self.token]
         side = next(iter(self.batches))["pixel_values"].shape[-1]
         first, patches = model.num_prefix_tokens, model.num_patches(side)
         return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
-
-    def prompts(self, model: LayeredModel) -> Iterator[Batch]:
-        """The first prompts, a few at a time: their Jacobians of all blocks are held together."""
-        size = _at_once(model, len(self.tokens(model)))
-        for batch in first_rows(self.batches, self.resolved(model).num_prompts):
-            for start in range(0, len(next(iter(batch.values()))), size):
-                yield {name: values[start : start + size] for name, values in batch.items()}
 
 
 def _at_once(model: LayeredModel, num_tokens: int) -> int:
@@ -148,7 +139,8 @@ def _at_once(model: LayeredModel, num_tokens: int) -> int:
 class _Blocks:
     """The Jacobians of all blocks on one batch, which are held together."""
 
-    def __init__(self, model: LayeredModel, options: Coupling, trajectory: Trajectory) -> None:
+    def __init__(self, options: Coupling, trajectory: Trajectory) -> None:
+        model = trajectory.model
         self.model, self.options, self.trajectory = model, options, trajectory
         self.counts = options.counts(model)
         self.top = min(options.num_singular_values, model.dim)
@@ -301,7 +293,7 @@ def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None
 
 
 @dataclass(kw_only=True)
-class CouplingMatrices(PromptAnalysis):
+class CouplingMatrices(Analysis):
     """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
 
     `compression`, one record an entry, with layer (block of J1), other_layer (block that gives the bases U, V) and the
@@ -328,27 +320,14 @@ class CouplingMatrices(PromptAnalysis):
         check_pairs(self.name, self.pairs, model.num_layers)
         check_directions(self.name, self.k, model.dim)
 
-    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int], Tensor]:
-        return self._matrices(trajectory, functional.num_directions(self.k, model.dim))
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
-    def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int], Tensor]]) -> Iterable[Record]:
-        count = functional.num_directions(self.k, model.dim)
-        for prompt, matrices in enumerate(prompts, start=1):
-            for (layer, other), matrix in matrices.items():
-                for row, entries in enumerate(matrix.tolist(), start=1):
-                    for column, value in enumerate(entries, start=1):
-                        tags: dict[str, str | int | float] = {
-                            "row": row,
-                            "column": column,
-                            "k": count,
-                            "prompt": prompt,
-                        }
-                        yield Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags)
-
-    def _matrices(self, trajectory: Trajectory, count: int) -> dict[tuple[int, int], Tensor]:
-        """The defined ones of one prompt."""
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the matrix (k, k, 1) of each pair, NaN where it is undefined."""
+        count = functional.num_directions(self.k, seen.model.dim)
         blocks = sorted({block for pair in self.pairs for block in pair})
-        jacobians = torch.cat([same_token_jacobians(trajectory, block, [-1]) for block in blocks])  # (blocks, dim, dim)
+        jacobians = torch.cat([same_token_jacobians(seen, block, [-1]) for block in blocks])  # (blocks, dim, dim)
         jacobians, undefined = finite_or_zero(jacobians)
         factors = singular_factors(jacobians, count)
         jacobians = jacobians.to(factors.left.dtype)
@@ -358,8 +337,22 @@ class CouplingMatrices(PromptAnalysis):
         matrices = {}
         for layer, other in self.pairs:
             first, second = place[layer], place[other]
-            if not undefined[first] and not undefined[second]:
-                bases = Factors(*(part[[second]] for part in factors))
-                (matrix,) = compressions(jacobians[[first]], bases, count=count)
-                matrices[layer, other] = matrix[0].double().cpu()
+            bases = Factors(*(part[[second]] for part in factors))
+            (matrix,) = compressions(jacobians[[first]], bases, count=count)
+            is_undefined = bool(undefined[first] or undefined[second])
+            matrices[layer, other] = (
+                matrix[0].double().cpu().masked_fill(torch.tensor(is_undefined), math.nan)[..., None]
+            )
         return matrices
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        for prompt in range(self.num_prompts):
+            for (layer, other), matrices in batches.items():
+                if prompt < matrices.shape[-1] and not matrices[..., prompt].isnan().any():
+                    yield from self._entries(matrices[..., prompt], layer, other, prompt + 1)
+
+    def _entries(self, matrix: Tensor, layer: int, other: int, prompt: int) -> Iterator[Record]:
+        for row, entries in enumerate(matrix.tolist(), start=1):
+            for column, value in enumerate(entries, start=1):
+                tags: TagDict = {"row": row, "column": column, "k": len(matrix), "prompt": prompt}
+                yield Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags)

@@ -1,7 +1,7 @@
 """How similar states are: between layers, and of one layer when the blocks before it run in another order."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal, get_args
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, Key, joined
+from lit_layers.analyses.base import Analysis, Values
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
     complete,
@@ -25,7 +25,7 @@ from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Sche
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
 from lit_layers.models.running_order import SharedPrefixes, variants_of
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 Mode = Literal["token", "flattened"]
@@ -35,7 +35,7 @@ SIZES = "num_beginning", "num_middle", "num_ending"
 
 
 @dataclass(kw_only=True)
-class LayerSimilarity(DividedAnalysis):
+class LayerSimilarity(Analysis):
     """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
 
     `layer_cosine` (tag `mode`): the cosine of a token's states at two layers, averaged within each prompt, then over
@@ -73,28 +73,21 @@ class LayerSimilarity(DividedAnalysis):
     drop_first: int = 0
     states: States = "resid"
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        states: list[Tensor] = []
-        masks: list[Tensor] = []
-
-        def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            states.append(in_convention(model, self.states, layer, hidden))
-            masks.append(mask)
-
-        model.pass_states(part, keep)
-        hidden, mask = torch.stack(states), masks[0]  # (layers + 1, batch, tokens, dim)
-        mask = without_first(mask, self.drop_first)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the cosines of each prompt's layers, and the rows of the alignment (layers + 1, dim, rows)."""
+        mask = without_first(seen.mask, self.drop_first)
         left = mask.any(-1)
-        hidden, mask = hidden[:, left], mask[left]
-        values: dict[Key, Tensor] = {(mode,): _cosines(hidden, mask, mode) for mode in MODES}
-        values["finite",] = (hidden.isfinite().all(-1) | ~mask).all(-1)
-        values["rows",], values["num_rows",] = self._rows(hidden, mask)
-        return {key: value.cpu() for key, value in values.items()}
+        layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
+        hidden, mask = torch.stack([states[left] for states in layers]), mask[left]
+        values = {mode: _cosines(hidden, mask, mode) for mode in MODES}
+        values["finite"] = (hidden.isfinite().all(-1) | ~mask).all(-1)
+        rows, values["num_rows"] = self._rows(hidden, mask)
+        return {key: value.cpu() for key, value in values.items()} | {"rows": rows.mT.cpu()}
 
-    def combine(self, model: LayeredModel, batches: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        by_key = joined(batches)
-        _, kept = complete(by_key["finite",])  # (prompts,)
-        rows, prompts = by_key["rows",][:, kept.repeat_interleave(by_key["num_rows",][0])], int(kept.sum())
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        _, kept = complete(batches["finite"])  # (prompts,)
+        rows = batches["rows"].mT[:, kept.repeat_interleave(batches["num_rows"])].contiguous()
+        prompts = int(kept.sum())
         least = 4 if self.debiased else 2
         enough = rows.shape[1] >= least
         if not enough and kept.all():
@@ -104,7 +97,7 @@ class LayerSimilarity(DividedAnalysis):
             )
         tags = self.tags_of("states", "drop_first")
         for mode in MODES:
-            values = by_key[mode,].movedim(1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
+            values = batches[mode].movedim(-1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
             whole = values.isfinite().flatten(1).all(1)  # of the same prompts at every layer, unless a layer has none
@@ -131,15 +124,15 @@ class LayerSimilarity(DividedAnalysis):
         yield from _stages("layer_cka", alignment, prompts, tags)
 
     def _rows(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """What of a batch enters the alignment, (layers + 1, rows, dim), and rows a prompt (1, batch)."""
+        """Return the rows of the alignment (layers + 1, rows, dim), and how many each prompt has (batch,)."""
         if self.rows == "prompts":
-            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), mask.new_ones(1, len(mask)).long()
+            return pool(hidden, mask.expand(hidden.shape[:-1]), undefined="nan"), mask.new_ones(len(mask)).long()
         kept = torch.zeros_like(mask)
         for prompt, real in enumerate(mask):
             places = real.nonzero()[:, 0]
             count = len(places) if self.num_tokens is None else self.num_tokens
             kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
-        return hidden[:, kept], kept.sum(-1)[None]
+        return hidden[:, kept], kept.sum(-1)
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -148,15 +141,15 @@ class LayerSimilarity(DividedAnalysis):
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
-    """The matrix (layers + 1, prompts, layers + 1) of each prompt, so that their mean is that of all, and so is its
-    spread; in float64, NaN where a state is zero."""
+    """Return the matrix (layers + 1, layers + 1, prompts) of each prompt, so that their mean is that of all, and so is
+    its spread; in float64, NaN where a state is zero."""
     num_layers, num_prompts = hidden.shape[:2]
     matrices = [
         cosine_similarity_matrix(hidden[:, [index]], mask[[index]], mode=mode, undefined="nan").cpu()
         for index in range(num_prompts)
     ]
     # there may be none
-    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices], 1)[:, 1:]
+    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices], -1)[..., 1:]
 
 
 def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
@@ -182,7 +175,7 @@ def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> 
 
 
 @dataclass(kw_only=True)
-class OrderStates(DividedAnalysis):
+class OrderStates(Analysis):
     """How far the states behind middle blocks that run otherwise are from those that the blocks behind are used to.
 
     Of T blocks a variant changes the middle M and leaves the last N as they are (`Interventions`). These are given the
@@ -233,20 +226,19 @@ class OrderStates(DividedAnalysis):
         ]
 
     @torch.no_grad()
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        trajectory = model.trajectory(part)
-        mask = without_first(trajectory.mask, self.drop_first)
-        orders = self._orders(model)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        mask = without_first(seen.mask, self.drop_first)
+        orders = self._orders(seen.model)
         values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
-        shared = SharedPrefixes([order for _, order, _ in orders], model.num_layers)
-        for indices, hidden in shared.states(trajectory):
+        shared = SharedPrefixes([order for _, order, _ in orders], seen.num_layers)
+        for indices, hidden in shared.states(seen):
             for index in indices:
-                usual = trajectory.hidden[orders[index][2]]
+                usual = seen.hidden[orders[index][2]]
                 values[:, index] = _against(widened("states", hidden), widened("states", usual), mask).cpu()
-        return {("values",): values[..., mask.any(-1).cpu()]}
+        return {"against": values[..., mask.any(-1).cpu()]}
 
-    def combine(self, model: LayeredModel, batches: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        against = torch.cat([batch["values",] for batch in batches], dim=-1)  # (2, orders, prompts)
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        against = batches["against"]  # (2, orders, prompts)
         chosen = enumerate(variant for variant, _, _ in self._orders(model))
         for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
             members = list(group)

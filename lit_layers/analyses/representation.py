@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Key, StatesAnalysis
+from lit_layers.analyses.base import Key, StatesAnalysis, Values
 from lit_layers.analyses.states import States, without_first
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
@@ -18,7 +18,7 @@ from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
@@ -30,6 +30,16 @@ _RELEASED: dict[str, Any] = {
     "side": "smaller",
     "alpha2": "frobenius",
 }
+
+
+def pooled_vectors(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Return one vector per prompt (dim, prompts), NaN where it is undefined."""
+    return pool(hidden, mask, pooling=pooling, undefined="nan").T
+
+
+def vectors_of_prompts(values: Tensor) -> Tensor:
+    """Return the vectors (layers + 1, prompts, dim) of what `update` gives of all layers."""
+    return values.movedim(-1, 1).contiguous()
 
 
 POOLED: Key = ("pooled", None, None)
@@ -109,11 +119,11 @@ class Representation(StatesAnalysis):
         else:
             angles = curvature_and_missing(hidden, mask, undefined="skip")
             values["token_curvature", None, None], values[MISSING_ANGLES] = angles
-        return {**values, POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
+        return {**values, POOLED: pooled_vectors(hidden, mask, self.pooling)}
 
-    def of_prompts(self, values: dict[Key, Tensor]) -> Iterator[Record]:
-        pooled, missing = values.pop(POOLED), values.pop(MISSING_ANGLES, None)
-        for (metric, normalization, dropped), rows in values.items():
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        pooled, missing = vectors_of_prompts(batches.pop(POOLED)), batches.pop(MISSING_ANGLES, None)
+        for (metric, normalization, dropped), rows in batches.items():
             assert isinstance(metric, str)
             tags = {"normalization": normalization, "drop_first": dropped}
             tags = {name: tag for name, tag in tags.items() if tag is not None} | self.tags(metric)
@@ -285,13 +295,9 @@ class StateMetric(StatesAnalysis):
         super().check_options(model)
         self._takes_layers(model.dim)
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        self._several = self._takes_layers(model.dim)
-        return super().of_part(model, part)
-
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        self._several = self._takes_layers(model.dim)
-        return super().combine(model, results)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        self._several = self._takes_layers(seen.model.dim)
+        return super().update(seen, batch)
 
     def tags(self) -> dict[str, str | int | float]:
         """What a result of other than the default options must say of itself."""
@@ -300,16 +306,18 @@ class StateMetric(StatesAnalysis):
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         if self.points == "prompts":
-            return {POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
+            return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
         kept = without_first(mask, self.drop_first)
         prompts = zip(hidden, kept, strict=True)
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 
-    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
+    def compute(self, model: LayeredModel, batches: Values) -> Iterable[Record]:
+        self._several = self._takes_layers(model.dim)
         metric, tags = self.metric_name, self.tags()
-        (rows,) = values.values()
+        (rows,) = batches.values()
         if self.points == "tokens":
             return summarize_layers(metric, rows, tags=tags)
+        rows = vectors_of_prompts(rows)
         _, kept = complete(~rows.isnan().any(-1))
         pooled, tags = rows[:, kept], tags | left_out("", ~kept)
         of_halves = values_of_halves(self._of_layers, pooled, self.num_halves)

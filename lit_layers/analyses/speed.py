@@ -123,6 +123,8 @@ class Speed(Analysis):
         InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
     """
 
+    PRECISION = "own"
+
     UNMEASURED = ("tell",)
     LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
 
@@ -145,7 +147,7 @@ class Speed(Analysis):
         variants_of(self, model, f"{self.name}: ")
         self._batch(model)
 
-    def run(self, model: LayeredModel) -> Iterator[Record]:
+    def compute(self, model: LayeredModel) -> Iterator[Record]:
         compared = variants_of(self, model, f"{self.name}: ")
         if self.tell is not None:
             self.tell(f"timing {len(compared)} orders, {self.num_warm_up + self.num_rounds} rounds")

@@ -1,14 +1,14 @@
 """How the states of each layer lie in their space, how far each block moves them; and one vector a prompt, kept."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, Key, StatesAnalysis
-from lit_layers.analyses.representation import POOLED
+from lit_layers.analyses.base import Analysis, Key, StatesAnalysis, Values
+from lit_layers.analyses.representation import POOLED, pooled_vectors, vectors_of_prompts
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
     complete,
@@ -23,7 +23,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import participation_ratio
-from lit_layers.functional.geometry import Pooling, pool
+from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.state_geometry import (
     alpha_req,
     anisotropy,
@@ -35,7 +35,7 @@ from lit_layers.functional.state_geometry import (
     step_ratio,
     two_nn_of_distances,
 )
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 
@@ -43,7 +43,7 @@ OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence
 
 
 @dataclass(kw_only=True)
-class StateGeometry(DividedAnalysis):
+class StateGeometry(Analysis):
     """Spectrum, dimension and direction of the states at every layer, and what a block does to them.
 
     Of the tokens of all prompts as one set, from `num_tokens` of each prompt: `alpha_req`, `two_nn_dimension` and
@@ -85,23 +85,22 @@ class StateGeometry(DividedAnalysis):
         if self.first_rank >= self.last_rank:
             raise InputError(f"{self.name}: expected last_rank above {self.first_rank}, got {self.last_rank}")
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
-        """Return the kept rows (layers + 1, rows, dim), `num_rows` of each prompt, and values of prompts."""
-        trajectory = model.trajectory(part)
-        mask = trajectory.mask
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
+        mask = seen.mask
         chosen = [
             evenly_spread(self.drop_first, count - 1, self.num_tokens) if count > self.drop_first else []
             for count in mask.sum(-1).tolist()
         ]
         real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
         pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
-        prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(trajectory.hidden.device).T
+        prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(seen.hidden.device).T
         kept = without_first(mask, self.drop_first).cpu()
         moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
         missing, before = moved[0], None
         rows: dict[str, list[Tensor]] = {}
-        for layer, hidden in enumerate(trajectory.hidden):
-            states = in_convention(model, self.states, layer, hidden)
+        for layer, hidden in enumerate(seen.hidden):
+            states = in_convention(seen.model, self.states, layer, hidden)
             if before is not None:
                 steps = [each(before, states, undefined="nan").cpu() for each in (block_influence, step_ratio)]
                 of_tokens = torch.stack(steps).masked_fill(~kept, torch.nan)
@@ -110,21 +109,19 @@ class StateGeometry(DividedAnalysis):
             normal = normal_massive_activation((mask.sum(-1) * states.shape[-1]).cpu())
             of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
             values = dict(zip(OF_PROMPTS, of_prompts, strict=True))
-            values |= {"num_undefined_tokens": missing.double(), "rows": states[prompts, places]}
+            values |= {"num_undefined_tokens": missing.double(), "rows": states[prompts, places].T}
             for name, row in values.items():
                 rows.setdefault(name, []).append(row.cpu())
             before = states
         stacked = {name: torch.stack(of_layers) for name, of_layers in rows.items()}
         return {"num_rows": torch.tensor([len(each) for each in chosen]), **stacked}
 
-    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        missing = batches["num_undefined_tokens"].nan_to_num()
         for metric in OF_PROMPTS:
-            values = torch.cat([batch[metric] for batch in results], 1)  # (layers + 1, prompts)
-            missing = torch.cat([batch["num_undefined_tokens"] for batch in results], 1).nan_to_num()
             counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
-            yield from summarize_layers(metric, values, tags=self.tags(metric), counts=counts)
-        rows = torch.cat([batch["rows"] for batch in results], 1)
-        yield from self._of_sets(rows, torch.cat([batch["num_rows"] for batch in results]))
+            yield from summarize_layers(metric, batches[metric], tags=self.tags(metric), counts=counts)
+        yield from self._of_sets(vectors_of_prompts(batches["rows"]), batches["num_rows"])
 
     def _of_sets(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
         """Of the rows (layers + 1, rows, dim), so many of each prompt."""
@@ -198,10 +195,10 @@ class PooledStates(StatesAnalysis):
     states: States = "resid"
 
     def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        return {POOLED: pool(hidden, mask, pooling=self.pooling, undefined="nan")}
+        return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
 
-    def of_prompts(self, values: dict[Key, Tensor]) -> Iterable[Record]:
-        pooled = values[POOLED].double()  # (layers + 1, prompts, dim)
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        pooled = vectors_of_prompts(batches[POOLED].double())
         layers, kept = complete(~pooled.isnan().any(-1))
         count = int(kept.sum())
         if layers.any() and count < 2:

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_layers.models.shared_pass import SharedPass
 from lit_layers.models.view import Batch, LayeredModel
 
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
@@ -50,8 +49,6 @@ def at_least_float32(model: LayeredModel) -> LayeredModel:
     """
     if model.dtype not in (torch.float16, torch.bfloat16):
         return model
-    if isinstance(model, SharedPass):
-        return model.converted(at_least_float32)
     fresh = copy.deepcopy(model.model).float()
     for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
         if module._non_persistent_buffers_set:

@@ -4,22 +4,22 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import Key, PromptAnalysis
+from lit_layers.analyses.base import Analysis, Key, Rows, Values
 from lit_layers.analyses.states import evenly_spread, final_norm
-from lit_layers.analyses.statistics import Tags, left_out, summarize
+from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
 from lit_layers.functional.coupling import Directions, Factors, excess_coupling, num_directions, singular_factors
 from lit_layers.functional.jacobian import Influence, block_jacobian, cross_token_influence, token_places
-from lit_layers.models.view import LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 
@@ -79,7 +79,7 @@ TIE = 1e-4  # relative gap of singular values below which their directions are n
 
 
 @dataclass(kw_only=True)
-class TokenCoupling(PromptAnalysis):
+class TokenCoupling(Analysis):
     """Coupling over the tokens of a prompt, of a block with itself or with another, with its random baseline.
 
     Three tables, each over pairs of tokens t, t', with `J[l][t, s]` = d f_l(X)[t] / d X[s]:
@@ -149,26 +149,47 @@ class TokenCoupling(PromptAnalysis):
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
-    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[Key, Tensor]:
-        """Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, the `map`
-        (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling, excess (k, 2);
-        of all Jacobians `gaps` (k, number), and which are `undefined`; likely `errors` (k, number), the largest of
-        each table. Nothing of a prompt of one token.
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
+
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the values of one prompt, and its number of tokens that were looked at.
+
+        Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, NaN for one token,
+        the `map` (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling and
+        excess (k, 2); of all Jacobians `gaps` (k, number), and which are `undefined`; likely `errors` (k, number), the
+        largest of each table.
         """
+        model = seen.model
         first = 0 if self.tokens == "spread" else model.num_prefix_tokens
-        places = evenly_spread(first, int(trajectory.mask.sum()) - 1, self.num_tokens)
-        if len(places) < 2:
-            return {}
-        counts, pairs, context = self._counts(model), self._pairs(model), set(self.tables) != {"token"}
+        places = evenly_spread(first, int(seen.mask.sum()) - 1, self.num_tokens)
+        counts, pairs = self._counts(model), self._pairs(model)
+        of_prompt = self._of_tokens(seen, places, counts, pairs) if len(places) > 1 else {}
+        nothing = torch.full((len(counts), 3, self.num_tokens, self.num_tokens), math.nan, dtype=torch.float64)
+        values: Values = {"num_tokens": torch.tensor([len(places)])}
+        for pair, table in itertools.product(pairs, self.tables):
+            values["means", *pair, table] = of_prompt.get(("means", *pair, table), nothing[..., 0, 0])[..., None]
+            values["map", *pair, table] = of_prompt.get(("map", *pair, table), nothing[:, 0])[..., None]
+            values["undefined", *pair, table] = torch.tensor([of_prompt.get(("undefined", *pair, table), 0)])
+            if table == "token" and pair[0] != pair[1]:
+                values["same", *pair] = of_prompt.get(("same", *pair), nothing[:, :2, 0, 0])[..., None]
+        nothing = nothing[:, 0, 0, :0]
+        values |= {name: of_prompt.get((name,), nothing) for name in ("gaps", "errors")}
+        return values | {"undefined": of_prompt.get(("undefined",), torch.zeros(0, dtype=torch.bool))}
+
+    def _of_tokens(
+        self, seen: Trajectory, places: list[int], counts: list[int], pairs: list[tuple[int, int]]
+    ) -> dict[Key, Any]:
+        model, context = seen.model, set(self.tables) != {"token"}
         most = min(counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         assessed: dict[int, dict[str, Tensor]] = {}
         errors: list[Tensor] = []
-        values: dict[Key, Tensor] = {}
+        values: dict[Key, Any] = {}
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
-                blocks[each] = _Layer.of(trajectory, each, places, most, context=context)
+                blocks[each] = _Layer.of(seen, each, places, most, context=context)
             if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
                 assessed[other] = blocks[other].assessed(counts)
             for table in self.tables:
@@ -176,7 +197,7 @@ class TokenCoupling(PromptAnalysis):
                 errors += [largest]
                 diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
                 values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
-                values["undefined", layer, other, table] = torch.tensor(num_undefined)
+                values["undefined", layer, other, table] = num_undefined
                 if len(places) == self.num_tokens:
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
                 if table == "token" and layer != other:
@@ -189,43 +210,34 @@ class TokenCoupling(PromptAnalysis):
         values["errors",] = torch.cat(errors, -1)
         return values
 
-    def combine(self, model: LayeredModel, prompts: list[dict[Key, Tensor]]) -> Iterable[Record]:
-        if not any(prompts):
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        if not (batches["num_tokens"] > 1).any():
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
-        keys = dict.fromkeys(key for prompt in prompts for key in prompt)
-        values = {key: [prompt[key] for prompt in prompts if key in prompt] for key in keys}
-        for key in keys:
-            if key[0] in ("means", "same"):  # prompts of one token have none, and are counted
-                missing = torch.full_like(values[key][0], math.nan)
-                values[key] = [prompt.get(key, missing) for prompt in prompts]
-        gaps, errors, undefined = (torch.cat(values[name,], -1) for name in ("gaps", "errors", "undefined"))
+        pairs, num_prompts = self._pairs(model), len(batches["num_tokens"])
         for position, count in enumerate(self._counts(model)):
             tags: Tags = {"k": count}
-            for kind, *where in keys:
-                if kind == "means":
-                    yield from self._of_table(values, where, position, tags)
-            same = {key: torch.stack(values[key])[:, position] for key in keys if key[0] == "same"}  # (prompts, 2) each
-            for (_, layer, other), part in same.items():
+            for pair, table in itertools.product(pairs, self.tables):
+                yield from self._of_table(batches, (*pair, table), position, tags)
+            same = {pair: batches["same", *pair][position] for pair in pairs if ("same", *pair) in batches}
+            for (layer, other), part in same.items():  # (2, prompts) each
                 yield from _of_same(part, tags, layer=layer, other_layer=other)
             if same and self.pairs == "all":
                 yield from _of_same(torch.stack(list(same.values())).mean(0), tags)
-            counted = {**tags, **left_out("jacobians", undefined)}
-            num_prompts = len(prompts)
-            yield from accuracy_records(gaps[position], errors[position], num_prompts, counted)
+            counted = {**tags, **left_out("jacobians", batches["undefined"])}
+            yield from accuracy_records(batches["gaps"][position], batches["errors"][position], num_prompts, counted)
 
-    def _of_table(
-        self, values: dict[Key, list[Tensor]], where: Sequence[Any], position: int, tags: Tags
-    ) -> Iterator[Record]:
+    def _of_table(self, values: Values, where: tuple[int, int, Table], position: int, tags: Tags) -> Iterator[Record]:
         layer, other, table = where
         metric = f"{table}_coupling"
         place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
-        counted = {**tags, **left_out("pairs", sum(int(number) for number in values["undefined", *where]))}
-        columns = torch.stack(values["means", *where])[:, position].T
+        counted = {**tags, **left_out("pairs", int(values["undefined", *where].sum()))}
+        columns = values["means", *where][position]
         for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
             yield from summarize(name, column, **place, tags=counted)
-        if ("map", *where) not in values:
+        whole = values["num_tokens"] == self.num_tokens
+        if not whole.any():
             return
-        maps = torch.stack(values["map", *where], -1)[position]  # (tokens, tokens, prompts)
+        maps = values["map", *where][position][..., whole]  # (tokens, tokens, prompts)
         percents = [round(100 * index / (len(maps) - 1)) for index in range(len(maps))]
         for row, percent in zip(maps, percents, strict=True):
             for entries, other_percent in zip(row, percents, strict=True):
@@ -274,7 +286,7 @@ class TokenCoupling(PromptAnalysis):
 
 
 def _of_same(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
-    for name, column in zip(("same_token_coupling", "excess_same_token_coupling"), values.T, strict=True):
+    for name, column in zip(("same_token_coupling", "excess_same_token_coupling"), values, strict=True):
         yield from summarize(name, column, **place, tags=tags)
 
 
@@ -320,7 +332,7 @@ _ENTRIES = 2**25  # of the Jacobians held at once: 128 MB in float32, 56 of widt
 
 
 @dataclass(kw_only=True)
-class CrossTokenInfluence(PromptAnalysis):
+class CrossTokenInfluence(Analysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
     `influence_frobenius`, `influence_spectral`, `influence_participation_ratio`, `influence_entropy_rank`: with the tag
@@ -352,25 +364,26 @@ class CrossTokenInfluence(PromptAnalysis):
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
 
-    def of_prompt(self, model: LayeredModel, trajectory: Trajectory) -> dict[tuple[int, int | None], Influence]:
-        """Per layer and group (None: all s < t) the values of its tokens."""
-        options, by_group = self.resolved(model), {}
-        distances = options._distances(int(trajectory.mask.sum()) - 1)
-        for layer in range(1, model.num_layers + 1):
-            influence = options._influence(model, trajectory, layer, distances)
-            for group, rows in options._groups(distances).items():
-                by_group[layer, group] = Influence(*(values[rows] for values in influence))
-        return by_group
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
-    def combine(self, model: LayeredModel, prompts: list[dict[tuple[int, int | None], Influence]]) -> Iterable[Record]:
-        for layer, group in dict.fromkeys(place for prompt in prompts for place in prompt):
-            of_group = [prompt[layer, group] for prompt in prompts if (layer, group) in prompt]
-            for name in Influence._fields:
-                tags: dict[str, str | int | float] = {} if group is None else {"token_distance": group}
-                of_tokens = [getattr(prompt, name) for prompt in of_group]
-                tags |= left_out("tokens", torch.cat(of_tokens).isnan())
-                values = torch.tensor([float(values.nanmean()) for values in of_tokens], dtype=torch.float64)
-                yield from summarize(f"influence_{name}", values, layer=layer, tags=tags)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return mean and number of undefined tokens (2, values, 1) of each layer and group (None: all s < t)."""
+        distances, values = self._distances(int(seen.mask.sum()) - 1), Values()
+        for layer in range(1, seen.num_layers + 1):
+            influence = torch.stack(self._influence(seen, layer, distances))  # (values, distances)
+            for group, places in self._groups(distances).items():
+                of_group = influence[:, places]
+                missing = of_group.isnan().sum(-1).double()
+                values[layer, group] = torch.stack([of_group.nanmean(-1), missing])[..., None]
+        return values
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        for (layer, group), (means, missing) in batches.items():
+            for name, of_prompts, undefined in zip(Influence._fields, means, missing, strict=True):
+                tags: TagDict = {} if group is None else {"token_distance": group}
+                tags |= left_out("tokens", int(undefined.sum()))
+                yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
         """The distances that are measured, ascending, 0 and the first token's among them where there is room."""
@@ -394,8 +407,9 @@ class CrossTokenInfluence(PromptAnalysis):
                 groups[None].append(place)
         return groups
 
-    def _influence(self, model: LayeredModel, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
+    def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
         """Over the distances, in float64 on the CPU, a few Jacobians at a time."""
+        model = trajectory.model
         size = max(1, _ENTRIES // model.dim**2)
         parts = []
         for start in range(0, len(distances), size):

@@ -1,13 +1,13 @@
 """How tokens travel through the layers, and their paths as a picture."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, PromptAnalysis
+from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.states import States, evenly_spread, in_convention
 from lit_layers.analyses.statistics import (
     Sample,
@@ -22,12 +22,12 @@ from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.models.view import Trajectory as PromptTrajectory
+from lit_layers.models.view import Trajectory as Seen
 from lit_layers.records import Record
 
 
 @dataclass(kw_only=True)
-class Trajectory(DividedAnalysis):
+class Trajectory(Analysis):
     """Shape, growth and steps of the paths that tokens take through the layers.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
@@ -52,43 +52,34 @@ class Trajectory(DividedAnalysis):
     states: States = "resid"
     preset: Literal["paper"] | None = None
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[str, Tensor]:
-        """Return the walked path of the kept tokens of a batch, and which tokens those are, `kept`."""
-        options, trajectory = self.resolved(model), model.trajectory(part)
-        position = trajectory.mask.cumsum(-1)
-        kept = trajectory.mask & (position > options.drop_first)
-        if options.tokens == "last":
+    def update(self, seen: Seen, batch: Batch) -> Values:
+        position = seen.mask.cumsum(-1)
+        kept = seen.mask & (position > self.drop_first)
+        if self.tokens == "last":
             kept = kept & (position == position[:, -1:])
         path, before = WalkedPath(), None
-        for layer, hidden in enumerate(trajectory.hidden):
-            states = in_convention(model, options.states, layer, hidden)[kept]
+        for layer, hidden in enumerate(seen.hidden):
+            states = in_convention(seen.model, self.states, layer, hidden)[kept]
             if before is None:
                 path.start(states)
             else:
                 path.step(before, states)
             before = states
-        del path.state["total"]  # (tokens, dim), which no metric of a finished path needs
-        return {name: tensor.cpu() for name, tensor in {"kept": kept, **path.state}.items()}
+        return {metric: _of_prompts(values, kept) for metric, values in _of_tokens(path).items()}
 
-    def combine(self, model: LayeredModel, results: list[dict[str, Tensor]]) -> Iterator[Record]:
-        tags = self.resolved(model).tags_of("states")
-        groups = [_of_prompts(WalkedPath(state), state.pop("kept")) for state in results]
-        samples: list[Sample] = []
-        for metric in groups[0]:
-            samples += _samples(metric, torch.cat([group[metric] for group in groups], dim=-1), tags)
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        tags = self.tags_of("states")
+        samples = (sample for metric, values in batches.items() for sample in _samples(metric, values, tags))
         yield from summarize_all(samples)
 
 
-def _of_prompts(path: WalkedPath, kept: Tensor) -> dict[str, Tensor]:
-    """Per metric and row (layer): mean over a prompt's tokens, median, number of tokens without a value."""
-    statistics = {}
-    for metric, values in _of_tokens(path).items():
-        kept = kept.to(values.device)  # where there is no float64, values are on the CPU
-        placed = values.new_full((len(values), *kept.shape), torch.nan)
-        placed[:, kept] = values  # (rows, batch, tokens)
-        missing = (placed.isnan() & kept).sum(-1)
-        statistics[metric] = torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
-    return statistics  # (3, rows, batch) each
+def _of_prompts(values: Tensor, kept: Tensor) -> Tensor:
+    """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, kept tokens)."""
+    kept = kept.to(values.device)  # where there is no float64, values are on the CPU
+    placed = values.new_full((len(values), *kept.shape), torch.nan)
+    placed[:, kept] = values  # (rows, batch, tokens)
+    missing = (placed.isnan() & kept).sum(-1)
+    return torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
 
 
 def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
@@ -123,7 +114,7 @@ LEAST_TOKENS = 3  # a plane needs them
 
 
 @dataclass(kw_only=True)
-class PathsInPlane(PromptAnalysis):
+class PathsInPlane(Analysis):
     """Where tokens are at every layer, in the plane of the last layer's first two principal components.
 
     Per prompt or image: `path`, the coordinate of a token (tag `token`, counted among the real ones) at a layer along
@@ -147,46 +138,46 @@ class PathsInPlane(PromptAnalysis):
     drop_first: int = 1
     states: Literal["resid", "hf"] = "resid"
 
-    def of_prompt(self, model: LayeredModel, trajectory: PromptTrajectory) -> "_Paths":
-        tokens = list(range(self.drop_first, int(trajectory.mask.sum())))
-        if len(tokens) < LEAST_TOKENS:
-            nowhere = torch.full((2,), torch.nan, dtype=torch.float64)
-            return _Paths([], nowhere.new_empty(trajectory.num_layers + 1, 0, 2), nowhere)
-        kept = torch.stack(
-            [
-                in_convention(model, self.states, layer, hidden)[0][trajectory.mask[0]][self.drop_first :]
-                for layer, hidden in enumerate(trajectory.hidden)
-            ]
-        )
-        places, explained = principal_paths(kept, undefined="nan")
-        shown = evenly_spread(0, len(tokens) - 1, self.num_tokens)
-        return _Paths([tokens[index] for index in shown], places[:, shown].cpu(), explained.cpu())
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
-    def combine(self, model: LayeredModel, prompts: "list[_Paths]") -> Iterable[Record]:
-        if not any(paths.tokens for paths in prompts):
+    def update(self, seen: Seen, batch: Batch) -> Values:
+        """Return the shown tokens of a prompt, their places, and the shares of variance; padded to `num_tokens`."""
+        shown = torch.full((self.num_tokens, 1), -1)
+        places = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
+        explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
+        tokens = range(self.drop_first, int(seen.mask.sum()))
+        if len(tokens) >= LEAST_TOKENS:
+            layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
+            kept = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
+            coordinates, shares = principal_paths(kept, undefined="nan")
+            spread = evenly_spread(0, len(tokens) - 1, self.num_tokens)
+            shown[: len(spread), 0] = torch.tensor([tokens[index] for index in spread])
+            places[:, : len(spread), :, 0], explained[:, 0] = coordinates[:, spread].cpu(), shares.cpu()
+        return {"token": shown, "place": places, "explained": explained}
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        shown, places, explained = (batches[name].movedim(-1, 0) for name in ("token", "place", "explained"))
+        if (shown < 0).all():
             raise InputError(
                 f"{self.name}: no prompt has {LEAST_TOKENS} tokens after the first {self.drop_first}: give longer "
                 "prompts or a smaller drop_first"
             )
         tags = self.tags_of("states")
-        yield from summarize("plane_variance", torch.stack([paths.explained.sum() for paths in prompts]), tags=tags)
-        for prompt, paths in enumerate(prompts, start=1):
-            if not paths.explained.isnan().any():
-                yield from _plane_records(paths, {"prompt": prompt, **tags})
+        yield from summarize("plane_variance", explained.sum(-1), tags=tags)
+        for prompt, share in enumerate(explained):
+            if not share.isnan().any():
+                tokens = shown[prompt][shown[prompt] >= 0].tolist()
+                yield from _plane_records(tokens, places[prompt], share, {"prompt": prompt + 1, **tags})
 
 
-class _Paths(NamedTuple):
-    """Of one prompt, in float64 on the CPU."""
-
-    tokens: list[int]
-    places: Tensor  # (layers + 1, tokens, 2)
-    explained: Tensor  # (2,) NaN where there is no plane
-
-
-def _plane_records(paths: _Paths, tags: dict[str, str | int | float]) -> Iterable[Record]:
-    for axis, share in enumerate(paths.explained.tolist(), start=1):
+def _plane_records(
+    tokens: list[int], places: Tensor, explained: Tensor, tags: dict[str, str | int | float]
+) -> Iterator[Record]:
+    """Yield the records of one prompt: `places` (layers + 1, tokens, 2), `explained` (2,)."""
+    for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
-    for layer, places in enumerate(paths.places.tolist()):
-        for token, place in zip(paths.tokens, places, strict=True):
+    for layer, of_layer in enumerate(places.tolist()):
+        for token, place in zip(tokens, of_layer, strict=False):  # padded behind
             for axis, value in enumerate(place, start=1):
                 yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})

@@ -21,7 +21,6 @@ from lit_layers.errors import InputError
 from lit_layers.identity import code_versions, refuse_other_code
 from lit_layers.measuring.one_checkpoint import Measurer, Tell, device_of, silent
 from lit_layers.models.saved import outline
-from lit_layers.models.shared_pass import KEPT_BYTES
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.series import Checkpoint
 from lit_layers.series.auditing import read_weights
@@ -189,7 +188,7 @@ def _memory(ray: Any, measurer: Measurer, checkpoint: Checkpoint) -> int:
     with contextlib.suppress(InputError):  # loading it says why
         if measurer.options.offload is None and (config := checkpoint.config()):
             weights = sum(4 * each.numel() for each in outline(config, checkpoint.name).parameters())
-    asked = OF_A_PROCESS + COPIES * weights + KEPT_BYTES
+    asked = OF_A_PROCESS + COPIES * weights
     if asked > (most := _most(ray, "memory")):
         gib = f"some {asked / 2**30:.1f} GiB of memory, and no machine of Ray has more than {most / 2**30:.1f} GiB"
         raise InputError(f"engine: {checkpoint.name} needs {gib} for it")

@@ -1,28 +1,32 @@
-"""Analyses on one model in memory: one at a time, or all in one pass over their texts; here, or a share of them."""
+"""Analyses of one model in memory: all in one pass over each set of rows, in this process or several."""
 
 import functools
+import hashlib
 import importlib.metadata
 import itertools
 import logging
 import math
-import pickle
 import platform
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from lit_layers.analyses.base import ALL, Analysis, DividedAnalysis
+from lit_layers.analyses.base import Analysis, Jobs, Precision, Rows, Values, joined
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import with_a_value
+from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
-from lit_layers.measuring.undisturbed import undisturbed
+from lit_layers.measuring.ranks import OneProcess, Ranks
+from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash as hash_weights
-from lit_layers.models.shared_pass import SharedPass
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.offload import is_offloaded
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Measurement, Record, Store
 from lit_layers.schema import Range, refuse_outside
 
@@ -32,6 +36,8 @@ PACKAGES = (
     *("lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors"),
     *("numpy", "scipy", "mteb"),
 )
+# Most bytes of the states of a microbatch: on a CPU; on a GPU, or where each one reads all blocks from the disk.
+STATE_BYTES = 2**26, 2**28
 
 
 def measure(
@@ -45,11 +51,14 @@ def measure(
     weights_hash: str | None = None,
     raises: bool = False,
 ) -> Measurement:
-    """What one analysis finds on one checkpoint. A failing analysis gives a measurement with `error`, and raises only
-    where that is asked for.
+    """Measure one analysis of one checkpoint.
 
-    The model and all global state are left as they were found. `weights_hash` saves hashing the weights once for each
-    of several analyses of one checkpoint.
+    A failing analysis gives a measurement with `error`, and raises only where that is asked for. The model and all
+    global state are left as they were found. `weights_hash` saves hashing the weights once for each of several
+    analyses of one checkpoint.
+
+    Raises:
+        InputError: no analysis, or a model of which there is no layered view.
     """
     if not isinstance(analysis, Analysis):
         raise InputError(f"analysis: expected one, such as Lens(batches=data), got a {type(analysis).__name__}")
@@ -57,16 +66,14 @@ def measure(
         "", dict.fromkeys(("step", "tokens"), Range(0, math.inf, whole=True)), {"step": step, "tokens": tokens}
     )
     step, tokens = (None if number is None else int(number) for number in (step, tokens))
-    attempt = Attempt()
-    attempt.make(model, analysis, lambda view: collect(analysis, analysis.run(view)), weights_hash)
-    attempt.end(model, analysis)
-    if raises and attempt.failure is not None:
-        raise attempt.failure
-    return _measurement(attempt, analysis, run=run, step=step, tokens=tokens, provenance=provenance)
+    (outcome,) = outcomes(model, [analysis], weights_hash=weights_hash)
+    if raises and outcome.failure is not None:
+        raise outcome.failure
+    return outcome.measurement(run=run, step=step, tokens=tokens, provenance=provenance)
 
 
 def refuse_same_names(analyses: Iterable[Analysis]) -> None:
-    """Refuses analyses two of which would write under one name.
+    """Refuse analyses two of which would write under one name.
 
     Raises:
         InputError: with that name.
@@ -74,22 +81,6 @@ def refuse_same_names(analyses: Iterable[Analysis]) -> None:
     names = sorted(analysis.name for analysis in analyses)
     if double := next((name for name, following in itertools.pairwise(names) if name == following), None):
         raise InputError(f"analyses: two are named {double!r}; give each a name of its own")
-
-
-def in_one_pass(
-    model: nn.Module | LayeredModel,
-    analyses: Sequence[Analysis],
-    starting: Callable[[Analysis], None],
-    **facts: Any,
-) -> Iterator[Measurement]:
-    """Yields the measurement of each analysis, in one process, of a model that is in memory whole."""
-    shares = Shares(model, analyses, starting, weights_hash=facts["weights_hash"])
-    for analysis in analyses:
-        if is_divided(analysis):
-            yield join_shares(shares.model, analysis, [shares.of(analysis)], **facts)
-        else:
-            starting(analysis)
-            yield measure(shares.model, analysis, **facts)
 
 
 def measure_missing(
@@ -100,213 +91,327 @@ def measure_missing(
     run: str,
     step: int | None,
     weights_hash: str,
-    way: Callable[..., Iterable[Measurement]] = in_one_pass,
+    ranks: OneProcess | Ranks | None = None,
     starting: Callable[[Analysis], None] = lambda analysis: None,
     same: Mapping[str, Any] | None = None,
     **facts: Any,
 ) -> Iterator[Measurement]:
-    """Measures what is not done on one checkpoint, and yields each measurement once the store has it.
+    """Measure what is not done on one checkpoint, and yield each measurement once the store has it.
 
-    Whatever measures a checkpoint goes this way: in training and after it, in one process or divided over several,
-    whole or block by block. `same` is what provenance must say besides of what counts as done.
+    Whatever measures a checkpoint goes this way: in training and after it, in one process or several, of which the
+    first yields. `same` is what provenance must say besides of what counts as done.
     """
     due = [a for a in analyses if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]
-    for measurement in way(model, due, starting, run=run, step=step, weights_hash=weights_hash, **facts):
+    for outcome in outcomes(model, due, ranks, starting, weights_hash=weights_hash):
+        measurement = outcome.measurement(run=run, step=step, **facts)
         about = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
         logger.info("%s at step %s: %s", measurement.analysis, step, measurement.error or about)
         yield store.add(measurement)
 
 
 @dataclass
-class Attempt:
-    """The result of an analysis of an undisturbed model, made at once or in turns: `result`, or else why it failed."""
+class Outcome:
+    """What an analysis found of an undisturbed model, or why it found nothing."""
 
-    result: Any = None
+    analysis: Analysis  # with the options of its preset
+    records: list[Record] = field(default_factory=list)
     error: str | None = None
     failure: Exception | None = None  # what `error` says, in the process where it was raised
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
-    random_state: list[Any] = field(default_factory=list)  # where its generators stand between two turns
+    rows: dict[str, Rows] = field(default_factory=dict)
+    values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument and number of the update
 
-    def make(
-        self,
-        model: nn.Module | LayeredModel,
-        analysis: Analysis,
-        action: Callable[[Any], Any],
-        weights_hash: str | None = None,
-    ) -> Any:
-        """Does something with the model and leaves no trace of it, whatever happens; returns the result."""
+    def attempt(self, view: LayeredModel, action: Callable[[], Any]) -> Any:
+        """Return what an action gives, which must leave no trace of itself in the model, or keep why it failed."""
         started = time.perf_counter()
         try:
-            analysis.adopt_batches_()
-            view = model if isinstance(model, LayeredModel) else LayeredModel(model)
-            if isinstance(view, SharedPass):
-                view.turn(analysis.name)
-            with undisturbed(view.model, self.random_state):
-                self.facts = self.facts or describe_run(view, analysis, weights_hash)
-                self.result = action(view)
+            with undisturbed(view.model):
+                return action()
         except Exception as failure:
-            logger.debug("%s failed", analysis.name, exc_info=True)
-            self.result, self.error, self.failure = None, kind_and_words(failure), failure
-        if isinstance(model, SharedPass):
-            model.renew()
-        self.seconds += time.perf_counter() - started
-        return self.result
-
-    def end(self, model: nn.Module | LayeredModel, analysis: Analysis) -> None:
-        """Nothing more is asked of the model: what a pass kept for the analysis is let go."""
-        if isinstance(model, SharedPass):
-            self.seconds += model.leave(analysis.name)
-        self.random_state = []
-
-
-def is_divided(analysis: Analysis) -> bool:
-    """Whether an analysis is measured in parts, and not as a whole in a way of its own."""
-    return isinstance(analysis, DividedAnalysis) and type(analysis).run is DividedAnalysis.run
-
-
-class Shares:
-    """What one process of several finds of the analyses that are divided, all in one pass over their texts.
-
-    `numbers` are those of the parts that it measures of each analysis, by name; None: all.
-
-    They take turns, a part each, the one next whose texts come first. So a text is held for as long as the analyses
-    that look at it take for it; an analysis that fails is left out from there on. Each turn is undisturbed by others.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module | LayeredModel,
-        analyses: Sequence[Analysis],
-        starting: Callable[[Analysis], None],
-        *,
-        numbers: Mapping[str, Container[int]] | None = None,
-        weights_hash: str | None = None,
-    ) -> None:
-        view = model if isinstance(model, LayeredModel) else LayeredModel(model)
-        self.model = SharedPass.of(view)
-        self.starting, self.weights_hash = starting, weights_hash
-        self.analyses: dict[str, Any] = {analysis.name: analysis for analysis in analyses}
-        self.attempts = {analysis.name: Attempt() for analysis in analyses}
-        self._parts: dict[str, dict[int, Any]] = {name: {} for name in self.attempts}
-        self._turns: dict[str, Iterator[float]] = {}
-        self._places: dict[str, float] = {}  # where in the pass each that is not done asks next
-        self._begun: set[str] = set()
-        for name, analysis in self.analyses.items():
-            if is_divided(analysis):
-                mine = ALL if numbers is None else numbers[name]
-                self._turns[name] = analysis.turns(self.model, mine, self._parts[name])
-                self._turn(name)  # announces what it will read
-            else:
-                # What it cannot say now is no error: it asks for its texts itself when it runs.
-                Attempt().make(self.model, analysis, functools.partial(_announce, analysis), weights_hash)
-
-    def of(self, analysis: Analysis) -> Attempt:
-        """The share of one analysis; others come as far as their texts are the same or come before."""
-        self._begin(analysis.name)
-        while analysis.name in self._places:
-            following = min(self._places, key=lambda name: self._places[name])
-            self._begin(following)
-            self._turn(following)
-        return self.attempts[analysis.name]
-
-    def _begin(self, name: str) -> None:
-        if name not in self._begun:
-            self._begun.add(name)
-            self.starting(self.analyses[name])
-
-    def _turn(self, name: str) -> None:
-        attempt, analysis = self.attempts[name], self.analyses[name]
-        others = min((place for other, place in self._places.items() if other != name), default=math.inf)
-        is_first = name not in self._places
-
-        def advance(_: Any) -> float | None:
-            """Goes on with its parts for as long as no other's texts come before."""
-            for place in self._turns[name]:
-                if is_first or place > others:
-                    return place
+            logger.debug("%s failed", self.analysis.name, exc_info=True)
+            self.error, self.failure = kind_and_words(failure), failure
             return None
+        finally:
+            self.seconds += time.perf_counter() - started
 
-        place = attempt.make(self.model, analysis, advance, self.weights_hash)
-        if place is not None:
-            self._places[name] = place
-            return
-        self._places.pop(name, None)
-        if attempt.error is None:
-            attempt.result = self._parts.pop(name)
-        if attempt.error is not None or type(analysis).announced is Analysis.announced:
-            attempt.end(self.model, analysis)  # else what follows on the parts reads more
-
-
-def _announce(analysis: Analysis, model: SharedPass) -> None:
-    if type(analysis).announced is not Analysis.announced:
-        SharedPass.of(at_least_float32(model)).announce(analysis.name, analysis.announced())
+    def measurement(
+        self, *, run: str, step: int | None, tokens: int | None = None, provenance: Mapping[str, Any] | None = None
+    ) -> Measurement:
+        """Return the outcome with what is known of its checkpoint."""
+        found: dict[str, Any] = {"records": self.records, "seconds": self.seconds, "error": self.error}
+        facts = {**self.facts, **(provenance or {})}
+        return Measurement(run=run, step=step, tokens=tokens, analysis=self.analysis.name, provenance=facts, **found)
 
 
-def sendable(attempt: Attempt) -> Attempt:
-    """An attempt as it is sent to another process: a value that cannot be sent is an error of its own."""
-    try:
-        return replace(attempt, result=pickle.dumps(attempt.result), failure=None)
-    except Exception as failure:
-        return replace(attempt, result=None, error=attempt.error or kind_and_words(failure), failure=None)
-
-
-def join_shares(
+def outcomes(
     model: nn.Module | LayeredModel,
-    analysis: Any,
-    shares: Sequence[Attempt],
+    analyses: Sequence[Analysis],
+    ranks: OneProcess | Ranks | None = None,
+    starting: Callable[[Analysis], None] = lambda analysis: None,
     *,
     weights_hash: str | None = None,
-    **facts: Any,
-) -> Measurement:
-    """The measurement that the shares of all processes make, equal to that of `measure`, whose `facts` they are.
+) -> Iterator[Outcome]:
+    """Yield the outcome of each analysis, on the first rank, as soon as all that it reads has been passed.
 
-    Its error is that of the first share that failed, its seconds those of the slowest process and of joining.
+    Each rank passes a share of the microbatches and does a share of the jobs. No collective runs inside an analysis, so
+    that one which fails hangs no rank. Numbers do not depend on how many ranks there are.
     """
+    ranks = ranks or OneProcess()
+    views = _Views(model)
+    due = [_prepared(views.own, analysis, weights_hash) for analysis in analyses]
+    groups = _groups(due, views)
+    waiting = {analysis.name: analysis for analysis in analyses}
 
-    def join(view: LayeredModel) -> list[Record]:
-        results = [pickle.loads(each.result) if isinstance(each.result, bytes) else each.result for each in shares]
-        return collect(analysis, analysis.join(view, results))
+    def begin(outcome: Outcome) -> None:
+        if (analysis := waiting.pop(outcome.analysis.name, None)) is not None:
+            starting(analysis)
 
-    seconds = max(share.seconds for share in shares)
-    attempt = next((share for share in shares if share.error is not None), None)
-    if attempt is None:
-        attempt = Attempt()
-        attempt.make(model, analysis, join, weights_hash)
-        attempt.end(model, analysis)
-        seconds += attempt.seconds
-    return _measurement(replace(attempt, seconds=seconds), analysis, **facts)
+    for number, outcome in enumerate(due):
+        for group in [group for group in groups if any(reader.outcome is outcome for reader in group.readers)]:
+            groups.remove(group)
+            for reader in group.readers:
+                begin(reader.outcome)
+            group.walk(views, ranks)
+        begin(outcome)
+        _compute(outcome, views, ranks, number)
+        if ranks.rank == 0:
+            yield outcome
+    ranks.gather(None, None)  # all leave together: none waits for another in training's own collectives
 
 
-def _measurement(
-    attempt: Attempt,
-    analysis: Analysis,
-    *,
-    run: str,
-    step: int | None,
-    tokens: int | None = None,
-    provenance: dict[str, Any] | None = None,
-) -> Measurement:
-    records = [] if attempt.error is not None else attempt.result
-    outcome: dict[str, Any] = {"records": records, "seconds": attempt.seconds, "error": attempt.error}
-    facts = {**attempt.facts, **(provenance or {})}
-    return Measurement(run=run, step=step, tokens=tokens, analysis=analysis.name, provenance=facts, **outcome)
+class _Views:
+    """A model in the precisions that analyses ask for, each made once."""
+
+    def __init__(self, model: nn.Module | LayeredModel) -> None:
+        self.own = model if isinstance(model, LayeredModel) else LayeredModel(model)
+        self._made: dict[Precision, LayeredModel] = {"own": self.own}
+
+    def __getitem__(self, precision: Precision) -> LayeredModel:
+        if precision not in self._made:
+            wide = at_least_float32(self.own) if precision == "float32" else BFloat16View(self["float32"])
+            self._made[precision] = wide
+        return self._made[precision]
+
+    def renew(self) -> None:
+        """Make copies anew, of which an analysis has changed one."""
+        self._made = {"own": self.own}
+
+
+def _prepared(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -> Outcome:
+    outcome = Outcome(analysis)
+
+    def prepare() -> None:
+        analysis.adopt_batches_()
+        outcome.facts = describe_run(view, analysis, weights_hash)
+        analysis.check_options(view)
+        outcome.analysis = analysis.resolved(view)
+        outcome.rows = outcome.analysis.reads(view)
+
+    outcome.attempt(view, prepare)
+    return outcome
+
+
+@dataclass
+class _Reader:
+    """An analysis that reads rows for one argument of its `compute`."""
+
+    outcome: Outcome
+    argument: str
+    rows: Rows
+    num_updates: int = 0
+
+    def due(self, ranks: OneProcess | Ranks, number: int, first: int, count: int) -> list[tuple[int, int, int]]:
+        """Return number, start and stop of the updates of a microbatch that are this rank's.
+
+        Few rows at a time are for costly work: each such update goes to the next rank, not each microbatch.
+        """
+        count = count if self.rows.limit is None else max(0, min(count, self.rows.limit - first))
+        size = self.rows.at_once or count
+        updates: list[tuple[int, int, int]] = []
+        for start in range(0, count, max(1, size)):
+            turn = number if self.rows.at_once is None else self.num_updates
+            if turn % ranks.size == ranks.rank and self.outcome.error is None:
+                updates.append((self.num_updates, start, min(start + size, count)))
+            self.num_updates += 1
+        return updates
+
+
+@dataclass
+class _Group:
+    """The analyses that read the same batches in the same precision, which one pass serves."""
+
+    batches: Iterable[Batch]
+    precision: Precision
+    readers: list[_Reader] = field(default_factory=list)
+
+    def walk(self, views: _Views, ranks: OneProcess | Ranks) -> None:
+        limits = [reader.rows.limit for reader in self.readers]
+        most = None if None in limits else max(limit for limit in limits if limit is not None)
+        first = 0
+        try:
+            for number, (batch, count) in enumerate(microbatches(views[self.precision], self.batches, most)):
+                due = [
+                    (reader, *update) for reader in self.readers for update in reader.due(ranks, number, first, count)
+                ]
+                self._show(views, batch, count, due)
+                first += count
+        except Exception as failure:  # of the data
+            for reader in self.readers:
+                reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
+
+    def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
+        """Pass a microbatch and show it to the analyses, to each a copy; anew after one that changed the model."""
+        seen: Trajectory | None = None
+        for place, (reader, number, start, stop) in enumerate(due):
+            outcome, view = reader.outcome, views[self.precision]
+            if outcome.error is not None:
+                continue
+            if seen is None:
+                sharing = {id(other.outcome): other.outcome for other, *_ in due[place:] if other.outcome.error is None}
+                seen = _passed(view, batch, [*sharing.values()])
+                if seen is None:
+                    return
+            values = outcome.attempt(view, functools.partial(_updated, outcome.analysis, seen, batch, start, stop))
+            if outcome.error is None:
+                outcome.values.setdefault(reader.argument, {})[number] = values
+            elif isinstance(outcome.failure, DisturbedError):
+                seen = None
+                views.renew()
+
+
+def _updated(analysis: Analysis, seen: Trajectory, batch: Batch, start: int, stop: int) -> Values:
+    """Return what an analysis makes of some rows of a microbatch, whose states it may write to."""
+    if (start, stop) != (0, count := len(seen.mask)):
+        seen, batch = seen.rows(start, stop), _some(batch, slice(start, stop), count)
+    return analysis.update(replace(seen, hidden=seen.hidden.clone(), mask=seen.mask.clone()), batch)
+
+
+def _passed(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
+    """Pass a microbatch for some analyses, which bear the time in equal parts, or the failure."""
+    shared = Outcome(sharing[0].analysis)
+    seen = shared.attempt(view, lambda: view.trajectory(batch))
+    for outcome in sharing:
+        outcome.seconds += shared.seconds / len(sharing)
+        outcome.error, outcome.failure = shared.error, shared.failure
+    return seen
+
+
+def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, number: int) -> None:
+    """Exchange the values of an analysis, do its jobs and make its records: two collectives, whatever fails."""
+    everyone = ranks.gather(outcome.error, outcome.values)
+    outcome.values = {}
+    outcome.error = next((error for error, _ in everyone if error), None)
+    made = Jobs([])
+
+    def own_jobs() -> dict[int, Any]:
+        nonlocal made
+        values = {
+            name: _in_order(outcome.analysis, [of_rank[name] for _, of_rank in everyone if name in of_rank])
+            for name in outcome.rows
+        }
+        everyone.clear()
+        made = outcome.analysis.jobs(views[outcome.analysis.PRECISION], **values)
+        mine = (job for job in range(len(made.parts)) if (job + number) % ranks.size == ranks.rank)
+        return {job: made.parts[job]() for job in mine}
+
+    done = None if outcome.error else outcome.attempt(views[outcome.analysis.PRECISION], own_jobs)
+    everyone = ranks.gather(outcome.error, (done, outcome.seconds))
+    outcome.error = next((error for error, _ in everyone if error), None)
+    outcome.seconds = max([outcome.seconds, *(found[1] for _, found in everyone if found is not None)])
+    if outcome.error is None and ranks.rank == 0:
+        results = {job: result for _, (of_rank, _) in everyone for job, result in of_rank.items()}
+        in_order = [results[job] for job in sorted(results)]
+        records = outcome.attempt(views.own, lambda: collect(outcome.analysis, made.records(in_order)))
+        outcome.records = records or []
+    if isinstance(outcome.failure, DisturbedError):
+        views.renew()
+
+
+def _in_order(analysis: Analysis, of_ranks: list[dict[int, Values]]) -> Values:
+    """Join the values of all updates in the order of the data, so that no number depends on the number of ranks."""
+    updates = {number: values for of_rank in of_ranks for number, values in of_rank.items()}
+    if not updates:
+        raise InputError(f"{analysis.name}: the data holds no prompts")
+    return joined([updates[number] for number in sorted(updates)])
+
+
+def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
+    groups: dict[tuple, _Group] = {}
+    for outcome in due:
+        for argument, rows in outcome.rows.items() if outcome.error is None else ():
+            try:
+                key = _content(rows.batches), id(views[rows.precision])  # float32 may be the model's own precision
+            except Exception as failure:  # of the data
+                outcome.error, outcome.failure = kind_and_words(failure), failure
+                break
+            group = groups.setdefault(key, _Group(rows.batches, rows.precision))
+            group.readers.append(_Reader(outcome, argument, rows))
+    return list(groups.values())
+
+
+def _content(batches: Iterable[Batch]) -> tuple:
+    """Return what tells batches apart, by their content: a hash, which of a class of others may be any string."""
+    if isinstance(batches, Batches) and type(batches).__module__.startswith("lit_layers."):
+        return type(batches).__name__, batches.content_hash(), getattr(batches, "batch_size", None)
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, column in batch.items():
+            values = np.asarray(column.cpu() if isinstance(column, torch.Tensor) else column)
+            digest.update(f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return (digest.hexdigest(),)
+
+
+def microbatches(
+    model: LayeredModel, batches: Iterable[Batch], limit: int | None = None
+) -> Iterator[tuple[Batch, int]]:
+    """Yield rows, with their number, whose states at all layers are not large; how many depends on shapes only."""
+    needed = model.family.inputs[0]
+    most = STATE_BYTES[model.device.type != "cpu" or is_offloaded(model.model)]
+    for batch in batches:
+        column = batch[needed] if needed in batch else next(iter(batch.values()))
+        count = len(column) if limit is None else min(len(column), limit)
+        size = max(1, most // _row_bytes(model, column)) if needed in batch else count
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            whole = (start, stop) == (0, len(column))
+            yield batch if whole else _some(batch, slice(start, stop), len(column)), stop - start
+        limit = None if limit is None else limit - count
+        if limit == 0:
+            return
+
+
+def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
+    """Return the bytes of the states of one row at all layers."""
+    tokens = column.shape[1]
+    if model.family.sees_images:
+        tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
+    itemsize = max(4, torch.empty((), dtype=model.dtype).element_size())
+    return (model.num_layers + 1) * tokens * model.dim * itemsize
+
+
+def _some(batch: Batch, some: slice, count: int) -> Batch:
+    """Return some rows of a batch; what holds none of them, such as one number for all, stays."""
+    rows = {name for name, values in batch.items() if isinstance(values, torch.Tensor) and values.shape[:1] == (count,)}
+    return {name: values[some] if name in rows else values for name, values in batch.items()}
 
 
 def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
-    """The records of an analysis, all of them made now.
+    """Return the records of an analysis, all of them made now.
 
     Raises:
         TypeError: something other than a record.
-        ValueError: no record at all, or none with a value.
+        ValueError: no record at all, or of an analysis of prompts none with a value.
     """
     records = list(results)
     for record in records:
         if not isinstance(record, Record):
             raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")
+    if type(analysis).update is not Analysis.update:
+        return with_a_value(analysis.name, records)
     if not records:
         raise ValueError(f"{analysis.name} gave no record")
-    return with_a_value(analysis.name, records)
+    return records
 
 
 def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from torch import nn
 
 from lit_layers.errors import kind_and_words
 from lit_layers.models.families import Network
+from lit_layers.models.fingerprints import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.offload import execution_device
-from lit_layers.models.shared_pass import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.view import evaluating
 
 SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
@@ -23,7 +23,7 @@ class DisturbedError(RuntimeError):
 
 
 @contextmanager
-def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever happens inside, training goes on afterwards as if nothing had.
 
     Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
@@ -40,7 +40,7 @@ def undisturbed(model: nn.Module, random_state: list[Any] | None = None) -> Iter
         evaluating(model),
         kept_gradients(model),
         kept_attention(model),
-        kept_random_state(random_state),
+        kept_random_state(),
         plain_numbers(execution_device(model)),
     ):
         try:
@@ -101,31 +101,19 @@ def kept_attention(model: Network) -> Iterator[None]:
 
 
 @contextmanager
-def kept_random_state(inside: list[Any] | None = None) -> Iterator[None]:
-    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards.
-
-    Given a list, it starts from the state that an earlier call has left there instead, and leaves its own.
-    """
+def kept_random_state() -> Iterator[None]:
+    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards."""
     # Asking for the state of a GPU that is not in use would start it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         with torch.random.fork_rng(gpus):
-            if inside and len(inside[3]) == len(gpus):
-                torch.set_rng_state(inside[0])
-                np.random.set_state(inside[1])  # noqa: NPY002
-                random.setstate(inside[2])
-                torch.cuda.set_rng_state_all(inside[3]) if gpus else None
-            else:
-                torch.default_generator.manual_seed(SEED)
-                if gpus:
-                    torch.cuda.manual_seed_all(SEED)
-                np.random.seed(SEED)  # noqa: NPY002
-                random.seed(SEED)
+            torch.default_generator.manual_seed(SEED)
+            if gpus:
+                torch.cuda.manual_seed_all(SEED)
+            np.random.seed(SEED)  # noqa: NPY002
+            random.seed(SEED)
             yield
-            if inside is not None:
-                of_gpus = torch.cuda.get_rng_state_all() if gpus else []
-                inside[:] = torch.get_rng_state(), np.random.get_state(), random.getstate(), of_gpus  # noqa: NPY002
     finally:
         np.random.set_state(in_numpy)  # noqa: NPY002
         random.setstate(in_python)

@@ -113,10 +113,10 @@ class BlockCall:
         """The call with states of the batch as the model was called with it."""
         return replace(self, alignment=None)
 
-    def cut(self, index: int, batch_size: int) -> "BlockCall":
-        """The same call for one prompt: every tensor that has a row per prompt keeps that row."""
-        alignment = None if self.alignment is None else self.alignment.of_prompt(index)
-        args, kwargs = cut(self.args, index, batch_size), cut(self.kwargs, index, batch_size)
+    def cut(self, some: slice, batch_size: int) -> "BlockCall":
+        """The same call for some prompts: every tensor that has a row per prompt keeps their rows."""
+        alignment = None if self.alignment is None else self.alignment.of_prompts(some)
+        args, kwargs = cut(self.args, some, batch_size), cut(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
 
 
@@ -273,14 +273,14 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def cut(value: Any, index: int, batch_size: int) -> Any:
-    """`value` with row `index` of every tensor in it whose first dimension is the batch."""
+def cut(value: Any, some: slice, batch_size: int) -> Any:
+    """`value` with some rows of every tensor in it whose first dimension is the batch."""
     if isinstance(value, Tensor):
-        return value[index : index + 1] if value.ndim and value.shape[0] == batch_size else value
+        return value[some] if value.ndim and value.shape[0] == batch_size else value
     if isinstance(value, tuple | list):
-        return type(value)(cut(item, index, batch_size) for item in value)
+        return type(value)(cut(item, some, batch_size) for item in value)
     if isinstance(value, dict):
-        return {name: item if name in SHARED else cut(item, index, batch_size) for name, item in value.items()}
+        return {name: item if name in SHARED else cut(item, some, batch_size) for name, item in value.items()}
     return value
 
 

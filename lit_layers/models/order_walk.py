@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_layers.functional.block_schedules import Step, members
 from lit_layers.models.block_calls import BlockCall
-from lit_layers.models.shared_pass import HOOKS
+from lit_layers.models.fingerprints import HOOKS
 from lit_layers.models.view import LayeredModel, Trajectory
 
 

@@ -457,19 +457,20 @@ class Trajectory:
         size = self.hidden.shape[1]
         if not 0 <= index < size:
             raise IndexError(f"prompts are numbered 0..{size - 1}, got {index}")
+        return self.rows(index, index + 1)
+
+    def rows(self, start: int, stop: int) -> "Trajectory":
+        """The trajectory of some prompts, its blocks closed over their arguments."""
+        some, size = slice(start, stop), self.hidden.shape[1]
         if self.model.family.origin == "structure":  # nobody knows which arguments have a row for each prompt
-            return self._passed_alone(index)
+            batch = {name: column[some] for name, column in self._given().items()}
+            mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[some].long()}
+            return self.model.trajectory(batch | mask)
         return replace(
             self,
-            hidden=self.hidden[:, index : index + 1],
-            mask=self.mask[index : index + 1],
-            calls=tuple(call.cut(index, size) for call in self.calls),
-            inputs=cut(self.inputs, index, size),
-            alignment=None if self.alignment is None else self.alignment.of_prompt(index),
+            hidden=self.hidden[:, some],
+            mask=self.mask[some],
+            calls=tuple(call.cut(some, size) for call in self.calls),
+            inputs=cut(self.inputs, some, size),
+            alignment=None if self.alignment is None else self.alignment.of_prompts(some),
         )
-
-    def _passed_alone(self, index: int) -> "Trajectory":
-        """One prompt as the model is called with it alone."""
-        batch = {name: column[index : index + 1] for name, column in self._given().items()}
-        mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[index : index + 1].long()}
-        return self.model.trajectory(batch | mask)

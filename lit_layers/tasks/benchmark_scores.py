@@ -94,6 +94,8 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         tell: is told what goes on, in one line.
     """
 
+    PRECISION = "own"
+
     UNMEASURED = ("results", "folder", "tell", "batch_size")
 
     task: str
@@ -161,7 +163,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
         return self._rows().content_hash() if self._is_local else None
 
-    def run(self, model: LayeredModel) -> Iterator[Record]:
+    def compute(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
         variants = self.variants_of(model)
         scored, failed = self._scored(model, variants)

@@ -17,7 +17,7 @@ from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.state_spread import PooledStates
-from lit_layers.analyses.states import States, at_least_float32
+from lit_layers.analyses.states import States
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
@@ -143,8 +143,7 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
     def data_hash(self) -> str | None:
         return self.sources.data_hash(self.task)
 
-    def run(self, model: LayeredModel) -> Iterator[Record]:
-        model = at_least_float32(model)
+    def compute(self, model: LayeredModel) -> Iterator[Record]:
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
         hashed = weights_hash(model.model)
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
@@ -315,7 +314,7 @@ class Refused(Analysis):
     name: str
     reason: str
 
-    def run(self, model: LayeredModel) -> Iterable[Record]:
+    def compute(self, model: LayeredModel) -> Iterable[Record]:
         raise InputError(self.reason)
 
 

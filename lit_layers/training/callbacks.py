@@ -21,12 +21,12 @@ from lit_layers.errors import InputError, given_root
 from lit_layers.files import run_lock
 from lit_layers.measuring.follow import MeasuringAside
 from lit_layers.measuring.plan import duration, share_of, stride_within
+from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import VALUES_MB, refuse_below_one
 from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps, save_step
-from lit_layers.training.rank_assignment import OneProcess, Ranks, ranks_of
 from lit_layers.training.run_folder import IfExists, RunFolder, begin_training
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
@@ -264,8 +264,8 @@ class EmergenceCallback(_AtSteps):
 
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
     of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
-    file already, with the same options, data and weights, is not measured again. Under DDP part n of an
-    analysis is measured by rank n % size; the numbers do not depend on how many ranks there are.
+    file already, with the same options, data and weights, is not measured again. Under DDP microbatch n
+    is passed by rank n % size; the numbers do not depend on how many ranks there are.
     Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
     says so.
 

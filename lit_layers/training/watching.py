@@ -19,6 +19,7 @@ from lit_layers.errors import InputError, first_line, first_sentence, given_root
 from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
+from lit_layers.measuring.ranks import RENDEZVOUS, OneProcess, Ranks, ranks_of
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
@@ -28,7 +29,6 @@ from lit_layers.report.trackers import STEP, TOKENS, WandbRun, writer_of
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step
-from lit_layers.training.rank_assignment import RENDEZVOUS, OneProcess, Ranks, ranks_of
 from lit_layers.training.run_folder import IfExists, begin_training
 from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
@@ -160,7 +160,7 @@ class StepMeasurer:
             tokens=tokens,
             provenance=provenance,
             weights_hash=fingerprint,
-            way=self.ranks.measure,
+            ranks=self.ranks,
             starting=starting,
         ):
             self.tell(measurement, loggers)

@@ -12,6 +12,7 @@ from lit_layers.functional import attention_entropy, sink_mass
 from lit_layers.models.view import LayeredModel
 from tests.support.induction_model import TOKENS, induction_model
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, tiny, tiny_batch
 
 BATCHES = [
@@ -21,7 +22,7 @@ BATCHES = [
 
 
 def found(analysis, model) -> dict[Any, Any]:
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     keyed = {(record.metric, record.layer, record.tags.get("head")): record for record in records}
     assert len(keyed) == len(records)
     return keyed
@@ -116,17 +117,17 @@ def test_the_gain_by_context_is_the_difference_of_two_losses():
     assert record.value == pytest.approx(sum(expected) / 2, rel=1e-9)
     assert (record.n, record.tags) == (2, {"early": 3, "late": 10, "num_undefined": 2})
     with pytest.raises(InputError, match="expected late from 51 to 64 tokens, got 500"):  # it takes 64 tokens
-        list(InContext(batches=Listed(batch)).run(LayeredModel(model)))
+        list(records_of(InContext(batches=Listed(batch)), LayeredModel(model)))
 
 
 def test_models_without_attention_or_next_token_are_refused_by_name():
     with pytest.raises(InputError, match="MambaForCausalLM has no attention weights to read"):
-        list(AttentionPatterns(batches=Listed(*BATCHES)).run(LayeredModel(tiny("mamba_lm"))))
+        list(records_of(AttentionPatterns(batches=Listed(*BATCHES)), LayeredModel(tiny("mamba_lm"))))
     for analysis in (Induction(), InContext(batches=Listed(*BATCHES))):
         with pytest.raises(InputError, match="expected a model that predicts the next token, got BertForMaskedLM"):
-            list(analysis.run(LayeredModel(tiny("bert"))))
+            list(records_of(analysis, LayeredModel(tiny("bert"))))
     with pytest.raises(InputError, match="too few to repeat two of them 40 times"):
-        list(Induction(repeats=40).run(LayeredModel(tiny("gpt2"))))
+        list(records_of(Induction(repeats=40), LayeredModel(tiny("gpt2"))))
 
 
 def test_tokens_with_a_meaning_are_not_drawn_and_sequences_fit_the_window():

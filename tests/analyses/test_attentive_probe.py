@@ -15,6 +15,7 @@ from lit_layers.functional import fit_attentive_probe
 from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 
@@ -35,7 +36,7 @@ def probe(**options) -> AttentiveProbe:
 
 def test_scores_of_a_layer_are_those_of_the_function_on_its_states():
     view = LayeredModel(tiny("gpt2", torch.float64))
-    records = {(r.metric, r.layer): r for r in probe().run(view) if not r.tags.get("reference")}
+    records = {(r.metric, r.layer): r for r in records_of(probe(), view) if not r.tags.get("reference")}
     for layer in range(view.num_layers + 1):
         splits = {}
         for split, data in (("train", rows(40, 1)), ("test", rows(20, 2))):
@@ -54,9 +55,9 @@ def test_scores_of_a_layer_are_those_of_the_function_on_its_states():
 
 def test_what_the_class_frequencies_give_is_as_of_the_label_probe():
     view = LayeredModel(tiny("gpt2"))
-    mine = [r for r in probe().run(view) if r.tags.get("reference")]
+    mine = [r for r in records_of(probe(), view) if r.tags.get("reference")]
     linear = LabelProbe(train=rows(40, 1), test=rows(20, 2), tolerance=1e-2)
-    theirs = [r for r in linear.run(view) if r.tags.get("reference")]
+    theirs = [r for r in records_of(linear, view) if r.tags.get("reference")]
     assert [(r.metric, r.value) for r in mine] == [(r.metric, r.value) for r in theirs]
 
 
@@ -67,7 +68,7 @@ def test_images_are_probed_too():
     pictures = [torch.randn(12, 3, side, side, generator=generator) for _ in range(2)]
     labels = torch.arange(12) % 3
     train, test = (Listed({"pixel_values": each, "labels": labels}) for each in pictures)
-    records = list(probe(train=train, test=test, steps=3).run(view))
+    records = list(records_of(probe(train=train, test=test, steps=3), view))
     assert {r.layer for r in records} == {None, *range(view.num_layers + 1)}
 
 
@@ -105,7 +106,8 @@ def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
     }
     for name, analysis in same.items():
         expected = {
-            (r.metric, r.layer, *sorted(map(str, r.tags.items()))): r.value for r in analysis.run(LayeredModel(model))
+            (r.metric, r.layer, *sorted(map(str, r.tags.items()))): r.value
+            for r in records_of(analysis, LayeredModel(model))
         }
         told = {
             (r["metric"], r.get("layer"), *sorted(map(str, r.get("tags", {}).items()))): r["value"] for r in found[name]
@@ -116,7 +118,7 @@ def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
 def test_the_model_and_the_random_state_are_as_they_were():
     view = LayeredModel(tiny("gpt2"))
     before, state = {n: p.clone() for n, p in view.model.named_parameters()}, torch.get_rng_state()
-    list(probe(steps=2).run(view))
+    list(records_of(probe(steps=2), view))
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in view.model.named_parameters())
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -132,4 +134,4 @@ def test_the_model_and_the_random_state_are_as_they_were():
 )
 def test_options_that_do_not_fit_are_refused(options, sentence):
     with pytest.raises(InputError, match=sentence):
-        list(probe(**options).run(LayeredModel(tiny("gpt2"))))
+        list(records_of(probe(**options), LayeredModel(tiny("gpt2"))))

@@ -10,6 +10,7 @@ from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, tiny, tiny_batch
 from tests.support.whole_jacobians import whole_jacobians
 
@@ -17,7 +18,7 @@ from tests.support.whole_jacobians import whole_jacobians
 def found(model, *batches, **options):
     """(layer, other_layer, prompt) -> matrix."""
     matrices = {}
-    for record in CouplingMatrices(batches=Listed(*batches), **options).run(LayeredModel(model)):
+    for record in records_of(CouplingMatrices(batches=Listed(*batches), **options), LayeredModel(model)):
         tags = dict(record.tags)
         row, column, k = tags.pop("row"), tags.pop("column"), tags.pop("k")
         key = record.layer, record.other_layer, tags.pop("prompt")
@@ -67,7 +68,7 @@ def test_the_coupling_of_a_pair_follows_from_its_matrix(model):
     (own,) = found(model, batch, pairs=[(1, 1)], k=0.25).values()
     values = own.diagonal()
     expected = 1 - np.linalg.norm(matrix - np.diag(values)) / np.linalg.norm(values)
-    for record in Coupling(batches=Listed(batch), k=(0.25,)).run(LayeredModel(model)):
+    for record in records_of(Coupling(batches=Listed(batch), k=(0.25,)), LayeredModel(model)):
         if (record.metric, record.layer, record.other_layer) == ("coupling_pair", 1, 2):
             assert record.value == pytest.approx(expected, abs=1e-9)
             return
@@ -111,7 +112,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options
     with pytest.raises(InputError, match=f"^coupling_matrices: .*{message}"):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=message):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_data_without_prompts_is_refused(model):

@@ -16,6 +16,7 @@ from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.geometry import _derangements
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny
 
@@ -47,7 +48,7 @@ def text_model(name, dtype=torch.float64, **options):
 
 
 def run(model, words, **options):
-    records = list(ConceptAlignment(words=words, **options).run(LayeredModel(model)))
+    records = list(records_of(ConceptAlignment(words=words, **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, r.tags.get("category_id")) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -173,19 +174,12 @@ def test_one_relation_alone_has_no_mean_over_categories(words):
     assert {key[2] for key in run(text_model("gpt2"), only)} == {"L10"}
 
 
-def test_several_processes_find_what_one_does(words):
-    model, analysis = LayeredModel(text_model("gpt2")), ConceptAlignment(words=words)
-    shares = [analysis.of_parts(model, range(rank, 99, 3)) for rank in range(3)]
-    assert all(shares)
-    assert list(analysis.join(model, shares)) == list(analysis.run(model))
-
-
 def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32(words):
     half = text_model("gpt2", torch.bfloat16)
     analysis = ConceptAlignment(words=words)
     first = measure(half, analysis, run="r", step=0)
     assert first.error is None
-    assert first.records == list(analysis.run(LayeredModel(text_model("gpt2", torch.bfloat16).float())))
+    assert first.records == list(records_of(analysis, LayeredModel(text_model("gpt2", torch.bfloat16).float())))
     assert first.provenance["data_hash"] == analysis.data_hash() is not None
     assert analysis.tokenizer_hash() == words.tokenizer_hash()
 
@@ -215,6 +209,6 @@ def test_layers_whose_states_are_not_finite_are_gaps_and_a_model_of_such_layers_
 def test_what_cannot_be_measured_is_refused_with_a_sentence(words, name, options, message):
     analysis = ConceptAlignment(words=words, **options)
     model = LayeredModel(tiny("vit") if name == "vit" else text_model(name))
-    for call in (analysis.check, lambda model: list(analysis.run(model))):
+    for call in (analysis.check, lambda model: list(records_of(analysis, model))):
         with pytest.raises(InputError, match=f"^concept_alignment: {message}"):
             call(model)

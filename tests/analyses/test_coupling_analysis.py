@@ -11,6 +11,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian import singular
 from lit_layers.models.view import LayeredModel
+from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
 
 
@@ -30,7 +31,7 @@ class Fixed(Batches):
 
 def found(model, *batches, **options):
     """The records by (metric, layer, other_layer, tags)."""
-    records = list(Coupling(batches=Fixed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(Coupling(batches=Fixed(*batches), **options), LayeredModel(model)))
     keys = [
         (r.metric, r.layer, r.other_layer, *sorted(tag for tag in r.tags.items() if not tag[0].startswith("num_")))
         for r in records
@@ -250,14 +251,14 @@ def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options
     with pytest.raises(InputError, match=f"^coupling: .*{message}"):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=message):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_a_single_block_and_empty_data_are_refused(model):
     with pytest.raises(InputError, match="at least two blocks, the model has 1"):
-        list(Coupling(batches=Fixed()).run(LayeredModel(tiny("gpt2", n_layer=1))))
+        list(records_of(Coupling(batches=Fixed()), LayeredModel(tiny("gpt2", n_layer=1))))
     with pytest.raises(InputError, match="the data holds no prompts"):
-        list(Coupling(batches=Fixed(), k=(6,)).run(LayeredModel(model)))
+        list(records_of(Coupling(batches=Fixed(), k=(6,)), LayeredModel(model)))
 
 
 def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
@@ -303,7 +304,7 @@ def test_wide_blocks_have_the_values_of_whole_decompositions(monkeypatch):
 
     def measured(**options) -> dict:
         analysis = Coupling(batches=prompts, k=(20,), **options)
-        return {(r.metric, r.layer, r.other_layer): r.value for r in analysis.run(model)}
+        return {(r.metric, r.layer, r.other_layer): r.value for r in records_of(analysis, model)}
 
     leading, warm = measured(), measured(warm_start=True)
     assert warm == leading

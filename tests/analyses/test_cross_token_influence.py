@@ -10,6 +10,7 @@ from lit_layers.analyses.token_jacobians import CrossTokenInfluence
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
 from tests.support.whole_jacobians import whole_jacobians
 
@@ -18,7 +19,7 @@ NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
 
 def found(model, *batches, **options):
     """The records by (metric, layer, distance), None for the mean over all earlier tokens."""
-    records = list(CrossTokenInfluence(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(CrossTokenInfluence(batches=Listed(*batches), **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, r.tags.get("token_distance")) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -167,7 +168,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options
     with pytest.raises(InputError, match=f"^cross_token_influence: .*{message}"):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=message):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_data_without_prompts_is_refused(model):

@@ -1,7 +1,7 @@
-"""Analyses that several processes share give the numbers of one, whoever measures which part."""
+"""Analyses that several ranks share give the numbers of one process, whichever rank measures what."""
 
-import pickle
-import random
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ from lit_layers.analyses import (
     TokenCoupling,
     Trajectory,
 )
-from lit_layers.analyses.base import DividedAnalysis, StagedAnalysis
-from lit_layers.measuring import one_model
-from lit_layers.models.view import LayeredModel
+from lit_layers.analyses.base import Analysis, Jobs, Rows
+from lit_layers.measuring.one_model import outcomes
+from lit_layers.records import Record
 from tests.support.listed_batches import Listed
-from tests.support.shares import measure_share
+from tests.support.shares import found_by_ranks
 from tests.support.tiny_models import tiny
 
 
@@ -74,94 +74,84 @@ ANALYSES = [
 ]
 
 
-LONG = ("token_coupling", "cross_token_influence")  # of which the shares are looked at below
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny("gpt2")
 
 
-@pytest.mark.parametrize(
-    "analysis",
-    [pytest.param(each, marks=[pytest.mark.soak] * (each.name in LONG)) for each in ANALYSES],
-    ids=[each.name for each in ANALYSES],
-)
-def test_shares_of_any_number_of_processes_join_to_the_numbers_of_one(model, analysis):
-    whole = one_model.measure(model, analysis, run="run", step=3, tokens=5, weights_hash="x")
-    assert whole.error is None
-    assert whole.records
-    for num_ranks in (2, 3, 8):
-        draw = random.Random(num_ranks)
-        owners = [draw.randrange(num_ranks) for _ in range(99)]  # some rank has none, others many
-        shares = [
-            measure_share(model, analysis, {n for n in range(99) if owners[n] == rank}, weights_hash="x")
-            for rank in reversed(range(num_ranks))
-        ]
-        joined = one_model.join_shares(
-            model, analysis, pickle.loads(pickle.dumps(shares)), run="run", step=3, tokens=5, weights_hash="x"
-        )
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_finds_the_numbers_of_one_process(model, size):
+    alone = list(outcomes(model, ANALYSES, weights_hash="x"))
+    found, meeting = found_by_ranks(model, ANALYSES, size)
+    assert [each.error for each in (*alone, *found)] == [None] * 2 * len(ANALYSES)
+    for whole, shared in zip(alone, found, strict=True):
         # NaN is not equal to itself, its text is
-        assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records], num_ranks
-    assert (joined.run, joined.step, joined.tokens, joined.error) == ("run", 3, 5, None)
-    assert joined.provenance == whole.provenance
+        assert [repr(record) for record in shared.records] == [repr(record) for record in whole.records]
+        assert shared.facts == whole.facts
+    assert meeting.num_gathers == 2 * len(ANALYSES) + 1, "two exchanges an analysis, and one at the end"
 
 
-@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda analysis: analysis.name)
-def test_every_share_has_parts_of_its_own(model, analysis):
-    shares = [analysis.of_parts(LayeredModel(model), range(rank, 99, 2)) for rank in range(2)]
-    numbers = [number for share in shares for number in share]
-    assert sorted(numbers) == list(range(len(numbers)))
-    assert all(number % 2 == rank for rank, share in enumerate(shares) for number in share)
+@dataclass(kw_only=True)
+class Odd(Analysis):
+    """Something that fails at one prompt, which one of several ranks has."""
+
+    batches: Listed
+    name: str = "odd"
+    fails: str = ""
+
+    def reads(self, model):
+        return {"batches": Rows(self.batches, at_once=1)}
+
+    def update(self, seen, batch):
+        is_longest = bool(batch["attention_mask"].all())
+        if self.fails == "update" and is_longest:
+            raise RuntimeError("at a prompt")
+        if self.fails == "value" and is_longest:
+            return {"norm": lambda: None}
+        return {"norm": seen.hidden.norm()[None]}
+
+    def jobs(self, model, batches):
+        def job(number):
+            if self.fails == "job" and number == 1:
+                raise RuntimeError("in a job")
+            return (lambda: None) if self.fails == "result" and number == 1 else [Record(metric="norm", value=1.0)]
+
+        return Jobs([partial(job, number) for number in range(3)])
 
 
-STAGED = [analysis for analysis in ANALYSES if isinstance(analysis, StagedAnalysis)]
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ("update", "RuntimeError: at a prompt"),
+        ("value", "Can't"),
+        ("job", "RuntimeError: in a job"),
+        ("result", "Can't"),
+    ],
+)
+def test_what_fails_on_one_rank_is_the_error_of_the_analysis_and_no_other(model, fails, error):
+    found, _ = found_by_ranks(model, [Odd(batches=text(), fails=fails), Trajectory(batches=text())], 2)
+    assert error in found[0].error
+    assert found[0].records == []
+    assert (found[1].error, len(found[1].records) > 5) == (None, True)
 
 
-@pytest.mark.parametrize("analysis", STAGED, ids=lambda analysis: analysis.name)
-def test_what_follows_gives_the_same_numbers_whoever_has_which_layer(model, analysis):
-    view = LayeredModel(model)
-    alone = [*map(repr, analysis.run(view))]
-    following = analysis.then(view, analysis.in_order([analysis.of_parts(view)]))
-    draw = random.Random(5)
-    owners = [draw.randrange(3) for _ in range(99)]
-    shares = [following.of_parts(view, {n for n in range(99) if owners[n] == rank}) for rank in (2, 0, 1)]
-    assert sum(map(bool, shares)) > 1
-    assert [repr(record) for record in following.join(view, shares)] == alone
+class Broken(Listed):
+    """Batches that break off in one process of two."""
+
+    def __iter__(self):
+        for number, batch in enumerate(super().__iter__()):
+            if number == 1 and self.fails.pop():
+                raise OSError("the disk is gone")
+            yield batch
 
 
-class Odd(DividedAnalysis):
-    """Three parts, of which one fails or cannot be sent."""
-
-    name = "odd"
-
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
-
-    def parts(self, model):
-        return range(3)
-
-    def of_part(self, model, part):
-        if part == 1 and self.fails:
-            raise RuntimeError("the second part")
-        return (lambda: part) if part == 1 else part
-
-    def combine(self, model, found):
-        raise AssertionError("nothing to combine")
+def test_data_that_breaks_off_on_one_rank_is_the_error_of_all_who_read_it(model):
+    broken = Broken(*text())
+    broken.fails = [True, *[False] * 3]
+    found, _ = found_by_ranks(model, [Trajectory(batches=broken), Lens(batches=text())], 2)
+    assert (found[0].error, found[1].error) == ("OSError: the disk is gone", None)
 
 
-@pytest.mark.parametrize(("fails", "error"), [(True, "RuntimeError: the second part"), (False, "local object 'Odd.")])
-def test_a_failing_share_is_the_error_of_the_whole(model, fails, error):
-    shares = [measure_share(model, Odd(fails), range(rank, 99, 2)) for rank in range(2)]
-    assert shares[0].error is None
-    measurement = one_model.join_shares(model, Odd(fails), shares, run="run", step=0)
-    assert measurement.error is not None
-    assert error in measurement.error
-    assert measurement.records == []
-
-
-def test_data_without_prompts_is_an_error_of_the_joined_measurement(model):
-    nothing = Trajectory(batches=Listed())
-    shares = [measure_share(model, nothing, range(rank, 99, 2)) for rank in range(2)]
-    measurement = one_model.join_shares(model, nothing, shares, run="run", step=0)
-    assert measurement.error == "InputError: trajectory: the data holds no prompts"
+def test_data_without_prompts_is_an_error(model):
+    found, _ = found_by_ranks(model, [Trajectory(batches=Listed())], 2)
+    assert found[0].error == "InputError: trajectory: the data holds no prompts"

@@ -13,12 +13,11 @@ from lit_layers.analyses.readouts import readout_scores
 from lit_layers.analyses.readouts.readout_scores import Interventions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
-from lit_layers.measuring import one_model
 from lit_layers.measuring.one_model import measure
 from lit_layers.models import running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
-from tests.support.shares import measure_share
+from tests.support.measured import records_of
 from tests.support.tiny_models import VOCAB, tiny, tiny_batch
 
 BLOCKS = 4
@@ -38,7 +37,7 @@ def key(record):
 
 
 def run(model, *batches, **options):
-    records = list(Interventions(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(Interventions(batches=Listed(*batches), **options), LayeredModel(model)))
     found = {key(record): record for record in records}
     assert len(found) == len(records)
     return found
@@ -291,10 +290,11 @@ def test_the_head_runs_on_several_orders_at_once_and_gives_what_it_gives_of_each
     num_orders = len({variant.schedule for variant in analysis.chosen(model)})
     readout, sizes = LayeredModel.readout, []
     monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(len(h)) or readout(self, h))
-    together, calls = analysis.sums(model, batch), len(sizes)
+    seen = model.trajectory(batch)
+    together, calls = analysis.sums(seen, batch), len(sizes)
     monkeypatch.setattr(running_order, "TOKENS_TOGETHER", 1)
     sizes.clear()
-    alone = analysis.sums(model, batch)
+    alone = analysis.sums(seen, batch)
     assert len(sizes) == num_orders - 1  # the full model has its own logits
     assert len(set(sizes)) == 1
     assert calls == math.ceil((num_orders - 1) / 16)
@@ -353,7 +353,7 @@ def test_the_model_and_the_random_numbers_are_as_they_were():
     analysis = Interventions(batches=Listed(*BATCHES), seeds=(0, 1))
     analysis.check(LayeredModel(model))
     states = torch.get_rng_state(), random.getstate()
-    list(analysis.run(LayeredModel(model)))
+    list(records_of(analysis, LayeredModel(model)))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert model.training
@@ -361,15 +361,6 @@ def test_the_model_and_the_random_numbers_are_as_they_were():
     measurement = measure(model, analysis, run="r", step=3)
     assert measurement.error is None
     assert len(measurement.records) == len({key(record) for record in measurement.records})
-
-
-def test_shares_join_to_the_numbers_of_one(model):
-    analysis = Interventions(batches=Listed(*BATCHES), variants=("skip", "random"), seeds=(0, 1))
-    whole = measure(model, analysis, run="run", step=1, weights_hash="x")
-    shares = [measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
-    joined = one_model.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
-    assert joined.error is None
-    assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +376,7 @@ def test_shares_join_to_the_numbers_of_one(model):
 )
 def test_options_that_do_not_fit_the_model_are_refused(model, options, message):
     analysis = Interventions(batches=Listed(*BATCHES), **options)
-    for call in (analysis.check, lambda view: list(analysis.run(view))):
+    for call in (analysis.check, lambda view: list(records_of(analysis, view))):
         with pytest.raises(InputError, match=f"^interventions: {message}"):
             call(LayeredModel(model))
 
@@ -395,7 +386,7 @@ def test_models_of_one_block_or_without_a_head_and_labels_that_do_not_fit_are_re
     with pytest.raises(InputError, match="^interventions: an order needs at least two blocks, the model has 1"):
         given.check(LayeredModel(tiny("gpt2", n_layer=1)))
     with pytest.raises(InputError, match="^interventions: GPT2Model has no head to read its layers with"):
-        list(given.run(LayeredModel(tiny("gpt2_trunk"))))
+        list(records_of(given, LayeredModel(tiny("gpt2_trunk"))))
     with pytest.raises(InputError, match=r"^interventions: expected integer labels of shape \(3,\) for VisionTransf"):
         run(tiny("vit"), tiny_batch("vit") | {"labels": torch.rand(3)})
     with pytest.raises(InputError, match=r"VisionTransformer has \d+ classes, labels from 0 to 99 do not fit it"):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import Invariance, changed_texts
+from lit_layers.analyses.probes import task_features
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
@@ -17,7 +17,9 @@ from lit_layers.functional.invariance import dime, infonce, lidar
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
+from tests.support.shares import found_by_ranks
 from tests.support.tiny_models import tiny
 
 TEXTS = [text for text, _ in labelled(24)]
@@ -37,7 +39,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def records(model, folder):
-    return list(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS).run(LayeredModel(model)))
+    return list(records_of(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS), LayeredModel(model)))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def find_cut(records):
 
 def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(model, folder, states):
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **OPTIONS)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     tags = {"preset": "released_code"}
     for layer in LAYERS:
         rows = vectors(states[1], layer, centered_unit_mean)
@@ -122,7 +124,7 @@ def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(mod
 def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
     options = {**OPTIONS, "num_halves": 0, "alpha": 2.0}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **options)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     rows = vectors(states[1], 2, centered_unit_mean)
     (found,) = [record for record in records if (record.metric, record.layer) == ("lidar", 2)]
     means = rows.mean(0) - rows.mean((0, 1))
@@ -134,7 +136,7 @@ def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
 
 def test_the_later_preset_centres_each_view_over_its_prompts_and_seeks_across(model, folder, states):
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code_later", **OPTIONS)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     tags = {"preset": "released_code_later"}
     for layer in LAYERS:
         rows = vectors(states[1], layer, lambda tokens: tokens.mean(0))
@@ -150,7 +152,7 @@ def test_the_later_preset_centres_each_view_over_its_prompts_and_seeks_across(mo
 def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_stay(tmp_path):
     model = saved_bert(tmp_path)
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(tmp_path), pooling="cls", **OPTIONS)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     for metric in ("lidar", "lidar_rank"):
         assert {record.layer for record in records if record.metric == metric} == {None, 1, 2, 3}
     infonce_at_0 = next(r for r in records if (r.metric, r.layer) == ("infonce", 0))
@@ -161,7 +163,7 @@ def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_st
 def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, records):
     options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "normalizations": ("maxEntropy",), "unit": False}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, "num_halves": 0}, **options)
-    others = list(analysis.run(LayeredModel(model)))
+    others = list(records_of(analysis, LayeredModel(model)))
     found = find(others, "infonce", 2, temperature=0.5, states="normed", unit=0)
     assert found.value != find(records, "infonce", 2).value
     assert found.low is None
@@ -190,23 +192,19 @@ def test_it_is_measured_like_every_analysis(model, folder):
 
 
 def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(changed_texts, "BATCH_TOKENS", 100)  # some three texts
+    monkeypatch.setattr(task_features, "BATCH_TOKENS", 100)  # some three texts
     options = {"preset": "released_code_later", **OPTIONS}
     analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
-    alone = list(analysis.run(view))
-    assert len(list(analysis.parts(view))) > 20
-    shares = [analysis.of_parts(view, range(rank, 99, 3)) for rank in (2, 0, 1)]
-    assert all(map(len, shares))
-    following = analysis.then(view, analysis.in_order(pickle.loads(pickle.dumps(shares))))
-    layers = [following.of_parts(view, numbers) for numbers in ([3], [0, 2], [1])]
-    assert [repr(record) for record in following.join(view, layers)] == [repr(record) for record in alone]
+    alone = list(records_of(analysis, view))
+    (found,), _ = found_by_ranks(model, [analysis], 3)
+    assert [repr(record) for record in found.records] == [repr(record) for record in alone]
     # What is too large to be sent, or cached, each process computes by itself.
     cached = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), cache=str(tmp_path), **options)
-    assert list(cached.parts(view)) == [None]
+    assert cached.reads(view) == {}
     monkeypatch.setattr(changed_texts, "MOST_SENT", 0)
-    assert list(analysis.parts(view)) == [None]
+    assert analysis.reads(view) == {}
     for whole in (analysis, cached):
-        others = list(whole.run(view))
+        others = list(records_of(whole, view))
         assert [(each.metric, each.layer, each.n, each.tags) for each in others] == [
             (each.metric, each.layer, each.n, each.tags) for each in alone
         ]

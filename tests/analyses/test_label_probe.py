@@ -18,6 +18,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.distilled import PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import IMAGE, LAYERS, VOCAB, tiny, tiny_batch
 
@@ -58,7 +59,7 @@ def analysis(train, test, **options):
 
 
 def run(model, train, test, **options):
-    records = list(analysis(train, test, **options).run(LayeredModel(model)))
+    records = list(records_of(analysis(train, test, **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, *(v for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -155,9 +156,7 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
     layers = torch.tensor([True, True])
     fitting = probe_fits.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
     probes = probe.probes(model, [], [fitting])
-    parts = list(probes.parts(model))
-    assert [layer for _, _, layer in parts] == [0, 1]
-    assert [len(probes.of_part(model, part)) for part in parts] == [int(estimator == "watch")] * 2  # which c
+    assert [len(job()) for job in probes.parts] == [int(estimator == "watch")] * 2  # which c
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -235,7 +234,7 @@ def test_permuted_labels_are_a_control_that_the_seed_decides(split):
 
 def test_a_probe_that_has_not_converged_is_flagged(split):
     model = tiny("vit")
-    flagged = [r for r in analysis(*split, max_iterations=1).run(LayeredModel(model)) if r.layer is not None]
+    flagged = [r for r in records_of(analysis(*split, max_iterations=1), LayeredModel(model)) if r.layer is not None]
     assert {r.tags.get("num_not_converged") for r in flagged} == {1}
     assert all("num_not_converged" not in r.tags for r in run(model, *split, tolerance=1e-6).values())
 
@@ -247,7 +246,7 @@ def test_it_runs_as_a_measurement_and_in_half_precision_as_in_float32(split):
     first, second = (measure(narrow, given, run="r", step=0) for _ in range(2))
     assert first.error is None
     assert first.records == second.records
-    assert first.records == list(given.run(LayeredModel(tiny("vit", torch.bfloat16).float())))
+    assert first.records == list(records_of(given, LayeredModel(tiny("vit", torch.bfloat16).float())))
 
 
 def labelled(labels, count=6):
@@ -265,7 +264,7 @@ def labelled(labels, count=6):
         (labelled(torch.tensor([[1, 2]] * 6)), None, {}, r"got torch.int64 of shape \(6, 2\)"),
         (None, labelled(torch.tensor([2, -100] * 3)), {}, "expected labels of 0 and above in test, got -100"),
         (None, Listed(tiny_batch("vit")), {}, r"the batches of test have no labels, they hold \['pixel_values'\]"),
-        (Listed(), None, {}, "train holds no rows"),
+        (Listed(), None, {}, "(train holds no rows|the data holds no prompts)"),
         (None, None, {"pooling": "max"}, r"expected pooling to be one of \['cls', 'mean', 'last'\], got 'max'"),
         (None, None, {"pooling": ()}, "expected at least one pooling, got none"),
         (None, None, {"pooling": ("cls", "cls")}, r"expected each pooling once, got \['cls', 'cls'\]"),
@@ -277,7 +276,7 @@ def labelled(labels, count=6):
 )
 def test_what_cannot_be_measured_is_refused_with_a_sentence(split, train, test, options, message):
     given = analysis(split[0] if train is None else train, split[1] if test is None else test, **options)
-    for call in (given.check, lambda view: list(given.run(view))):
+    for call in (given.check, lambda view: list(records_of(given, view))):
         with pytest.raises(InputError, match=f"^label_probe: .*{message}"):
             call(LayeredModel(tiny("vit")))
 
@@ -286,4 +285,4 @@ def test_an_image_model_without_a_class_token_has_no_such_pooling(split):
     view = LayeredModel(tiny("vit_average"))
     with pytest.raises(InputError, match="this VisionTransformer has no class token: choose pooling 'mean'"):
         analysis(*split, pooling=("mean", "cls")).check(view)
-    assert list(analysis(*split, tolerance=1e-3).run(view))
+    assert list(records_of(analysis(*split, tolerance=1e-3), view))

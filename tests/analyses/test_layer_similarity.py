@@ -9,12 +9,11 @@ import torch
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.similarity import layer_stages
-from lit_layers.measuring import one_model
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
-from tests.support.shares import measure_share
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 4
@@ -43,7 +42,7 @@ def key(record):
 
 
 def run(model, *batches, **options):
-    records = list(LayerSimilarity(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(LayerSimilarity(batches=Listed(*batches), **options), LayeredModel(model)))
     found = {key(record): record for record in records}
     assert len(found) == len(records)
     return found
@@ -185,16 +184,13 @@ def test_it_measures_images_encoders_and_models_without_a_head(name):
     assert found["layer_cosine", 3, 3, ("mode", "flattened")].value == pytest.approx(1)
 
 
-def test_shares_join_to_the_numbers_of_one_and_nothing_is_disturbed(model):
+def test_nothing_is_disturbed(model):
     analysis = LayerSimilarity(batches=Listed(*BATCHES))
     analysis.check(LayeredModel(model))
     generator = torch.get_rng_state()
     whole = measure(model, analysis, run="run", step=1, weights_hash="x")
     assert whole.error is None
     assert torch.equal(torch.get_rng_state(), generator)
-    shares = [measure_share(model, analysis, range(r, 99, 2), weights_hash="x") for r in (1, 0)]
-    joined = one_model.join_shares(model, analysis, shares, run="run", step=1, weights_hash="x")
-    assert [repr(record) for record in joined.records] == [repr(record) for record in whole.records]
 
 
 def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
@@ -217,7 +213,7 @@ def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
 )
 def test_options_that_there_are_not_are_refused(model, options, message):
     analysis = LayerSimilarity(batches=Listed(*BATCHES), **options)
-    for call in (analysis.check, lambda view: list(analysis.run(view))):
+    for call in (analysis.check, lambda view: list(records_of(analysis, view))):
         with pytest.raises(InputError, match=f"^layer_similarity: {message}"):
             call(LayeredModel(model))
 

@@ -17,6 +17,7 @@ from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_configs import scale_up_, tiny_config, tiny_model
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
@@ -31,7 +32,7 @@ BATCHES = [
 
 
 def run(model, *batches):
-    records = list(Lens(batches=Listed(*batches)).run(LayeredModel(model)))
+    records = list(records_of(Lens(batches=Listed(*batches)), LayeredModel(model)))
     assert len({(r.metric, r.layer) for r in records}) == len(records)
     return {(r.metric, r.layer): r for r in records}
 
@@ -229,7 +230,7 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
     labels = torch.arange(6) % 5
     view = LayeredModel(model)
     records = run(model, batch | {"labels": labels})
-    orders = Interventions(batches=Listed(batch | {"labels": labels}), variants=("skip_one",)).run(view)
+    orders = records_of(Interventions(batches=Listed(batch | {"labels": labels}), variants=("skip_one",)), view)
     skipped = {(r.metric, r.layer): r.value for r in orders if r.tags.get("variant") == "skip_one"}
     norm = model.transformer.ln_f if name == "gpt2" else model.model.norm
     losses, lost = torch.zeros(LAYERS + 1), torch.zeros(LAYERS)
@@ -341,7 +342,7 @@ def test_it_runs_as_a_measurement_of_a_model_in_training_mode():
 def test_a_model_without_a_head_is_refused(name):
     model = tiny(name)
     given = Lens(batches=Listed(tiny_batch(name)))
-    for call in (given.check, lambda view: list(given.run(view))):
+    for call in (given.check, lambda view: list(records_of(given, view))):
         with pytest.raises(InputError, match=f"^lens: {type(model).__name__} has no head to read its layers with"):
             call(LayeredModel(model))
 

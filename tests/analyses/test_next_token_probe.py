@@ -30,6 +30,7 @@ from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.rounding import close_records
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
@@ -64,7 +65,7 @@ def analysis(train, test, padding="right", **options):
 
 
 def run(model, *args, **options):
-    records = list(analysis(*args, **options).run(LayeredModel(model)))
+    records = list(records_of(analysis(*args, **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, *((k, v) for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -212,11 +213,11 @@ def test_a_plain_list_of_batches_is_measured_as_data_that_knows_no_documents(mod
 
 def test_padding_on_either_side_and_the_cut_into_batches_change_nothing(model, split):
     train, test = split
-    expected = list(analysis(train, test).run(LayeredModel(model)))
-    assert list(analysis(train, test, padding="left").run(LayeredModel(model))) == expected
+    expected = list(records_of(analysis(train, test), LayeredModel(model)))
+    assert list(records_of(analysis(train, test, padding="left"), LayeredModel(model))) == expected
     loose = [{"input_ids": text[None]} for text in test]  # no mask at all
     alone = dataclasses.replace(analysis(train, test), test=Listed(*loose))
-    found = list(alone.run(LayeredModel(model)))
+    found = list(records_of(alone, LayeredModel(model)))
     assert [(r.metric, r.layer, r.tags) for r in found] == [(r.metric, r.layer, r.tags) for r in expected]
     np.testing.assert_allclose([r.value for r in found], [r.value for r in expected], rtol=1e-8)
 
@@ -388,7 +389,7 @@ def test_with_several_rows_a_text_intervals_are_a_bootstrap_over_texts(model, sp
 
 
 def test_a_probe_that_has_not_converged_is_flagged(model, split):
-    records = list(analysis(*split, max_iterations=1).run(LayeredModel(model)))
+    records = list(records_of(analysis(*split, max_iterations=1), LayeredModel(model)))
     flags = {(r.metric, r.layer): r.tags for r in records if r.layer is not None}
     assert set(map(str, flags.values())) == {"{'num_not_converged': 1}"}
     converged = run(model, *split)
@@ -407,8 +408,8 @@ def test_it_runs_as_a_measurement_and_gives_the_same_numbers_again(split):
 def test_a_model_in_half_precision_is_run_in_float32(split):
     model = tiny("gpt2", torch.bfloat16)
     given = analysis(*split, tolerance=1e-6)
-    expected = list(given.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
-    close_records(list(given.run(LayeredModel(model))), expected)  # its float32 copy lies elsewhere in memory
+    expected = list(records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    close_records(list(records_of(given, LayeredModel(model))), expected)  # its float32 copy lies elsewhere in memory
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
@@ -440,7 +441,7 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
 )
 def test_what_cannot_be_measured_is_refused_with_a_sentence(model, split, train, test, options, message):
     given = analysis(train or split[0], test or split[1], **options)
-    for call in (given.check, lambda model: list(given.run(model))):
+    for call in (given.check, lambda model: list(records_of(given, model))):
         with pytest.raises(InputError, match=f"^next_token_probe: .*{message}"):
             call(LayeredModel(model))
 

@@ -12,6 +12,7 @@ from lit_layers.analyses import NgramAgreement
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
@@ -23,7 +24,8 @@ def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram
     model: Any = tiny("gpt2", torch.float64)
     analysis = NgramAgreement(batches=Listed(*BATCHES), corpus=CORPUS, num_tokens=4)
     found = {
-        (record.metric, record.layer, record.tags["order"]): record for record in analysis.run(LayeredModel(model))
+        (record.metric, record.layer, record.tags["order"]): record
+        for record in records_of(analysis, LayeredModel(model))
     }
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for row in CORPUS.batches[0]["input_ids"].tolist():
@@ -63,7 +65,7 @@ def kl(counts: Counter[int], log_proba: np.ndarray) -> float:
 def test_where_one_token_of_a_prompt_is_counted_there_is_no_chance():
     """Its own n-gram is not that of another token: chance would be as good as the agreement."""
     analysis = NgramAgreement(batches=Listed({"input_ids": torch.tensor([[5, 9]])}), corpus=CORPUS, orders=(2,))
-    found = [record for record in analysis.run(LayeredModel(tiny("gpt2"))) if record.layer == 1]
+    found = [record for record in records_of(analysis, LayeredModel(tiny("gpt2"))) if record.layer == 1]
     assert [record.metric for record in found if record.value == record.value] == ["ngram_divergence"]
 
 
@@ -81,7 +83,7 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
         model.get_parameter("lm_head.weight").copy_(20 * torch.eye(12).roll(1, 0))
     batch = {"input_ids": ids}
     analysis = NgramAgreement(batches=Listed(batch), corpus=Listed(batch))
-    found = {(r.metric, r.tags["order"]): r.value for r in analysis.run(LayeredModel(model)) if r.layer == 1}
+    found = {(r.metric, r.tags["order"]): r.value for r in records_of(analysis, LayeredModel(model)) if r.layer == 1}
     assert found["ngram_divergence", 2] == pytest.approx(0, abs=1e-6)
     assert found["ngram_divergence", 3] == pytest.approx(0, abs=1e-6)
     assert found["ngram_divergence", 1] > 2
@@ -91,8 +93,8 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
 def test_a_corpus_of_other_tokens_and_orders_that_are_not_counted_are_refused():
     view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES)
     with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 99"):
-        list(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})).run(view))
+        list(records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})), view))
     with pytest.raises(ValueError, match="expected texts of at least 3 tokens"):
-        list(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.ones(1, 2).long()})).run(view))
+        list(records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.ones(1, 2).long()})), view))
     with pytest.raises(ValueError, match="expected an order from 1 to 3, got 4"):
-        list(NgramAgreement(batches=batches, corpus=CORPUS, orders=(4,)).run(view))
+        list(records_of(NgramAgreement(batches=batches, corpus=CORPUS, orders=(4,)), view))

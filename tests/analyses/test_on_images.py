@@ -16,6 +16,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.distilled import CLASSES, DIM, LAYERS, PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
 
 TOKENS = PREFIX + PATCHES
@@ -41,7 +42,7 @@ def found(analysis, model):
     """The records by metric, layer and what their tags say."""
     return {
         (r.metric, r.layer, *(v for k, v in sorted(r.tags.items()) if not k.startswith("num_"))): r
-        for r in analysis.run(LayeredModel(model))
+        for r in records_of(analysis, LayeredModel(model))
     }
 
 
@@ -155,7 +156,7 @@ def test_the_preset_for_images_is_the_last_patch_of_the_first_image_without_the_
     wide = distilled(embed_dim=DIM * 2, depth=2)
     given = Coupling(batches=Listed(batch), preset="released_code")
     given.check(LayeredModel(wide))
-    records = {(r.metric, r.layer, r.other_layer, r.tags.get("k")): r for r in given.run(LayeredModel(wide))}
+    records = {(r.metric, r.layer, r.other_layer, r.tags.get("k")): r for r in records_of(given, LayeredModel(wide))}
     (states,) = (torch.tensor(s) for s in states_of_each_image(wide, batch["pixel_values"][:1]))
     wide.eval()
     jacobians = np.stack(
@@ -180,7 +181,7 @@ def test_the_preset_for_images_is_the_last_patch_of_the_first_image_without_the_
 def test_an_image_model_without_a_class_token_has_no_coupling_there(batch):
     view = LayeredModel(tiny("vit_average"))
     given = Coupling(batches=Listed(batch), k=(5,), token="cls")
-    for call in (given.check, lambda view: list(given.run(view))):
+    for call in (given.check, lambda view: list(records_of(given, view))):
         with pytest.raises(InputError, match="this VisionTransformer has no class token: choose token 'last_patch' or"):
             call(view)
 

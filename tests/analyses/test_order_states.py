@@ -10,6 +10,7 @@ from lit_layers.functional.block_schedules import parse_schedule
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 6
@@ -34,7 +35,7 @@ def model():
 
 
 def run(model, *batches, **options):
-    records = [*OrderStates(batches=Listed(*batches), **options).run(LayeredModel(model))]
+    records = [*records_of(OrderStates(batches=Listed(*batches), **options), LayeredModel(model))]
     return {(r.metric, r.tags["variant"], r.tags.get("middle"), r.tags.get("loops")): r for r in records}
 
 
@@ -101,7 +102,7 @@ def test_a_prompt_whose_states_are_not_finite_is_left_out_and_counted(model):
             return found
 
     options = {"variants": ("skip",), "middles": (3,)}
-    records = [*OrderStates(batches=Listed(BATCHES[0]), **options).run(Spoiled(model))]
+    records = [*records_of(OrderStates(batches=Listed(BATCHES[0]), **options), Spoiled(model))]
     (record,) = [r for r in records if r.tags["variant"] == "skip" and r.metric == "ending_input_cosine"]
     values = [cosine for cosine, _ in by_hand(model, BATCHES[0], [1, 2], 5)]
     assert record.value == pytest.approx(np.mean(values[1:]), abs=1e-9)

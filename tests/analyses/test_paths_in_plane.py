@@ -11,6 +11,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
@@ -23,7 +24,7 @@ def model():
 
 
 def run(model, *batches, **options):
-    records = list(PathsInPlane(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(PathsInPlane(batches=Listed(*batches), **options), LayeredModel(model)))
     tags = [{name: tag for name, tag in r.tags.items() if not name.startswith("num_")} for r in records]
     keys = [(r.metric, r.layer, *own.values()) for r, own in zip(records, tags, strict=True)]
     assert len(set(keys)) == len(keys)
@@ -106,7 +107,7 @@ def test_it_runs_as_a_measurement_and_gives_the_same_numbers_in_half_precision()
     given = PathsInPlane(batches=Listed(*BATCHES))
     first = measure(narrow, given, run="r", step=0)
     assert first.error is None
-    assert first.records == list(given.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    assert first.records == list(records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float())))
     assert sum(record.metric == "path" for record in first.records) == (8 + 6) * (LAYERS + 1) * 2
 
 
@@ -121,7 +122,7 @@ def test_it_runs_as_a_measurement_and_gives_the_same_numbers_in_half_precision()
 )
 def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
     given = PathsInPlane(batches=Listed(*BATCHES), **options)
-    for call in (given.check, lambda view: list(given.run(view))):
+    for call in (given.check, lambda view: list(records_of(given, view))):
         with pytest.raises(InputError, match=f"^paths_in_plane: {message}"):
             call(LayeredModel(model))
 

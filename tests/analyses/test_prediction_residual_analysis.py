@@ -12,6 +12,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import DIM, LAYERS, VOCAB, tiny, tiny_batch
 
@@ -26,7 +27,7 @@ NUM_TEXTS = 4 + 3 + 5 + 1  # the text of one token has nothing to predict
 
 def run(model, batches=BATCHES, **options):
     options = {"num_halves": 0} | options
-    records = list(NextTokenResidual(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(NextTokenResidual(batches=Listed(*batches), **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, *(("control",) if "control" in r.tags else ())) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -235,7 +236,11 @@ def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32():
     analysis = NextTokenResidual(batches=Listed(*BATCHES), num_halves=3)
     first, second = (measure(half, analysis, run="r", step=0) for _ in range(2))
     assert first.error is None
-    assert first.records == second.records == list(analysis.run(LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    assert (
+        first.records
+        == second.records
+        == list(records_of(analysis, LayeredModel(tiny("gpt2", torch.bfloat16).float())))
+    )
     analysis.check(LayeredModel(half))
 
 
@@ -263,18 +268,17 @@ def test_it_runs_as_a_measurement_and_half_precision_is_measured_in_float32():
 )
 def test_what_cannot_be_measured_is_refused_with_a_sentence(name, batches, options, message):
     analysis = NextTokenResidual(batches=Listed(*(batches or BATCHES)), **options)
-    for call in (analysis.check, lambda model: list(analysis.run(model))):
+    for call in (analysis.check, lambda model: list(records_of(analysis, model))):
         with pytest.raises(InputError, match=f"^prediction_residual: {message}"):
             call(LayeredModel(tiny(name)))
 
 
-def test_states_that_are_too_large_to_send_are_measured_by_one_process(model, monkeypatch):
+def test_states_that_are_too_large_to_send_are_passed_by_each_rank(model, monkeypatch):
     analysis, view = NextTokenResidual(batches=Listed(*BATCHES), num_halves=2), LayeredModel(model)
-    alone = [*map(repr, analysis.run(view))]
+    alone = [*map(repr, records_of(analysis, view))]
     monkeypatch.setattr("lit_layers.analyses.probes.next_token_residual.MOST_SENT", 0)
-    assert list(analysis.parts(view)) == [None]
-    following = analysis.then(view, analysis.in_order([analysis.of_parts(view)]))
-    assert [*map(repr, following.run(view))] == alone
+    assert analysis.reads(view) == {}
+    assert [*map(repr, records_of(analysis, view))] == alone
 
 
 def test_states_that_would_not_fit_in_memory_are_refused_before_any_forward_pass(model, monkeypatch):

@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import math
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,17 @@ from sklearn.preprocessing import StandardScaler
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
-from lit_layers.analyses.probes import task_probes
+from lit_layers.analyses.probes import task_features, task_probes
 from lit_layers.analyses.probes.sample_sizes import over_seeds, sizes, subsets
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.one_model import outcomes
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask
+from tests.support.measured import records_of
+from tests.support.shares import found_by_ranks
 from tests.support.tiny_models import LAYERS, tiny
 
 WORDS = {"red": "apple rose blood", "green": "grass leaf frog", "blue": "sky sea ice"}
@@ -104,7 +105,7 @@ def test_a_probe_is_scikit_learns_on_the_same_features_and_so_are_its_metrics(fi
     task = written_task(tmp_path)
     data = task.load()
     probe = Probe(task=task, tokenizer=str(tokenizer), fit_on=fit_on, c=0.3, **TIGHT)
-    records = list(probe.run(model))
+    records = list(records_of(probe, model))
     train = data.train if fit_on == "train" else data.train_and_validation()
     parts = {"train": train, "test": data.test} | ({"validation": data.validation} if fit_on == "train" else {})
     for layer in range(LAYERS + 1):
@@ -136,7 +137,7 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     train = data.train_and_validation()
     for penalty in (2.0, 0.0):
         probe = Probe(task=task, tokenizer=str(tokenizer), penalty=penalty, random_labels=False, pooling="last")
-        records = list(probe.run(model))
+        records = list(records_of(probe, model))
         for layer in range(1, LAYERS + 1):
             scaler = StandardScaler()
             features = scaler.fit_transform(features_of(model, tokenizer, train.texts, layer))
@@ -155,13 +156,13 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
 
 def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
     task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
-    records = list(Probe(task=task, **given).run(model))
+    records = list(records_of(Probe(task=task, **given), model))
     best = min(value_of(records, "log_loss", layer, split="test").value for layer in range(LAYERS + 1))
     assert best < value_of(records, "log_loss", None, split="test", reference="majority").value
     for layer in range(LAYERS + 1):
         assert value_of(records, "probe_c", layer).n == 90
         assert value_of(records, "probe_c", layer, control="random_labels").value > 0
-    swept = list(SampleSizeSweep(task=task, num_seeds=1, **given).run(model))
+    swept = list(records_of(SampleSizeSweep(task=task, num_seeds=1, **given), model))
     expected = value_of(records, "log_loss", 1, split="test").value
     assert value_of(swept, "log_loss", 1, split="test", train_rows=90).value == pytest.approx(expected)
 
@@ -170,13 +171,13 @@ def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_pat
     task = written_task(tmp_path, kind="regression")
     train = task.load().train_and_validation()
     given = {"task": task, "tokenizer": str(tokenizer), "random_labels": False}
-    records = list(Probe(**given, estimator="watch").run(model))
+    records = list(records_of(Probe(**given, estimator="watch"), model))
     for layer in range(LAYERS + 1):
         features = StandardScaler().fit_transform(features_of(model, tokenizer, train.texts, layer))
         errors = RidgeCV(np.logspace(-3, 5, 17)).fit(features, train.targets.numpy())  # leaves rows out, too
         chosen = value_of(records, "probe_c", layer)
         assert (1 / chosen.value, chosen.n) == (pytest.approx(errors.alpha_), 90)
-        at = list(Probe(**given, penalty=1 / chosen.value).run(model))
+        at = list(records_of(Probe(**given, penalty=1 / chosen.value), model))
         expected = value_of(at, "mean_squared_error", layer, split="test").value
         assert value_of(records, "mean_squared_error", layer, split="test").value == pytest.approx(expected)
     assert not [record for record in at if record.metric == "probe_c"]
@@ -185,7 +186,7 @@ def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_pat
 def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(model, tokenizer, tmp_path):
     task = written_task(tmp_path)
     data = task.load()
-    records = list(Probe(task=task, tokenizer=str(tokenizer), untrained=True, tolerance=1e-4).run(model))
+    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), untrained=True, tolerance=1e-4), model))
     train, test = data.train_and_validation().targets.numpy(), data.test.targets.numpy()
     dummy = DummyClassifier(strategy="prior").fit(np.zeros((len(train), 1)), train)
     zeros = np.zeros((len(test), 1))
@@ -203,7 +204,7 @@ def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(
 
 def test_the_curve_over_layers_is_summed_up_from_the_test_scores(model, tokenizer, tmp_path):
     task = written_task(tmp_path)
-    records = list(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4).run(model))
+    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4), model))
     for metric, sign in (("accuracy", 1), ("log_loss", -1)):
         curve = [sign * value_of(records, metric, layer, split="test").value for layer in range(1, LAYERS + 1)]
         share = value_of(records, "monotonicity_fraction_increasing", None, split="test", of=metric)
@@ -220,7 +221,7 @@ def test_a_test_class_that_no_training_row_has_is_an_error_and_is_counted(model,
     rows = [{"text": f"{word} {n} two", "label": word} for n in range(5) for word in ("sky", "sea", "ice")]
     write(tmp_path, "test", rows)
     task = ProbeTask("colours", str(tmp_path), classes=("ice", "sea", "sky"))
-    records = list(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4).run(model))
+    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4), model))
     found = [value_of(records, "accuracy", layer, split="test") for layer in range(LAYERS + 1)]
     assert max(record.value for record in found) <= 10 / 15
     loss = value_of(records, "log_loss", 1, split="test")
@@ -233,9 +234,9 @@ def test_a_cache_changes_no_number(model, tokenizer, tmp_path):
     task = written_task(tmp_path / "data")
     options = {"task": task, "tokenizer": str(tokenizer), "random_labels": False, **TIGHT}
     plain, cached = Probe(**options), Probe(**options, cache=str(tmp_path / "cache"))
-    expected = list(plain.run(model))
+    expected = list(records_of(plain, model))
     for _ in range(2):
-        for record, other in zip(expected, cached.run(model), strict=True):
+        for record, other in zip(expected, records_of(cached, model), strict=True):
             assert (other.metric, other.layer, other.tags) == (record.metric, record.layer, record.tags)
             assert other.value == pytest.approx(record.value, rel=1e-6, abs=1e-9)
     assert len(list((tmp_path / "cache").iterdir())) == 2
@@ -266,7 +267,7 @@ def test_a_sweep_of_sizes_fits_scikit_learns_probe_on_each_subset(model, tokeniz
     data = task.load()
     train = data.train_and_validation()
     sweep = SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[0, 2], num_seeds=2, c=0.3, **TIGHT)
-    records = list(sweep.run(model))
+    records = list(records_of(sweep, model))
     features, held_out = (features_of(model, tokenizer, part.texts, 2) for part in (train, data.test))
     for size in (22, 90):
         accuracies, losses = [], []
@@ -332,7 +333,7 @@ def test_a_tokenizer_trained_on_a_corpus_is_found_with_it(tmp_path, monkeypatch)
 
 def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer, tmp_path):
     probe = Probe(task=written_task(tmp_path), tokenizer=str(tokenizer), max_iterations=1, random_labels=False)
-    records = list(probe.run(model))
+    records = list(records_of(probe, model))
     flagged = {r.layer for r in records if r.layer and r.tags.get("num_not_converged")}
     curves = [r for r in records if "of" in r.tags]
     assert flagged
@@ -344,25 +345,21 @@ def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer
 def test_ranks_that_divide_texts_and_layers_give_the_numbers_of_one(model, tokenizer, tmp_path, kind, monkeypatch):
     options = {"untrained": True} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
     analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
-
-    def divided(of_texts):
-        assert all(of_texts)
-        following = analysis.then(model, analysis.in_order(pickle.loads(pickle.dumps(of_texts))))
-        shares = [following.of_parts(model, set(numbers)) for numbers in ([1], [0, *range(2, 99)])]
-        assert all(shares)
-        return [*map(repr, following.join(model, shares))]
-
-    sent = [*map(repr, analysis.run(model))]
-    with monkeypatch.context() as patched:  # too large to be sent: each process passes all texts, in the same batches
-        patched.setattr(task_probes, "MOST_SENT", 0)
-        assert list(analysis.parts(model)) == [None]
-        assert divided([analysis.of_parts(model)]) == sent
-    monkeypatch.setattr(task_probes, "BATCH_TOKENS", 100)
-    assert len(list(analysis.parts(model))) > 6
-    alone = [*map(repr, analysis.run(model))]
-    assert divided([analysis.of_parts(model, range(rank, 999, 3)) for rank in (2, 0, 1)]) == alone
+    monkeypatch.setattr(task_features, "BATCH_TOKENS", 100)  # some three texts
+    alone = records_of(analysis, model)
+    (found,), _ = found_by_ranks(model.model, [analysis], 2)
+    assert found.error is None
+    assert [*map(repr, found.records)] == [*map(repr, alone)]
+    monkeypatch.setattr(task_probes, "MOST_SENT", 0)  # too large to be sent: each process passes all texts
+    assert analysis.reads(model) == {}
+    whole = records_of(analysis, model)  # in batches of another size, which are rounded in other places
+    assert [(each.metric, each.layer, each.n, each.tags) for each in whole] == [
+        (each.metric, each.layer, each.n, each.tags) for each in alone
+    ]
+    assert [each.value for each in whole] == pytest.approx([each.value for each in alone], rel=1e-9, nan_ok=True)
+    monkeypatch.undo()
     analysis.cache = str(tmp_path / "cache")
-    assert list(analysis.parts(model)) == [None]
+    assert analysis.reads(model) == {}
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -380,7 +377,6 @@ def test_passes_are_planned_as_they_are_run(model, tokenizer, tmp_path, monkeypa
         return forward(block, hidden, *args, **named)
 
     monkeypatch.setattr(GPT2Block, "forward", counting)
-    facts = {"run": "it", "step": 0, "weights_hash": "0"}
-    assert [m.error for m in in_one_pass(model, analyses, lambda analysis: None, **facts)] == [None] * len(analyses)
+    assert [found.error for found in outcomes(model, analyses, weights_hash="0")] == [None] * len(analyses)
     monkeypatch.undo()
     assert runs == (90 + 40) * model.num_layers * (1 if together else 2)

@@ -11,6 +11,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
@@ -29,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def records(model):
-    return list(PromptStudies(batches=Listed(*BATCHES), special_tokens=(0, 5)).run(LayeredModel(model)))
+    return list(records_of(PromptStudies(batches=Listed(*BATCHES), special_tokens=(0, 5)), LayeredModel(model)))
 
 
 def find(records, layer=None, normalization="raw", drop_first=0, **tags):
@@ -67,7 +68,7 @@ def changed_by_hand(study, p):
 
 
 def test_unchanged_prompts_have_exactly_the_plain_values(model, records):
-    plain = list(Representation(batches=Listed(*BATCHES)).run(LayeredModel(model)))
+    plain = list(records_of(Representation(batches=Listed(*BATCHES)), LayeredModel(model)))
     for layer in (*LAYERS, None):
         for normalization in ("raw", "maxEntropy"):
             for dropped in (0, 1):
@@ -102,7 +103,7 @@ def test_random_tokens_are_no_special_ones_and_a_repeated_one_is_of_the_prompt()
 
 def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
     analysis = PromptStudies(batches=Listed(*BATCHES), studies=("length",), lengths=(3, 9, 12))
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     for length, n in ((3, 5), (9, 5), (12, 2)):
         ids = [{"input_ids": ids[None, :length]} for ids in prompts() if len(ids) >= length]
         assert len(ids) == n
@@ -119,7 +120,7 @@ def test_lengths_left_open_are_powers_of_two_as_far_as_prompts_go(records):
 
 def test_neither_batches_nor_padding_decide_what_a_prompt_becomes(model, records):
     alone = [{"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]} for ids in prompts()]
-    others = list(PromptStudies(batches=Listed(*alone), special_tokens=(0, 5)).run(LayeredModel(model)))
+    others = list(records_of(PromptStudies(batches=Listed(*alone), special_tokens=(0, 5)), LayeredModel(model)))
     assert len(others) == len(records)
     for one, other in zip(records, others, strict=True):
         assert (one.layer, one.tags, one.n) == (other.layer, other.tags, other.n)
@@ -128,7 +129,7 @@ def test_neither_batches_nor_padding_decide_what_a_prompt_becomes(model, records
 
 def test_another_seed_changes_other_tokens(model, records):
     options = {"studies": ("randomness",), "p": (0.5,), "drop_first": (0,), "seed": 1}
-    others = list(PromptStudies(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+    others = list(records_of(PromptStudies(batches=Listed(*BATCHES), **options), LayeredModel(model)))
     assert find(others, 2, study="randomness", p=0.5).value != find(records, 2, study="randomness", p=0.5).value
 
 
@@ -157,7 +158,7 @@ def test_every_family_is_measured(family):
 )
 def test_options_out_of_range_are_refused(model, options, sentence):
     with pytest.raises(InputError, match=sentence):
-        list(PromptStudies(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+        list(records_of(PromptStudies(batches=Listed(*BATCHES), **options), LayeredModel(model)))
 
 
 def test_models_of_images_are_refused():

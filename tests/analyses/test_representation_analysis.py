@@ -11,6 +11,7 @@ from lit_layers.analyses import Representation
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
@@ -29,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def records(model):
-    return list(Representation(batches=Listed(*BATCHES), rankme=True).run(LayeredModel(model)))
+    return list(records_of(Representation(batches=Listed(*BATCHES), rankme=True), LayeredModel(model)))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_ranks_and_entropies_are_means_over_prompts_of_their_own_real_tokens(rec
 
 def test_curvature_is_the_mean_over_prompts_of_the_mean_turn(model):
     batches = [BATCHES[1], tiny_batch("gpt2", batch=2, tokens=9, padding="left", seed=4)]
-    records = list(Representation(batches=Listed(*batches)).run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(*batches)), LayeredModel(model)))
     prompts = states_of_each_prompt(model, batches)
     check(records, [[curvature(prompt[layer]) for prompt in prompts] for layer in LAYERS], "token_curvature")
 
@@ -103,7 +104,7 @@ def test_angles_that_a_repeated_state_leaves_without_value_are_skipped_and_count
             trajectory.hidden[0, 1, 3] = trajectory.hidden[0, 1, 2]
             return trajectory
 
-    records = list(Representation(batches=Listed(BATCHES[1])).run(Stuttering(model)))
+    records = list(records_of(Representation(batches=Listed(BATCHES[1])), Stuttering(model)))
     first = find(records, "token_curvature", 0, num_missing_angles=2)
     prompts = states_of_each_prompt(model, BATCHES[1:2])
     changed = prompts[1][0].copy()
@@ -144,7 +145,7 @@ def find_half(records, layer, normalization):
 
 
 def test_the_released_preset_gives_the_released_quantities(model):
-    records = list(Representation(batches=Listed(*BATCHES), preset="released_code").run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(*BATCHES), preset="released_code"), LayeredModel(model)))
     prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
     assert {r.metric for r in records} == {
         "prompt_entropy",
@@ -176,7 +177,7 @@ def test_the_released_preset_gives_the_released_quantities(model):
 
 
 def test_another_order_of_the_entropies_is_told_by_a_tag(model, prompts):
-    records = list(Representation(batches=Listed(*BATCHES), alpha=2.0).run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(*BATCHES), alpha=2.0), LayeredModel(model)))
     values = [[math.log(of_rows(prompt[layer])["participation_ratio"]) for prompt in prompts] for layer in LAYERS]
     check(records, values, "prompt_entropy", drop_first=0, normalization="raw", alpha=2.0)
     assert find(records, "dataset_entropy", 1, normalization="raw", alpha=2.0).n == 8
@@ -187,7 +188,7 @@ def test_batching_does_not_change_the_records(model, records):
     prompts = [
         {name: values[i : i + 1] for name, values in b.items()} for b in BATCHES for i in range(len(b["input_ids"]))
     ]
-    alone = list(Representation(batches=Listed(*prompts), rankme=True).run(LayeredModel(model)))
+    alone = list(records_of(Representation(batches=Listed(*prompts), rankme=True), LayeredModel(model)))
     for one, other in zip(records, alone, strict=True):
         assert (one.metric, one.layer, one.tags, one.n) == (other.metric, other.layer, other.tags, other.n)
         assert one.value == pytest.approx(other.value, rel=1e-9)
@@ -196,7 +197,7 @@ def test_batching_does_not_change_the_records(model, records):
 def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
     short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
     short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
-    records = list(Representation(batches=Listed(short)).run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(short)), LayeredModel(model)))
     assert find(records, "token_curvature", 2, num_undefined=1).n == 2
     assert find(records, "effective_rank", 2, drop_first=1).n == 3
     one_left = {"drop_first": 1, "normalization": "maxEntropy", "num_undefined": 1}
@@ -206,7 +207,7 @@ def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
 
 
 def test_a_single_prompt_has_values_without_intervals(model):
-    records = list(Representation(batches=Listed(tiny_batch("gpt2", batch=1))).run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(tiny_batch("gpt2", batch=1))), LayeredModel(model)))
     assert find(records, "dataset_entropy", 1, normalization="raw").value == 0
     assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
 
@@ -215,7 +216,7 @@ def test_a_single_prompt_has_values_without_intervals(model):
 @pytest.mark.parametrize("preset", [None, "released_code"])
 def test_every_family_is_measured(name, preset):
     batch = tiny_batch(name, batch=4, tokens=6)
-    records = list(Representation(batches=Listed(batch), preset=preset).run(LayeredModel(tiny(name))))
+    records = list(records_of(Representation(batches=Listed(batch), preset=preset), LayeredModel(tiny(name))))
     assert all(math.isfinite(record.value) for record in records)
     assert {record.layer for record in records} == {None, *LAYERS}
 
@@ -246,7 +247,7 @@ def test_options_out_of_range_are_refused_before_anything_runs(model, options, s
     with pytest.raises(InputError, match=sentence):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=sentence):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_the_order_of_an_entropy_may_be_infinite(model):
@@ -254,7 +255,7 @@ def test_the_order_of_an_entropy_may_be_infinite(model):
     batches, layer = Listed(*BATCHES), 2
 
     def entropy_of_order(alpha):
-        run = Representation(batches=batches, states="resid", alpha=alpha).run(LayeredModel(model))
+        run = records_of(Representation(batches=batches, states="resid", alpha=alpha), LayeredModel(model))
         return next(record.value for record in run if (record.metric, record.layer) == ("prompt_entropy", layer))
 
     smallest, near = entropy_of_order(math.inf), entropy_of_order(1000.0)
@@ -263,7 +264,7 @@ def test_the_order_of_an_entropy_may_be_infinite(model):
 
 def test_data_without_prompts_is_refused(model):
     with pytest.raises(InputError, match="representation: the data holds no prompts"):
-        list(Representation(batches=Listed()).run(LayeredModel(model)))
+        list(records_of(Representation(batches=Listed()), LayeredModel(model)))
 
 
 def unit(rows):
@@ -280,7 +281,7 @@ def of_matrix(matrix, alpha):
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_the_later_preset_divides_the_matrix_by_its_trace_and_its_size(model, alpha):
     analysis = Representation(batches=Listed(*BATCHES), preset="released_code_later", alpha=alpha)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
     tags = {"preset": "released_code_later", "normalization": "raw"} | ({"alpha": 2.0} if alpha == 2 else {})
 
@@ -318,7 +319,7 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         "unit_pooled": True,
         "center_pooled": True,
     }
-    records = list(Representation(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(*BATCHES), **options), LayeredModel(model)))
 
     def value(rows):
         rows = unit(rows - rows.mean(0))
@@ -342,7 +343,7 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
 
 
 def test_normed_states_are_those_after_the_final_norm_at_every_layer(model, prompts):
-    records = list(Representation(batches=Listed(*BATCHES), states="normed").run(LayeredModel(model)))
+    records = list(records_of(Representation(batches=Listed(*BATCHES), states="normed"), LayeredModel(model)))
     norm = model.transformer.ln_f
     for layer in LAYERS:
         with torch.no_grad():
@@ -355,6 +356,6 @@ def test_a_layer_where_all_pooled_vectors_are_one_has_no_dataset_entropy_and_the
     batch = tiny_batch("bert", batch=4, tokens=6)
     batch["input_ids"][:, 0] = 7
     analysis = Representation(batches=Listed(batch), pooling="cls", center_pooled=True)
-    records = list(analysis.run(LayeredModel(tiny("bert"))))
+    records = list(records_of(analysis, LayeredModel(tiny("bert"))))
     layers = [r.layer for r in records if r.metric == "dataset_entropy" and r.tags["normalization"] == "raw"]
     assert layers == [1, 2, 3, None]

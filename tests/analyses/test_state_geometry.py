@@ -12,6 +12,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
@@ -28,7 +29,7 @@ def model():
 
 
 def run(model, **options) -> dict[Any, Any]:
-    records = StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options).run(LayeredModel(model))
+    records = records_of(StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options), LayeredModel(model))
     return {(record.metric, record.layer): record for record in records}
 
 
@@ -77,7 +78,7 @@ def test_tokens_of_prompts_that_begin_alike_are_one_point_each_however_they_are_
     for dtype, rel in ((torch.float32, 1e-3), (torch.float64, 1e-9)):
         for batches in ([together], prompts):
             analysis = StateGeometry(batches=Listed(*batches), first_rank=3, num_tokens=11, num_halves=0)
-            found = {(r.metric, r.layer): r.value for r in analysis.run(LayeredModel(tiny("gpt2", dtype)))}
+            found = {(r.metric, r.layer): r.value for r in records_of(analysis, LayeredModel(tiny("gpt2", dtype)))}
             for layer in range(1, LAYERS + 1):
                 of_prompts = [each[layer, 1:] for each in exact]
                 different = [of_prompts[0], *(each[5:] for each in of_prompts[1:4]), *of_prompts[4:]]
@@ -94,7 +95,7 @@ def participation_ratio(rows: np.ndarray) -> float:
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_the_dimension_of_prompts_is_that_of_the_covariance_of_their_pooled_states(model, pooling):
     analysis = PooledStates(batches=Listed(*BATCHES), pooling=pooling, num_halves=0)
-    found = {(record.metric, record.layer): record for record in analysis.run(LayeredModel(model))}
+    found = {(record.metric, record.layer): record for record in records_of(analysis, LayeredModel(model))}
     prompts = states_of_each_prompt(model, BATCHES)  # (layers + 1, tokens, dim) each
     expected = []
     for layer in range(LAYERS + 1):

@@ -15,14 +15,12 @@ from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.state_geometry import anisotropy
-from lit_layers.measuring.one_model import join_shares, measure
 from lit_layers.models import load
 from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.listed_batches import Listed
-from tests.support.rounding import close_records, move_
-from tests.support.saved_models import saved
-from tests.support.shares import measure_share
+from tests.support.measured import records_of
+from tests.support.rounding import close_records
 from tests.support.tiny_models import tiny
 
 LENGTHS = ((9, 7), (9,), (5, 9, 8))
@@ -88,7 +86,7 @@ def by_numpy(points: np.ndarray) -> float:
 @pytest.mark.parametrize("metric", [stable_rank, stable_ranks])
 @pytest.mark.parametrize("dropped", [0, 1])
 def test_values_of_prompts_are_averaged_as_numpy_says(model, states, metric, dropped):
-    records = list(StateMetric(metric=metric, batches=prompts(), drop_first=dropped).run(LayeredModel(model)))
+    records = list(records_of(StateMetric(metric=metric, batches=prompts(), drop_first=dropped), LayeredModel(model)))
     each = np.array([[by_numpy(layer[dropped:]) for layer in prompt] for prompt in states])  # (prompts, layers + 1)
     found = values(records, metric.__name__)
     assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(each.mean(0), rel=1e-9)
@@ -101,7 +99,7 @@ def test_values_of_prompts_are_averaged_as_numpy_says(model, states, metric, dro
 
 
 def test_a_function_of_several_layers_is_told_from_one_that_happens_to_take_one(model, states):
-    records = StateMetric(metric=mean_length, batches=prompts()).run(LayeredModel(model))
+    records = records_of(StateMetric(metric=mean_length, batches=prompts()), LayeredModel(model))
     expected = np.mean([np.linalg.norm(prompt.mean(1), axis=-1) for prompt in states], axis=0)
     found = values(records, "mean_length")
     assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(expected, rel=1e-9)
@@ -109,7 +107,7 @@ def test_a_function_of_several_layers_is_told_from_one_that_happens_to_take_one(
 
 def test_one_value_of_all_prompts_is_that_of_their_means(model, states):
     analysis = StateMetric(metric=stable_rank, batches=prompts(), points="prompts", num_halves=4)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     pooled = np.stack([prompt.mean(1) for prompt in states], axis=1)  # (layers + 1, prompts, dim)
     found = values(records)
     assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx([by_numpy(p) for p in pooled], rel=1e-9)
@@ -125,23 +123,11 @@ def test_one_value_of_all_prompts_is_that_of_their_means(model, states):
 def test_padding_enters_no_number(model, points):
     options = {"metric": stable_rank, "points": points, "num_halves": 2}
     first, *others = (
-        list(StateMetric(batches=prompts(side, junk), **options).run(LayeredModel(model)))
+        list(records_of(StateMetric(batches=prompts(side, junk), **options), LayeredModel(model)))
         for side, junk in (("right", 0), ("right", 11), ("left", 5))
     )
     for records in others:
         close_records(records, first, torch.float64)
-
-
-@pytest.mark.parametrize("points", ["tokens", "prompts"])
-def test_two_ranks_give_the_numbers_of_one(tmp_path, points):
-    analysis = StateMetric(metric=stable_ranks, batches=prompts(), points=points, num_halves=2)
-    saved(tmp_path / "model", "gpt2")
-    whole = move_(load(tmp_path / "model", dtype=torch.float32))
-    one = measure(whole, analysis, run="r", step=0, weights_hash="x")
-    assert one.error is None
-    shares = [measure_share(whole, analysis, range(rank, 99, 2), weights_hash="x") for rank in (1, 0)]
-    two = join_shares(whole, analysis, shares, run="r", step=0, weights_hash="x")
-    assert [repr(record) for record in two.records] == [repr(record) for record in one.records]
 
 
 def undefined_of_short(states):
@@ -149,15 +135,15 @@ def undefined_of_short(states):
 
 
 def test_a_prompt_without_a_value_is_left_out_and_counted(model):
-    records = StateMetric(metric=undefined_of_short, batches=prompts()).run(LayeredModel(model))
+    records = records_of(StateMetric(metric=undefined_of_short, batches=prompts()), LayeredModel(model))
     counts = {(record.n, record.tags["num_undefined"]) for record in records}
     assert counts == {(4, 2)}
-    short = StateMetric(metric=stable_rank, batches=prompts(), drop_first=5).run(LayeredModel(model))
+    short = records_of(StateMetric(metric=stable_rank, batches=prompts(), drop_first=5), LayeredModel(model))
     assert {record.n for record in short} == {5}
 
 
 def test_a_function_of_the_package_leaves_out_a_prompt_that_it_refuses(model):
-    records = [*StateMetric(metric=anisotropy, batches=prompts(), drop_first=4).run(LayeredModel(model))]
+    records = [*records_of(StateMetric(metric=anisotropy, batches=prompts(), drop_first=4), LayeredModel(model))]
     assert {(record.n, record.tags["num_undefined"]) for record in records} == {(5, 1)}  # of one point
     assert all("undefined" not in record.tags for record in records)
 

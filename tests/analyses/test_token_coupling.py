@@ -11,13 +11,14 @@ from lit_layers.analyses.token_jacobians import TokenCoupling
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
 from tests.support.whole_jacobians import whole_jacobians
 
 
 def found(model, *batches, **options):
     """The records by (metric, layer, other_layer, tags)."""
-    records = list(TokenCoupling(batches=Listed(*batches), **options).run(LayeredModel(model)))
+    records = list(records_of(TokenCoupling(batches=Listed(*batches), **options), LayeredModel(model)))
     keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -258,7 +259,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options
     with pytest.raises(InputError, match=f"^token_coupling: .*{message}"):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=message):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_data_without_prompts_is_refused(model):

@@ -11,6 +11,7 @@ from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
@@ -53,7 +54,7 @@ def reference(prompt):
 
 @pytest.mark.parametrize("options", [{}, {"drop_first": 0}, {"tokens": "last"}, {"states": "hf"}, {"preset": "paper"}])
 def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_tokens(model, options):
-    records = list(Trajectory(batches=Listed(*BATCHES), **options).run(LayeredModel(model)))
+    records = list(records_of(Trajectory(batches=Listed(*BATCHES), **options), LayeredModel(model)))
     final_norm = "states" in options or "preset" in options
     prompts = states_of_each_prompt(model, BATCHES, final_norm=final_norm)
     assert len(prompts) == 8
@@ -77,15 +78,15 @@ def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_token
 
 
 def test_the_score_of_the_last_layer_is_that_of_the_whole_path(model):
-    records = list(Trajectory(batches=Listed(*BATCHES)).run(LayeredModel(model)))
+    records = list(records_of(Trajectory(batches=Listed(*BATCHES)), LayeredModel(model)))
     assert find(records, "line_shape_score").value == find(records, "line_shape_score", 3).value
 
 
 def test_batching_does_not_change_the_records(model):
     batch = tiny_batch("gpt2", batch=4, tokens=8, padding="left")
     halves = [{name: values[rows] for name, values in batch.items()} for rows in (slice(0, 3), slice(3, 4))]
-    whole = list(Trajectory(batches=Listed(batch)).run(LayeredModel(model)))
-    split = list(Trajectory(batches=Listed(*halves)).run(LayeredModel(model)))
+    whole = list(records_of(Trajectory(batches=Listed(batch)), LayeredModel(model)))
+    split = list(records_of(Trajectory(batches=Listed(*halves)), LayeredModel(model)))
     for one, other in zip(whole, split, strict=True):
         assert (one.metric, one.layer, one.tags, one.n) == (other.metric, other.layer, other.tags, other.n)
         assert one.value == pytest.approx(other.value, rel=1e-10)
@@ -93,12 +94,12 @@ def test_batching_does_not_change_the_records(model):
 
 def test_a_prompt_without_a_token_left_is_left_out_and_counted(model):
     lonely = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    records = list(Trajectory(batches=Listed(lonely)).run(LayeredModel(model)))
+    records = list(records_of(Trajectory(batches=Listed(lonely)), LayeredModel(model)))
     assert {(record.n, record.tags["num_undefined"]) for record in records} == {(1, 1)}
     with pytest.raises(
         ValueError, match="trajectory is undefined for every prompt at every layer.* or of too few tokens"
     ):
-        list(Trajectory(batches=Listed({"input_ids": torch.tensor([[8]])})).run(LayeredModel(model)))
+        list(records_of(Trajectory(batches=Listed({"input_ids": torch.tensor([[8]])})), LayeredModel(model)))
 
 
 def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
@@ -109,7 +110,7 @@ def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
             trajectory.hidden[2, 1, :] = trajectory.hidden[1, 1, :]
             return trajectory
 
-    records = list(Trajectory(batches=Listed(tiny_batch("gpt2", batch=3, tokens=6))).run(Stuck(model)))
+    records = list(records_of(Trajectory(batches=Listed(tiny_batch("gpt2", batch=3, tokens=6))), Stuck(model)))
     whole = find(records, "line_shape_score", num_undefined=1, num_undefined_tokens=6)
     assert whole.n == 2
     assert math.isfinite(whole.value)
@@ -119,7 +120,7 @@ def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
 
 def test_one_block_has_a_straight_path_and_no_expodistance():
     one = LayeredModel(tiny("gpt2", torch.float64, n_layer=1))
-    records = list(Trajectory(batches=Listed(*BATCHES)).run(one))
+    records = list(records_of(Trajectory(batches=Listed(*BATCHES)), one))
     assert find(records, "line_shape_score").value == pytest.approx(1, rel=1e-13)
     assert "expodistance" not in {record.metric for record in records}
     assert not [record for record in records if record.metric == "line_shape_score" and record.layer is not None]
@@ -128,23 +129,23 @@ def test_one_block_has_a_straight_path_and_no_expodistance():
 def test_a_model_in_bfloat16_runs_in_float32_and_is_left_as_it_was():
     batches = Listed(*BATCHES)
     narrow = tiny("gpt2", torch.bfloat16)
-    records = list(Trajectory(batches=batches).run(LayeredModel(narrow)))
+    records = list(records_of(Trajectory(batches=batches), LayeredModel(narrow)))
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
-    expected = list(Trajectory(batches=batches).run(LayeredModel(narrow.float())))
+    expected = list(records_of(Trajectory(batches=batches), LayeredModel(narrow.float())))
     assert records == expected
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "bert", "vit"])
 def test_every_family_has_a_trajectory(name):
     batch = tiny_batch(name, batch=3, tokens=6)
-    records = list(Trajectory(batches=Listed(batch), preset="paper").run(LayeredModel(tiny(name))))
+    records = list(records_of(Trajectory(batches=Listed(batch), preset="paper"), LayeredModel(tiny(name))))
     assert all(record.n == 3 and math.isfinite(record.value) for record in records)
 
 
 def test_the_final_norm_changes_only_the_last_layer(model):
     batches = Listed(*BATCHES)
-    resid = list(Trajectory(batches=batches).run(LayeredModel(model)))
-    normed = list(Trajectory(batches=batches, states="hf").run(LayeredModel(model)))
+    resid = list(records_of(Trajectory(batches=batches), LayeredModel(model)))
+    normed = list(records_of(Trajectory(batches=batches, states="hf"), LayeredModel(model)))
     for layer in range(4):
         same = find(resid, "state_norm", layer).value == find(normed, "state_norm", layer, states="hf").value
         assert same == (layer < 3)
@@ -171,9 +172,9 @@ def test_options_out_of_range_are_refused_before_anything_runs(model, options, s
     with pytest.raises(InputError, match=sentence):
         analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match=sentence):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_data_without_prompts_is_refused(model):
     with pytest.raises(InputError, match="trajectory: the data holds no prompts"):
-        list(Trajectory(batches=Listed()).run(LayeredModel(model)))
+        list(records_of(Trajectory(batches=Listed()), LayeredModel(model)))

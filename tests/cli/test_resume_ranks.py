@@ -120,14 +120,14 @@ def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
     tmp_path,
     monkeypatch,
 ):
-    root, begun, real = tmp_path / "run", tmp_path / "begun", Coupling.of_part
+    root, begun, real = tmp_path / "run", tmp_path / "begun", Coupling.update
 
-    def slow(self, model, part):
+    def slow(self, seen, batch):
         begun.touch()
         time.sleep(1)
-        return real(self, model, part)
+        return real(self, seen, batch)
 
-    monkeypatch.setattr(Coupling, "of_part", slow)
+    monkeypatch.setattr(Coupling, "update", slow)
     assert fit(recipe, root, when=begun.exists, signal_number=signal.SIGTERM, only=only) == [143, 143]
     monkeypatch.undo()
     assert {m.step for m in records.read(root / "measurements.jsonl")} == {0}

@@ -23,6 +23,7 @@ from lit_layers.data.tokenization import load_tokenizer, save_tokenizer, train_b
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_banking77
+from tests.support.measured import records_of
 
 TEXTS = [text for text, _ in labelled(12)]
 DEV: Any = "dev"
@@ -124,7 +125,9 @@ def test_a_representation_of_texts_does_not_depend_on_who_stands_beside_whom(tmp
     found = []
     for size in (1, 5):
         batches = TextBatches(GivenTexts(TEXTS), str(tmp_path), max_tokens=30, batch_size=size)
-        found.append({(r.metric, r.layer, *r.tags.values()): r for r in Representation(batches=batches).run(model)})
+        found.append(
+            {(r.metric, r.layer, *r.tags.values()): r for r in records_of(Representation(batches=batches), model)}
+        )
     alone, together = found
     assert alone.keys() == together.keys()
     for key, record in alone.items():

@@ -10,11 +10,11 @@ from torch import nn
 import lit_layers
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import STATE_BYTES, microbatches
 from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
 from lit_layers.models import LayeredModel, load
 from lit_layers.models.build import quiet, weights_hash
 from lit_layers.models.offload import Offload
-from lit_layers.models.shared_pass import PIECE_BYTES, pieces
 from tests.support.listed_batches import Listed
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny_batch
@@ -97,9 +97,9 @@ def test_an_offloaded_model_reads_its_blocks_for_more_texts_at_once(tmp_path, mo
     batch = tiny_batch("gpt2", batch=8, tokens=8)
     row = (views[0].num_layers + 1) * 8 * views[0].dim * 4
     monkeypatch.setattr(
-        "lit_layers.models.shared_pass.PIECE_BYTES", (2 * row, 2 * row * PIECE_BYTES[1] // PIECE_BYTES[0])
+        "lit_layers.measuring.one_model.STATE_BYTES", (2 * row, 2 * row * STATE_BYTES[1] // STATE_BYTES[0])
     )
-    assert [len([*pieces(view, [batch])]) for view in views] == [4, 1]
+    assert [len([*microbatches(view, [batch])]) for view in views] == [4, 1]
 
 
 def test_weights_in_another_form_lie_in_the_folder_until_the_model_is_freed(tmp_path):

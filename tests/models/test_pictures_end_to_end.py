@@ -16,6 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze
 from lit_layers.models import LayeredModel, load
 from lit_layers.models.pixels import PREPROCESSOR
+from tests.support.measured import records_of
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
 from tests.support.tiny_models import IMAGE, LAYERS, PICTURES, tiny
@@ -92,7 +93,7 @@ def test_images_of_another_normalisation_or_size_are_refused(folder, tmp_path):
 @pytest.mark.parametrize("name", [name for name in PICTURES if "trunk" in name or "clip" in name])
 def test_labels_are_probed_at_the_class_token_and_at_the_mean_of_the_patches_alone(name):
     """The class token of layer 0 is one vector for all images, so that its probe knows the class shares alone."""
-    found = list(probe(pooling=("cls", "mean")).run(LayeredModel(tiny(name))))
+    found = list(records_of(probe(pooling=("cls", "mean")), LayeredModel(tiny(name))))
     values = {(r.metric, r.layer, r.tags.get("pooling")): r.value for r in found if "reference" not in r.tags}
     (majority,) = [r.value for r in found if r.metric == "log_loss" and "reference" in r.tags]
     assert {layer for _, layer, _ in values} == set(range(LAYERS + 1))
@@ -105,6 +106,6 @@ def test_the_mean_leaves_out_registers(monkeypatch):
     model = LayeredModel(tiny("picture_registers"))
     usual = probe(pooling="mean")
     (batch,) = digits(num_images=2)
-    features = usual._features(model, batch)["mean"]
+    features = usual.update(model.trajectory(batch), batch)["mean"].mT
     hidden = model.trajectory(batch).hidden
     torch.testing.assert_close(features, hidden[:, :, 5:].mean(2), rtol=1e-5, atol=1e-5)

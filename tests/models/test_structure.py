@@ -18,6 +18,7 @@ from lit_layers.models.families.proof import NotShown
 from lit_layers.models.families.structure import by_structure, untouched
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
 from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
 from tests.support.tiny_models import tiny
 
@@ -588,7 +589,7 @@ def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
             torch.testing.assert_close(logits[row][mask][:, 0], view.model(input_ids=ids[mask][None]).logits[0])
     for analysis in (Lens, Interventions):
         with pytest.raises(InputError, match="ElectraForPreTraining gives one number, a regression, and no classes"):
-            list(analysis(batches=Listed(batch)).run(view))
+            list(records_of(analysis(batches=Listed(batch)), view))
 
 
 @pytest.mark.parametrize(
@@ -597,7 +598,7 @@ def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
 def test_states_behind_a_projection_are_no_scores_of_classes(kind, model_type):
     view = LayeredModel(tiny_model(kind, model_type))
     with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
-        list(Lens(batches=Listed({"input_ids": texts()["input_ids"]})).run(view))
+        list(records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
             texts=GivenTexts([text for text, _ in rows[:TEXTS]]), tokenizer=tokenizer, num_views=3, num_halves=0
         ),
     ]
-    of_labels = {analyses.AttentiveProbe, analyses.LabelProbe, analyses.DividedAnalysis, Analysis}
+    of_labels = {analyses.AttentiveProbe, analyses.LabelProbe, Analysis, analyses.Jobs, analyses.Rows, analyses.Values}
     assert {type(each) for each in every} == {getattr(analyses, name) for name in analyses.__all__} - of_labels
     return {type(each).__name__: measure(model, each, run="smollm2", step=None) for each in every}
 

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 import lit_layers.analyses
-from lit_layers.analyses.base import Analysis, DividedAnalysis
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
@@ -29,7 +29,7 @@ _WORDS = {
     "past": [("play", "played"), ("sing", "sang"), ("hear", "heard")],
 }
 # Names of `lit_layers.analyses` that are no analysis of their own.
-_BASES = (Analysis, DividedAnalysis)
+_BASES = (Analysis, Jobs, Rows, Values)
 
 
 def kinds() -> set[type[Analysis]]:

@@ -24,7 +24,7 @@ from tests.support.tiny_training import fit, module
 class Failing(Analysis):
     name: str = "failing"
 
-    def run(self, model):
+    def compute(self, model):
         raise RuntimeError("no numbers")
 
 
@@ -35,7 +35,7 @@ class Slow(Analysis):
     name: str = "slow"
     slept: bool = field(default=False, init=False)
 
-    def run(self, model):
+    def compute(self, model):
         if distributed.is_initialized() and not self.slept:
             self.slept = True
             time.sleep(6)

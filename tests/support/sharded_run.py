@@ -40,7 +40,7 @@ class Noisy(Analysis):
 
     name: str = "noisy"
 
-    def run(self, model):
+    def compute(self, model):
         model.model.train().requires_grad_(True)
         batch = next(iter(RandomText()))
         model.model(input_ids=batch["input_ids"]).logits.square().mean().backward()
@@ -51,7 +51,7 @@ class Noisy(Analysis):
 class Failing(Analysis):
     name: str = "failing"
 
-    def run(self, model):
+    def compute(self, model):
         raise RuntimeError("no numbers")
 
 

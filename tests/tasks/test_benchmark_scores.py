@@ -19,6 +19,7 @@ from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 BLOCKS = 6
@@ -137,7 +138,9 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, n
 
 
 def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):
-    records = list(make("lambada", variants=("random",), middles=(5,), seeds=(0, 1, 2)).run(LayeredModel(model)))
+    records = list(
+        records_of(make("lambada", variants=("random",), middles=(5,), seeds=(0, 1, 2)), LayeredModel(model))
+    )
     perplexities = [r for r in records if r.metric == "task_perplexity" and r.tags["variant"] == "random"]
     *single, mean = perplexities
     orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
@@ -159,7 +162,9 @@ def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):
 
 
 def test_the_mean_over_seeds_is_uncertain_over_rows(folder, model, make):
-    records = list(make("arc_challenge", variants=("random",), middles=(5,), seeds=(0, 1, 2)).run(LayeredModel(model)))
+    records = list(
+        records_of(make("arc_challenge", variants=("random",), middles=(5,), seeds=(0, 1, 2)), LayeredModel(model))
+    )
     (mean,) = [record for record in records if record.metric == "task_score" and "num_seeds" in record.tags]
     orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
     hits = [by_rows(folder, model, "arc_challenge", order)["task_score"] for order in orders]
@@ -170,7 +175,7 @@ def test_the_mean_over_seeds_is_uncertain_over_rows(folder, model, make):
 
 
 def test_equal_weights_of_another_architecture_do_not_meet(model, make):
-    list(make().run(LayeredModel(model)))
+    list(records_of(make(), LayeredModel(model)))
     other = copy.deepcopy(model)
     other.config.layer_norm_epsilon = 0.5
     for part in other.modules():
@@ -178,7 +183,7 @@ def test_equal_weights_of_another_architecture_do_not_meet(model, make):
             part.eps = 0.5
     again = make()
     said = counted(again)
-    list(again.run(LayeredModel(other)))
+    list(records_of(again, LayeredModel(other)))
     assert len(said) == 2
 
 
@@ -202,7 +207,7 @@ def test_a_template_of_a_prompt_is_compiled_once_whatever_the_number_of_rows(fol
 def test_equal_orders_are_scored_once(model, make):
     analysis = make(variants=("reverse", "random", "parallel", "middle_repeat"), middles=(1,), seeds=(0, 1))
     said = counted(analysis)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     assert said == ["arc_challenge: baseline (1 of 6)"]
     assert len(files(analysis)) == 1
     (mean,) = [r for r in records if r.metric == "task_score" and "num_seeds" in r.tags]
@@ -218,32 +223,32 @@ def test_a_run_that_was_killed_goes_on(model, make):
 
     first.tell = stop
     with pytest.raises(KeyboardInterrupt):
-        list(first.run(LayeredModel(model)))
+        list(records_of(first, LayeredModel(model)))
     assert len(files(first)) == 2
     before = {path: path.stat().st_mtime_ns for path in files(first)}
     second = make(variants=("skip", "reverse", "parallel"))
     said = counted(second)
-    records = list(second.run(LayeredModel(model)))
+    records = list(records_of(second, LayeredModel(model)))
     assert [told.split(": ")[1].split(" ")[0] for told in said] == ["reverse", "parallel"]
     assert all(path.stat().st_mtime_ns == before[path] for path in before)
     third = make(variants=("skip", "reverse", "parallel"), batch_size=2)
     said = counted(third)
-    assert list(third.run(LayeredModel(model))) == records
+    assert list(records_of(third, LayeredModel(model))) == records
     assert said == []
 
 
 def test_results_of_other_weights_options_and_rows_do_not_meet(folder, model, make, tmp_path):
-    list(make().run(LayeredModel(model)))
+    list(records_of(make(), LayeredModel(model)))
     other = tiny_speaker(blocks=BLOCKS, seed=4)
     cases = [(other, {}), (model, {"limit": 2}), (model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
     for changed, options in cases:
         again = make(**options)
         said = counted(again)
-        list(again.run(LayeredModel(changed)))
+        list(records_of(again, LayeredModel(changed)))
         assert len(said) == 2
     more = make(limit=99)  # the very same rows
     said = counted(more)
-    list(more.run(LayeredModel(model)))
+    list(records_of(more, LayeredModel(model)))
     assert said == []
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text((folder / "tokenizer" / "tokenizer.json").read_text())
@@ -254,7 +259,7 @@ def test_results_of_other_weights_options_and_rows_do_not_meet(folder, model, ma
 
 def test_a_file_says_what_it_holds(make):
     analysis = make("gsm8k", max_new_tokens=8)
-    list(analysis.run(LayeredModel(tiny_speaker(blocks=BLOCKS, positions=128))))
+    list(records_of(analysis, LayeredModel(tiny_speaker(blocks=BLOCKS, positions=128))))
     found = [json.loads(path.read_text()) for path in files(analysis)]
     (skip,) = [each for each in found if each["variant"] == "skip M=3"]
     assert skip["schedule"] == "1 2 6"
@@ -267,11 +272,11 @@ def test_a_file_says_what_it_holds(make):
 
 def test_a_damaged_file_is_scored_again(model, make):
     analysis = make()
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     files(analysis)[0].write_text("{")
     again = make()
     said = counted(again)
-    assert list(again.run(LayeredModel(model))) == records
+    assert list(records_of(again, LayeredModel(model))) == records
     assert len(said) == 1
 
 
@@ -287,7 +292,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     monkeypatch.setattr(LmEvalScorer, "score", score)
     analysis = make(variants=("skip", "reverse"))
     said = counted(analysis)
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     (failed,) = [record for record in records if record.metric == "failed"]
     assert failed.tags == {
         "variant": "skip",
@@ -301,7 +306,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     monkeypatch.setattr(LmEvalScorer, "score", whole)
     again = make(variants=("skip", "reverse"))
     said = counted(again)
-    assert not [record for record in again.run(LayeredModel(model)) if record.metric == "failed"]
+    assert not [record for record in records_of(again, LayeredModel(model)) if record.metric == "failed"]
     assert len(said) == 1
 
 
@@ -310,7 +315,7 @@ def test_a_failing_full_model_fails(make):
     with torch.no_grad():
         broken.transformer.ln_f.weight.fill_(math.nan)
     with pytest.raises(FloatingPointError, match="4 of 4 rows have a log-likelihood that is not a number"):
-        list(make().run(LayeredModel(broken)))
+        list(records_of(make(), LayeredModel(broken)))
 
 
 def test_the_config_is_what_decides_the_numbers(make):
@@ -363,4 +368,4 @@ def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     with pytest.raises(InputError, match="the task's rows changed between variants: remove .* and begin anew"):
-        list(make().run(LayeredModel(model)))
+        list(records_of(make(), LayeredModel(model)))

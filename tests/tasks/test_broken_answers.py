@@ -17,6 +17,7 @@ from lit_layers.tasks.benchmark_rows import (
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.measured import records_of
 
 ORDERS = variants(4, ("skip", "reverse", "skip_one"), middles=(3,))
 QUESTIONS = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(4)]
@@ -89,7 +90,7 @@ def test_a_task_that_is_written_leaves_the_table_beside_its_results(tmp_path, mo
     analysis = BenchmarkScores(
         task="gsm8k", tokenizer=str(tmp_path / "tokenizer"), results=tmp_path / "results", **options
     )
-    list(analysis.run(LayeredModel(tiny_speaker(blocks=6, positions=128))))
+    list(records_of(analysis, LayeredModel(tiny_speaker(blocks=6, positions=128))))
     (path,) = (tmp_path / "results").rglob(BROKEN_ANSWERS)
     (row,) = pd.read_csv(path).to_dict("records")
     assert (row["variant"], row["schedule"], row["num_broken"]) == ("skip", "1 2 6", 4)

@@ -27,6 +27,7 @@ from lit_layers.tasks.mteb_scores import MtebTask, mteb_analyses
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import saved_bert
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import (
     NAMES,
@@ -56,7 +57,7 @@ def home(tmp_path_factory) -> tuple[Path, Path]:
 def scored(home, tmp_path_factory) -> dict[str, list[Record]]:
     """The records of every tiny task."""
     root = tmp_path_factory.mktemp("scored")
-    return {name: list(task(name, *home, root).run(saved_model(home[1]))) for name in NAMES}
+    return {name: list(records_of(task(name, *home, root), saved_model(home[1]))) for name in NAMES}
 
 
 def vectors(model: Path, layer: int) -> Vectors:
@@ -219,7 +220,7 @@ def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path)
 
 @pytest.mark.parametrize("name", ["Banking77Classification", "StackOverflowTitles", "TrecQaAnswers"])
 def test_one_layer_alone_scores_what_it_scores_among_all(home, scored, name, tmp_path):
-    (record,) = task(name, *home, tmp_path, layers=(2,)).run(saved_model(home[1]))
+    (record,) = records_of(task(name, *home, tmp_path, layers=(2,)), saved_model(home[1]))
     assert record == scored[name][2]
 
 
@@ -237,7 +238,7 @@ def test_training_rows_that_are_drawn_count_among_the_texts_of_a_classification(
         )
     one, view = task("Banking77Classification", tmp_path / "data", home[1], tmp_path, layers=(0,)), saved_model(home[1])
     (number, _), passes = one.sources.num_texts(one.task), Passes(monkeypatch)
-    list(one.run(view))
+    list(records_of(one, view))
     assert passes.texts > 400
     assert number == pytest.approx(passes.texts, rel=0.05)
 
@@ -254,21 +255,21 @@ def test_a_task_goes_on_where_it_was_interrupted(home, scored, tmp_path, monkeyp
 
     monkeypatch.setattr(Prepared, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(task(name, *home, tmp_path).run(saved_model(home[1])))
+        list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
     passes = Passes(monkeypatch)
-    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+    assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
     assert evaluated == [0, 1, 2, 2, 3]
     assert passes.texts == 0
-    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+    assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
     assert evaluated == [0, 1, 2, 2, 3]
 
 
 def test_a_damaged_result_is_made_again(home, scored, tmp_path):
     name = "STSBenchmark"
-    list(task(name, *home, tmp_path).run(saved_model(home[1])))
+    list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
     file = next(tmp_path.rglob("layer-001.json"))
     file.write_text(file.read_text()[:40])
-    assert list(task(name, *home, tmp_path).run(saved_model(home[1]))) == scored[name]
+    assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
 
 
 @pytest.mark.parametrize(
@@ -278,8 +279,8 @@ def test_a_damaged_result_is_made_again(home, scored, tmp_path):
 )
 def test_other_options_never_find_the_results_of_the_first(home, scored, tmp_path, other):
     name = "MrpcParaphrases"
-    list(task(name, *home, tmp_path).run(saved_model(home[1])))
-    scores = list(task(name, *home, tmp_path, **other).run(saved_model(home[1])))
+    list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
+    scores = list(records_of(task(name, *home, tmp_path, **other), saved_model(home[1])))
     assert len(scores) == 4
     assert all(r.tags.keys().isdisjoint(PLACES) for r in scores)  # so that pages and correlate see curves
     assert len(list((tmp_path / "mteb").glob("*/*/*"))) == 2
@@ -287,20 +288,20 @@ def test_other_options_never_find_the_results_of_the_first(home, scored, tmp_pat
 
 def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, tmp_path):
     name, data = "STSBenchmark", write_tiny_data(tmp_path / "data")
-    first = list(task(name, data, home[1], tmp_path).run(saved_model(home[1])))
+    first = list(records_of(task(name, data, home[1], tmp_path), saved_model(home[1])))
     changed = saved_model(home[1])
     next(changed.blocks[1].parameters()).data.mul_(1.5)
-    assert list(task(name, data, home[1], tmp_path).run(changed))[3] != first[3]
+    assert list(records_of(task(name, data, home[1], tmp_path), changed))[3] != first[3]
     table = pq.read_table(data / "glue/stsb_test.parquet")
     pq.write_table(table.slice(3), data / "glue/stsb_test.parquet")
-    fewer = list(task(name, data, home[1], tmp_path).run(saved_model(home[1])))
+    fewer = list(records_of(task(name, data, home[1], tmp_path), saved_model(home[1])))
     assert fewer[0].n == first[0].n - 3
 
 
 def test_scores_of_halves_are_near_those_of_float32(home, scored, tmp_path):
     for name in ("STSBenchmark", "MrpcParaphrases"):
         store = store_in(tmp_path / name, dtype="bfloat16")
-        halved = list(task(name, *home, tmp_path, store=store).run(saved_model(home[1])))
+        halved = list(records_of(task(name, *home, tmp_path, store=store), saved_model(home[1])))
         for record, exact in zip(halved, scored[name], strict=True):
             assert record.value == pytest.approx(exact.value, abs=0.02)
 
@@ -308,26 +309,26 @@ def test_scores_of_halves_are_near_those_of_float32(home, scored, tmp_path):
 def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_where_all_are(home, scored, tmp_path):
     view = saved_model(home[1])
     spoil_(view, 3)
-    found = list(task("STSBenchmark", *home, tmp_path).run(view))
+    found = list(records_of(task("STSBenchmark", *home, tmp_path), view))
     assert [replace(record, tags=scored["STSBenchmark"][0].tags) for record in found] == scored["STSBenchmark"][:3]
     assert {record.tags["num_undefined"] for record in found} == {1}
     file = next(tmp_path.rglob("layer-003.json"))
     assert "at layer 3 are not finite" in json.loads(file.read_text())["undefined"]
     with pytest.raises(InputError, match="layer 3 are not finite"):
-        list(task("STSBenchmark", *home, tmp_path, layers=(3,)).run(view))
+        list(records_of(task("STSBenchmark", *home, tmp_path, layers=(3,)), view))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_model_in_half_precision_is_scored_as_its_checkpoint_in_float32(home, tmp_path, dtype):
     half = saved_model(home[1]).model.to(dtype)
-    found = list(task("STSBenchmark", *home, tmp_path / "half").run(LayeredModel(half)))
-    assert found == list(task("STSBenchmark", *home, tmp_path / "full").run(LayeredModel(half.float())))
+    found = list(records_of(task("STSBenchmark", *home, tmp_path / "half"), LayeredModel(half)))
+    assert found == list(records_of(task("STSBenchmark", *home, tmp_path / "full"), LayeredModel(half.float())))
 
 
 def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_path):
     model = tmp_path / "bert"
     saved_bert(model)
-    found = list(task("STSBenchmark", home[0], model, tmp_path, pooling="cls").run(saved_model(model)))
+    found = list(records_of(task("STSBenchmark", home[0], model, tmp_path, pooling="cls"), saved_model(model)))
     assert [record.layer for record in found] == [1, 2, 3], "at layer 0 every text has the vector of [CLS]"
     assert {record.tags["num_undefined"] for record in found} == {1}
     file = next(tmp_path.rglob("layer-000.json"))
@@ -335,7 +336,7 @@ def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_
 
 
 def test_results_keep_what_mteb_says(home, tmp_path):
-    list(task("TwentyNewsgroupsClustering", *home, tmp_path, layers=(1,)).run(saved_model(home[1])))
+    list(records_of(task("TwentyNewsgroupsClustering", *home, tmp_path, layers=(1,)), saved_model(home[1])))
     (file,) = tmp_path.rglob("layer-*.json")
     found = json.loads(file.read_text())
     assert found["mteb_version"].startswith("2.")
@@ -381,7 +382,7 @@ def test_a_mirror_stands_for_the_hub(home, tmp_path, monkeypatch, scored):
         store=store_in(tmp_path / "embeddings"),
         results=tmp_path / "results",
     )
-    found = list(mirrored.run(saved_model(home[1])))
+    found = list(records_of(mirrored, saved_model(home[1])))
     assert [record.value for record in found] == [record.value for record in scored["STSBenchmark"]]
     assert mirrored.sources.describe(spec)["source"] == "mirror"
 

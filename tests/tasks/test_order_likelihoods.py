@@ -16,6 +16,7 @@ from lit_layers.tasks.benchmark_scores import LIKELIHOODS, BenchmarkScores
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.measured import records_of
 from tests.support.noted_calls import noted_calls
 from tests.support.tiny_models import tiny
 
@@ -132,7 +133,7 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, scorer, model, tmp_path
             results=tmp_path / "results",
             **options,
         )
-        return list(analysis.run(LayeredModel(model)))
+        return list(records_of(analysis, LayeredModel(model)))
 
     add, added = OrderLikelihoods.add, []
 

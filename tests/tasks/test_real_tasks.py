@@ -10,6 +10,7 @@ from lit_layers.tasks.catalogue import resolve, tasks_of
 from lit_layers.tasks.mteb_evaluation import Prepared
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import copies
+from tests.support.measured import records_of
 from tests.tasks.tiny_tasks import saved_model, task
 
 LOCAL_DATA = copies("mteb")
@@ -63,7 +64,7 @@ def test_pairs_have_the_texts_of_the_official_ones_or_are_shorter_as_the_differe
 def test_a_model_is_scored_on_real_pairs_and_questions(realdata, tmp_path):
     view = saved_model(tmp_path / "model")
     for name, rows in (("STS16", 1186), ("TrecQaAnswers", 68)):
-        found = list(task(name, realdata, tmp_path / "model", tmp_path, layers=(0, 3)).run(view))
+        found = list(records_of(task(name, realdata, tmp_path / "model", tmp_path, layers=(0, 3)), view))
         assert [record.layer for record in found] == [0, 3]
         assert {record.n for record in found} == {rows}
         assert all(0 < record.value < 1 for record in found)

@@ -18,6 +18,7 @@ from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.tasks.mteb_evaluation import LayerEncoder
 from lit_layers.tasks.sentence_encoder import SentenceEncoder, sentence_encoder
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
+from tests.support.measured import records_of
 from tests.support.series_hub import served
 from tests.tasks.tiny_tasks import embedding_of, saved_model, store_in, task, write_tiny_data
 
@@ -311,7 +312,7 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(name, tmp_path, r
     view = saved_model(folder)
     for each in ("Banking77Classification", "TrecQaAnswers", "MrpcParaphrases"):
         one = task(each, data, folder, tmp_path, encoder=encoder_in(folder), layers=(3,))
-        (record,) = one.run(view)
+        (record,) = records_of(one, view)
         official = one.sources.open(one.task, seed=42)
         wrapped: Any = SentenceTransformerEncoderWrapper(theirs)
         scores = official.evaluate(wrapped, "test", encode_kwargs={"batch_size": 4, "show_progress_bar": False})

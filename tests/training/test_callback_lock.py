@@ -35,7 +35,7 @@ REFUSED = 42
 class One(Analysis):
     name: str = "one"
 
-    def run(self, model):
+    def compute(self, model):
         yield Record(metric="one", value=1.0)
 
 

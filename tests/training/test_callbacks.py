@@ -32,7 +32,7 @@ class Noisy(Analysis):
 
     name: str = "noisy"
 
-    def run(self, model):
+    def compute(self, model):
         model.model.train().requires_grad_(True)
         batch = next(iter(RandomText()))
         loss = model.model(input_ids=batch["input_ids"]).logits.square().mean()
@@ -46,7 +46,7 @@ class Failing(Analysis):
 
     name: str = "failing"
 
-    def run(self, model):
+    def compute(self, model):
         torch.rand(7)
         yield Record(metric="half", value=1.0)
         raise RuntimeError("no more numbers")

@@ -24,6 +24,7 @@ from lit_layers.training.tuning import finetuning
 from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, LitVariant
 from lit_layers.training.tuning.variant_training import means_of_seeds, name_of
 from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.measured import records_of
 
 TOKENS, ROWS = 12, 4
 MIDDLE = Variant(name="custom", schedule=(1, (2, 3), 5))
@@ -197,7 +198,7 @@ def test_variants_begin_with_the_same_weights_and_one_record_tells_each_number(m
     options = {"variants": ("random", "skip_one"), "middles": (2,), "seeds": (0, 1)}
     analysis = Finetuning(recipe=recipe(text, steps=2), root=tmp_path, tokenizer=str(text / "model"), **options)
     compared = analysis.chosen(LayeredModel(model))
-    records = list(analysis.run(LayeredModel(model)))
+    records = list(records_of(analysis, LayeredModel(model)))
     alone = run(model, text, tmp_path / "alone", compared[3], steps=2)
     found = {(str(r.tags), r.layer, r.metric): r.value for r in records}
     assert len(found) == len(records) == 4 * len(compared) + 4

@@ -28,6 +28,7 @@ from lit_layers.training.tuning.glue_data import EncodedRows, LitGlueData
 from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 MIDDLE = Variant(name="custom", schedule=(1, (2, 3)))
@@ -87,7 +88,7 @@ def analyses(folder, root, recipe=None, **options):
 
 def scores(folder, root, recipe=None, **options):
     view = LayeredModel(load(folder / "bert"))
-    return {analysis.name: list(analysis.run(view)) for analysis in analyses(folder, root, recipe, **options)}
+    return {analysis.name: list(records_of(analysis, view)) for analysis in analyses(folder, root, recipe, **options)}
 
 
 # Metrics

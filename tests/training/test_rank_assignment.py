@@ -9,8 +9,8 @@ from torch import distributed
 
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
+from lit_layers.measuring.ranks import Ranks, ranks_of
 from lit_layers.training import watching
-from lit_layers.training.rank_assignment import Ranks, ranks_of
 from lit_layers.training.watching import watch
 from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText

@@ -32,7 +32,7 @@ from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomBlocks, Rando
 class One(Analysis):
     name: str = "one"
 
-    def run(self, model):
+    def compute(self, model):
         yield Record(metric="one", value=1.0)
 
 

@@ -20,6 +20,7 @@ from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from lit_layers.training.tuning import finetuning
 from lit_layers.training.tuning.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
+from tests.support.measured import records_of
 
 ROWS = [([1, 2, 3], [4, 5]), ([6], [7])]
 ORDER = Variant(name="skip", schedule=skip(6, 1), middle=3)
@@ -94,7 +95,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     assert (asked, answer) == ("Question: What is thing 1?\nAnswer:", f" {rows[1]['choices'][rows[1]['label']]}")
     assert made.steps == 40 * 8 / 4
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    records = {(r.metric, r.tags["variant"], r.tags["when"]): r for r in made.run(view)}
+    records = {(r.metric, r.tags["variant"], r.tags["when"]): r for r in records_of(made, view)}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     scorer = LmEvalScorer(local_rows("arc_challenge", folder), str(folder / "tokenizer"), max_length=600)
     for name, order in (("baseline", baseline(6)), ("skip", ORDER.schedule)):
@@ -111,11 +112,12 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     assert not torch.equal(kept["transformer.h.0.mlp.c_fc.weight"], before["transformer.h.0.mlp.c_fc.weight"])
     monkeypatch.setattr(TaskFinetuning, "train", lambda *_: pytest.fail("trained again"))
     again = {
-        (r.metric, r.tags["variant"], r.tags["when"]): r for r in analysis(folder, tmp_path, num_epochs=40).run(view)
+        (r.metric, r.tags["variant"], r.tags["when"]): r
+        for r in records_of(analysis(folder, tmp_path, num_epochs=40), view)
     }
     assert again == records
     with pytest.raises(InputError, match=r"finetuned.json is the result of other settings \(num_epochs differs\)"):
-        list(analysis(folder, tmp_path, num_epochs=41).run(view))
+        list(records_of(analysis(folder, tmp_path, num_epochs=41), view))
     assert json.loads((tmp_path / "skip_M_3" / "finetuned.json").read_text())["schedule"] == "1 2 6"
 
 

@@ -18,6 +18,7 @@ from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, Li
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 
@@ -114,7 +115,7 @@ def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path,
 def test_the_random_state_of_the_process_stays(home, tmp_path):
     state = torch.get_rng_state()
     for analysis, model, _ in both(home, tmp_path):
-        list(analysis.run(LayeredModel(model)))
+        list(records_of(analysis, LayeredModel(model)))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lit_layers.analyses.base import StagedAnalysis
-from lit_layers.analyses.probes.probe_fits import Fitting, FollowingAnalysis, SplitProbe
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
+from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.representation import vectors_of_prompts
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
@@ -21,7 +22,7 @@ from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probes.attentive import fit_attentive_probe
 from lit_layers.functional.probes.logistic import macro_f1
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 Pooling = Literal["cls", "mean", "last"]
@@ -57,27 +58,12 @@ class LabelProbe(SplitProbe):
         super().check(model)
         self.problem(model)
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
-        for split in ("train", "test"):
-            yield from ((split, batch) for batch in getattr(self, split))
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return {"train": Rows(self.train), "test": Rows(self.test)}
 
-    def reads(self, model: LayeredModel, part: tuple[str, Batch]) -> Sequence[Batch]:
-        return [part[1]]
-
-    def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, dict[Pooling, Tensor]]:
-        split, batch = part
-        return split, self._features(model, batch)
-
-    def then(self, model: LayeredModel, results: list[tuple[str, dict[Pooling, Tensor]]]) -> FollowingAnalysis:
+    def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
         problem = self.problem(model)
-        of_splits: dict[str, list[dict[Pooling, Tensor]]] = {"train": [], "test": []}
-        for split, of_batch in results:
-            of_splits[split].append(of_batch)
-        results.clear()
-        train, test = (
-            {pooling: torch.cat([batch.pop(pooling) for batch in batches], dim=1) for pooling in self._poolings()}
-            for batches in of_splits.values()
-        )
+        train, test = ({name: vectors_of_prompts(each) for name, each in split.items()} for split in (train, test))
         train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
         parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
         layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
@@ -152,14 +138,14 @@ class LabelProbe(SplitProbe):
             raise InputError(f"{self.name}: {split} holds no rows")
         return _Rows(torch.cat(all_labels), keys)
 
-    def _features(self, model: LayeredModel, batch: Batch) -> dict[Pooling, Tensor]:
-        """Per pooling the vectors (layers + 1, rows, dim) of a batch, on the CPU: only these are kept of it."""
-        trajectory, features = model.trajectory(batch), {}
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the vectors (layers + 1, dim, rows) of each pooling."""
+        features = Values()
         for pooling in self._poolings():
-            first = model.num_prefix_tokens if pooling == "mean" else 0
-            mask = trajectory.mask[:, first:]
-            pooled = [pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in trajectory.hidden]
-            features[pooling] = torch.stack(pooled).to(model.dtype).cpu()
+            first = seen.model.num_prefix_tokens if pooling == "mean" else 0
+            mask = seen.mask[:, first:]
+            pooled = [pool(hidden[:, first:], mask, pooling=pooling, undefined="nan") for hidden in seen.hidden]
+            features[pooling] = torch.stack(pooled).to(seen.model.dtype).mT.cpu()
         return features
 
     def majority(self, problem: "LabelProblem") -> Iterator[Record]:
@@ -220,7 +206,7 @@ _OPTIONS = ("num_heads", "steps", "batch_size", "lr", "weight_decay", "seed")
 
 
 @dataclass(kw_only=True)
-class AttentiveProbe(StagedAnalysis):
+class AttentiveProbe(Analysis):
     """A probe per layer, 0 to L, of the `labels` of texts or images, that attends to tokens with learned queries.
 
     Beside `LabelProbe`, whose feature is one vector of a row, it shows what stands at tokens that differ from row to
@@ -273,25 +259,17 @@ class AttentiveProbe(StagedAnalysis):
         """Whose rows, labels and references these are."""
         return LabelProbe(name=self.name, train=self.train, test=self.test)
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple[str, Batch]]:
-        return self._rows.parts(model)
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        return self._rows.reads(model)
 
-    def reads(self, model: LayeredModel, part: tuple[str, Batch]) -> Sequence[Batch]:
-        return [part[1]]
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return which rows have finite states at all their real tokens, (layers + 1, rows)."""
+        return {"finite": (seen.hidden.isfinite().all(-1) | ~seen.mask).all(-1).cpu()}
 
-    def of_part(self, model: LayeredModel, part: tuple[str, Batch]) -> tuple[str, Tensor]:
-        """Which rows of a split's batch have finite states at all their real tokens, (layers + 1, rows)."""
-        split, batch = part
-        trajectory = model.trajectory(batch)
-        return split, (trajectory.hidden.isfinite().all(-1) | ~trajectory.mask).all(-1).cpu()
-
-    def then(self, model: LayeredModel, results: list[tuple[str, Tensor]]) -> FollowingAnalysis:
-        """The layers, a part each, whose states each process passes for itself."""
+    def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
+        """Return the probes of all layers, a job each, whose states each rank passes for itself."""
         problem = self._rows.problem(model)
-        train, test = (
-            torch.cat([finite for split, finite in results if split == wanted], dim=1) for wanted in ("train", "test")
-        )
-        layers, kept = complete(torch.cat([train[:, problem.kept], test], dim=1))
+        layers, kept = complete(torch.cat([train["finite"][:, problem.kept], test["finite"]], dim=1))
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         if len(problem.train[in_train].unique()) < 2 or not in_test.any():
             raise nothing_defined(self.name)
@@ -316,7 +294,7 @@ class AttentiveProbe(StagedAnalysis):
             yield from self._rows.majority(problem)
             yield from itertools.chain.from_iterable(of_layers)
 
-        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
+        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _states(self, view: LayeredModel, split: Literal["train", "test"], layer: int) -> tuple[Tensor, Tensor]:
         """States (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts with padding behind them."""

@@ -1,16 +1,17 @@
 """Linear probes of each layer that predict the next token."""
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes.probe_fits import Fitting, FollowingAnalysis, SplitProbe
+from lit_layers.analyses.base import Jobs
+from lit_layers.analyses.base import Rows as RowsRead
+from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio, without_texts
 from lit_layers.data.batches import Batches
@@ -158,53 +159,28 @@ class NextTokenProbe(SplitProbe):
     min_context: int = 16
     positions_per_sequence: int = 1
     _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _gaps: "_Gaps | None" = field(default=None, init=False, repr=False, compare=False)
 
     def check_data(self) -> None:
         self.check_fields()
         super().check_data()
         self._problem()
 
-    def parts(self, model: LayeredModel) -> Iterator[tuple["_Split", Pass]]:
+    def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
+        """Return nothing: the contexts are passed by `jobs`, as those of a broken model are drawn and passed again."""
+        return {}
+
+    def jobs(self, model: LayeredModel) -> Jobs:
         problem = self._problem()
-        max_tokens = max(batch["input_ids"].numel() for batch in self.test)
-        max_tokens = min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))
-        for split in _SPLITS:
-            rows = problem.test if split == "test" else problem.train
-            for each in passes(rows, max_tokens=max_tokens, together=model.predicts_next_token):
-                yield split, each
-
-    def reads(self, model: LayeredModel, part: tuple["_Split", Pass]) -> Sequence[Batch]:
-        return [part[1].batch]
-
-    def of_part(self, model: LayeredModel, part: tuple["_Split", Pass]) -> tuple["_Split", "_Seen"]:
-        split, each = part
-        return split, _look(model, each, self._problem() if split == "test" else None)
-
-    def then(
-        self, model: LayeredModel, results: list[tuple["_Split", "_Seen"]]
-    ) -> "NextTokenProbe | FollowingAnalysis":
-        problem = self._problem()
-        test, head = _together(model, [seen for split, seen in results if split == "test"], problem.test)
-        train, _ = _together(model, [seen for split, seen in results if split == "train"], problem.train)
-        results.clear()
-        if self._gaps is None:
-            defined = [states.isfinite().all(-1) for states in (train, test)]
-            layers, kept = complete(torch.cat(defined, dim=1))
-            rows = kept.split([len(problem.train), len(problem.test)])
-            if not all(part.any() for part in rows):
-                raise nothing_defined(self.name)
-            tags: TagDict = {**left_out("", ~kept)}
-            if tags:  # drawn and counted anew without the texts of these rows
-                broken = [
-                    frozenset(of.text[~there].tolist())
-                    for of, there in zip((problem.train, problem.test), rows, strict=True)
-                ]
-                again = copy.copy(self)
-                again._gaps = _Gaps(layers, tags, (broken[0], broken[1]))
-                return again
-        else:
-            layers, tags, _ = self._gaps
+        train, test, head = self._features(model, problem)
+        layers, kept = complete(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
+        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        if not in_train.any() or not in_test.any():
+            raise nothing_defined(self.name)
+        tags: TagDict = {**left_out("", ~kept)}
+        if tags:  # drawn and counted anew without the texts of these rows
+            broken = frozenset(problem.train.text[~in_train].tolist()), frozenset(problem.test.text[~in_test].tolist())
+            problem = self._problem(broken)
+            train, test, head = self._features(model, problem)
         references = [*self._coverage(problem, tags), *self._references(problem, head, tags)]
         if not layers.all():
             train, test = train[layers], test[layers]
@@ -224,9 +200,18 @@ class NextTokenProbe(SplitProbe):
             return text
         return origins[text]
 
-    def _problem(self) -> "_Problem":
+    def _features(self, model: LayeredModel, problem: "_Problem") -> tuple[Tensor, Tensor, "_Head | None"]:
+        """Return the states (layers + 1, rows, dim) of train and test rows, and what the head makes of the latter."""
+        max_tokens = max(batch["input_ids"].numel() for batch in self.test)
+        how: dict[str, Any] = {"max_tokens": min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))}
+        how["together"] = model.predicts_next_token
+        train = [_look(model, each) for each in passes(problem.train, **how)]
+        test = [_look(model, each, problem) for each in passes(problem.test, **how)]
+        of_test, head = _together(model, test, problem.test)
+        return _together(model, train, problem.train)[0], of_test, head
+
+    def _problem(self, broken: "_Broken" = (frozenset(), frozenset())) -> "_Problem":
         """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
-        broken: _Broken = (frozenset(), frozenset()) if self._gaps is None else self._gaps.broken
         if broken not in self._problems:
             with without_texts(sum(map(len, broken))):
                 self._problems[broken] = self._drawn(*broken)
@@ -364,15 +349,7 @@ class _Head(NamedTuple):
     closed: Tensor  # (rows, classes) logits
 
 
-_Split = Literal["test", "train"]
-_SPLITS: tuple[_Split, ...] = ("test", "train")
 _Broken = tuple[frozenset[int], frozenset[int]]  # texts of train and of test whose states are not finite
-
-
-class _Gaps(NamedTuple):
-    layers: Tensor  # (layers + 1,) False where there is no probe
-    tags: TagDict
-    broken: _Broken
 
 
 class _Seen(NamedTuple):

@@ -1,17 +1,17 @@
 """The next token's id by least squares on the states of each layer: what it leaves, and how it falls with depth."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import StagedAnalysis
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis, bytes_of_vectors
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values, joined
+from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
 from lit_layers.analyses.states import final_norm, in_convention
 from lit_layers.analyses.statistics import (
     TagDict,
@@ -27,7 +27,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
@@ -36,7 +36,7 @@ EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this 
 
 
 @dataclass(kw_only=True)
-class NextTokenResidual(StagedAnalysis):
+class NextTokenResidual(Analysis):
     """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
 
     Per layer, `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance, in
@@ -77,32 +77,24 @@ class NextTokenResidual(StagedAnalysis):
         super().check(model)
         self._check_rows(model, self._rows())
 
-    def parts(self, model: LayeredModel) -> Iterator[Batch | None]:
-        """Batches of texts; or none, where one process measures all: the states are too large to send."""
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        """Return the texts; nothing if their states are too large to send between ranks."""
         rows = self._rows()
         self._check_rows(model, rows)
-        yield from self.batches if bytes_of_vectors(model, len(rows.targets)) <= MOST_SENT else [None]
+        is_large = bytes_of_vectors(model, len(rows.targets)) > MOST_SENT
+        return {} if is_large else {"batches": Rows(self.batches)}
 
-    def reads(self, model: LayeredModel, part: Batch | None) -> Sequence[Batch]:
-        return [*self.batches] if part is None else [part]
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the states (layers + 1, dim, rows) that have a next token."""
+        prompt, place = _predicted(seen.mask)
+        layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
+        return {"states": torch.stack([states[prompt, place].cpu() for states in layers]).mT}
 
-    def of_part(self, model: LayeredModel, part: Batch | None) -> Tensor | list[Record]:
-        """States (layers + 1, rows, dim) of a batch; or all records."""
-        if part is not None:
-            return self._states(model, part)
-        return [*self.then(model, [self._states(model, batch) for batch in self.batches]).run(model)]
-
-    def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
-        """The layers, a part each."""
-        if isinstance(results[0], list):
-            return FollowingAnalysis(self, results, list, itertools.chain.from_iterable)
+    def jobs(self, model: LayeredModel, batches: Values | None = None) -> Jobs:
         rows = self._rows()
-        states = results[0].new_empty(model.num_layers + 1, len(rows.targets), model.dim)
-        end = len(rows.targets)
-        while results:
-            batch = results.pop()
-            states[:, end - batch.shape[1] : end] = batch
-            end -= batch.shape[1]
+        if batches is None:
+            batches = joined([self.update(model.trajectory(batch), batch) for batch in self.batches])
+        states = batches.pop("states").mT
         layers, kept, tags = self._complete(states, rows)
         if tags:
             states, rows = states[:, kept], rows.where(kept)
@@ -118,7 +110,7 @@ class NextTokenResidual(StagedAnalysis):
         halves = self._halves(rows, model.dim)
 
         def of_layer(layer: int) -> _OfLayer:
-            features = states[layer].to(model.device)
+            features = states[layer].contiguous().to(model.device)
             of_halves = torch.zeros(len(halves), 2, dtype=torch.float64)
             for number, half in enumerate(halves):
                 fit = self._fit(model, layer, features[half], ids[half, :1])
@@ -133,7 +125,7 @@ class NextTokenResidual(StagedAnalysis):
                 yield from self._of_layer(each, rows, tags)
             yield from self._law(curve[1:], of_halves[:, 1:], rows, tags)
 
-        return FollowingAnalysis(self, layers.nonzero()[:, 0].tolist(), of_layer, records)
+        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
         """Which layers are no gap, which rows are of texts that are finite at each of these, and how many are not."""
@@ -207,13 +199,6 @@ class NextTokenResidual(StagedAnalysis):
         if not num_texts:
             raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
-
-    def _states(self, model: LayeredModel, batch: Batch) -> Tensor:
-        """Those (layers + 1, rows, dim) that have a next token, on the CPU."""
-        trajectory = model.trajectory(batch)
-        prompt, place = _predicted(trajectory.mask)
-        layers = enumerate(trajectory.hidden)
-        return torch.stack([in_convention(model, self.states, *each)[prompt, place].cpu() for each in layers])
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
         """Which texts are fitted, (texts,): those of the lowest draws, each from the seed and the text's number."""

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, DividedAnalysis, StagedAnalysis
+from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.probes.task_features import permuted
 from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summarize
 from lit_layers.data.batches import Batches
@@ -26,41 +27,6 @@ MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 ro
 def bytes_of_vectors(model: LayeredModel, rows: int) -> int:
     """Of so many rows at all layers, in the model's precision, float32 at least."""
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
-
-
-class FollowingAnalysis(DividedAnalysis):
-    """What follows on the parts of an analysis: further parts, such as its layers; their records are the analysis's."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        parts: Sequence[Any],
-        of_part: Callable[[Any], Any],
-        records: Callable[[list[Any]], Iterable[Record]],
-    ) -> None:
-        self.analysis, self.name = analysis, analysis.name
-        self._parts, self._of_part, self._records = parts, of_part, records
-
-    def parts(self, model: LayeredModel) -> Sequence[Any]:
-        return self._parts
-
-    def of_part(self, model: LayeredModel, part: Any) -> Any:
-        return self._of_part(part)
-
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
-        return self._records(results)
-
-    def check_options(self, model: LayeredModel) -> None:
-        """The analysis has been checked."""
-
-    def config_hash(self) -> str:
-        return self.analysis.config_hash()
-
-    def data_hash(self) -> str | None:
-        return self.analysis.data_hash()
-
-    def tokenizer_hash(self) -> str | None:
-        return self.analysis.tokenizer_hash()
 
 
 # "logistic": the optimum at the option `c`. "watch": near the best c of each layer (`fit_watching_probes`).
@@ -111,7 +77,7 @@ def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_c
 
 
 @dataclass(kw_only=True)
-class ProbeAnalysis(StagedAnalysis):
+class ProbeAnalysis(Analysis):
     """Linear probes of every layer, and how they are fitted.
 
     `estimator`: "logistic" has the optimum at `c`; "watch" is near the best c of each layer, for a fraction of the
@@ -157,18 +123,18 @@ class SplitProbe(ProbeAnalysis):
     test: Batches
     random_labels: bool = True
 
-    def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> FollowingAnalysis:
-        """The probes of all layers, a part each: every process holds the features of all."""
-        parts = [
-            (number, place, layer)
+    def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> Jobs:
+        """Return the probes of all layers, a job each: every rank holds the features of all."""
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+
+        def of_layer(number: int, place: int, layer: int) -> list[tuple[int, Record]]:
+            return [(number, record) for record in self._of_layer(fittings[number], place, layer, device)]
+
+        jobs = [
+            partial(of_layer, number, place, layer)
             for number, fitting in enumerate(fittings)
             for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
         ]
-        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
-
-        def of_part(part: tuple[int, int, int]) -> list[tuple[int, Record]]:
-            number, place, layer = part
-            return [(number, record) for record in self._of_layer(fittings[number], place, layer, device)]
 
         def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
             """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
@@ -177,7 +143,7 @@ class SplitProbe(ProbeAnalysis):
             of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
             yield from (record for _, record in of_layers)
 
-        return FollowingAnalysis(self, parts, of_part, records)
+        return Jobs(jobs, records)
 
     def _of_layer(self, fitting: Fitting, place: int, layer: int, device: torch.device) -> Iterator[Record]:
         """Of one layer's probes of the labels and of the control; its features stand at a place of all layers'."""

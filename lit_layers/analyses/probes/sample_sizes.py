@@ -1,15 +1,16 @@
 """Scores of each layer's probe on a downstream task with fewer labelled texts."""
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes.probe_fits import FollowingAnalysis, fit_layer, score_rows
+from lit_layers.analyses.base import Jobs, Values
+from lit_layers.analyses.probes.probe_fits import fit_layer, score_rows
 from lit_layers.analyses.probes.task_features import TaskRows
 from lit_layers.analyses.probes.task_probes import OnTask
 from lit_layers.analyses.statistics import in_range, left_out, nothing_defined
@@ -55,10 +56,10 @@ class SampleSizeSweep(OnTask):
         if self.layers is not None and len(set(self.layers)) < len(self.layers):
             raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
 
-    def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
+    def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
         self.check(model)
         rows = self._rows(model)
-        parts = self._features_of(model, rows, results)
+        parts = self._features_of(model, rows, parts_read)
         defined, kept = self._complete(parts)
         rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
 
@@ -73,7 +74,7 @@ class SampleSizeSweep(OnTask):
         layers = range(model.num_layers + 1) if self.layers is None else self.layers
         if not (present := [layer for layer in layers if defined[layer]]):
             raise nothing_defined(self.name)
-        return FollowingAnalysis(self, present, of_layer, itertools.chain.from_iterable)
+        return Jobs([partial(of_layer, layer) for layer in present])
 
     def _of_size(
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lit_layers import schema
+from lit_layers.analyses.base import Values
 from lit_layers.analyses.states import STATES, States, in_convention
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming, sync, write_json
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask
@@ -252,42 +253,34 @@ def text_features(
     return features
 
 
-class PooledBatch(NamedTuple):
-    """What one batch of texts gives, for another process."""
-
-    rows: list[int]  # of the texts
-    vectors: Tensor  # (layers + 1, rows, dim)
+def rows_of_texts(texts: EncodedTexts) -> list[Batch]:
+    """Return texts in batches of like lengths, with their numbers as the column `row`."""
+    return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
-def pooled_batch(model: LayeredModel, rows: list[int], batch: Batch, pooling: Pooling, states: States) -> PooledBatch:
-    """The features of all layers of a batch of `EncodedTexts.batches`, NaN where undefined, as `text_features`."""
-    layers: list[Tensor] = []
-
-    def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-        layers.append(_vectors(model, pooling, states, layer, hidden, mask)[0])
-
-    with torch.autocast(model.device.type, enabled=False):
-        model.pass_states(batch, keep)
-    return PooledBatch(rows, torch.stack(layers))
+def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> Values:
+    """Return the numbers of texts, `row`, and their vectors (layers + 1, dim, texts) as those of `text_features`."""
+    layers = [
+        _vectors(seen.model, pooling, states, layer, hidden, seen.mask)[0] for layer, hidden in enumerate(seen.hidden)
+    ]
+    return {"row": batch["row"], "vectors": torch.stack(layers).mT}
 
 
-def features_of_batches(batches: list[PooledBatch]) -> LayerFeatures:
-    """The features of all texts, from those of batches, whose list is emptied; in a folder of their own.
+def features_of_texts(values: Values) -> LayerFeatures:
+    """Write the features of all texts, of which `values` is emptied, into a folder of their own.
 
     Raises:
         InputError, OSError: the disk does not take them.
     """
-    scratch, (num_layers, _, dim) = Scratch(), batches[0].vectors.shape
-    order = [row for batch in batches for row in batch.rows]
+    scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT
+    num_layers, num_rows, dim = vectors.shape
     with naming(scratch.folder):
         for layer in range(num_layers):
-            vectors = torch.cat([batch.vectors[layer] for batch in batches])
-            vectors.numpy().tofile(_file(scratch.folder, layer))
-        np.asarray(order, dtype=np.int64).tofile(scratch.folder / _ROWS)
-    kept = str(batches[0].vectors.dtype).removeprefix("torch.")
-    facts = {"num_layers": num_layers - 1, "num_rows": len(order), "dim": dim, "broken": None, "dtype": kept}
+            vectors[layer].contiguous().numpy().tofile(_file(scratch.folder, layer))
+        order.numpy().tofile(scratch.folder / _ROWS)
+    kept = str(vectors.dtype).removeprefix("torch.")
+    facts = {"num_layers": num_layers - 1, "num_rows": num_rows, "dim": dim, "broken": None, "dtype": kept}
     write_json(scratch.folder / _FACTS, facts)
-    batches.clear()
     return LayerFeatures(scratch.folder, scratch=scratch)
 
 

@@ -1,17 +1,17 @@
 """Linear probes of each layer on a downstream task."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import (
     MOST_SENT,
-    FollowingAnalysis,
     ProbeAnalysis,
     ProbeOptions,
     RowScores,
@@ -24,34 +24,22 @@ from lit_layers.analyses.probes.probe_fits import (
 )
 from lit_layers.analyses.probes.task_features import (
     LayerFeatures,
-    PooledBatch,
     TaskReader,
     TaskRows,
     TextPooling,
-    features_of_batches,
+    features_of_texts,
     permuted,
-    pooled_batch,
+    pooled_texts,
+    rows_of_texts,
     text_features,
 )
 from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
-from lit_layers.data.batches import BATCH_TOKENS
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
-
-
-class _Texts(NamedTuple):
-    """A batch of a task's texts."""
-
-    split: str
-    rows: list[int]  # of the split
-    batch: Batch
-
-
-_OfTexts = tuple[str, PooledBatch]  # of a split
 
 
 @dataclass(kw_only=True)
@@ -119,41 +107,27 @@ class OnTask(ProbeAnalysis):
         cut = {"num_train": min(rows, numbers[0]), "num_test": min(rows, numbers[1])} if share < 1 else {}
         return replace(self, task=replace(self._read().task, **cut), cache=None), share
 
-    def parts(self, model: LayeredModel) -> Iterator[_Texts | None]:
-        """Batches of texts; or none, where each process passes all: their vectors are cached, or too large to send."""
+    def reads(self, model: LayeredModel) -> dict[str, Rows]:
+        """Return the texts of each part; none if their vectors are cached, or too large to send between ranks."""
         texts = self._rows(model).texts
-        if not self._are_sent(model, sum(map(len, texts.values()))):
-            yield None
-            return
-        for split, each in texts.items():
-            yield from (_Texts(split, *part) for part in each.batches(BATCH_TOKENS))
+        if self.cache is not None or bytes_of_vectors(model, sum(map(len, texts.values()))) > MOST_SENT:
+            return {}
+        return {part: Rows(rows_of_texts(each)) for part, each in texts.items()}
 
-    def _are_sent(self, model: LayeredModel, num_texts: int) -> bool:
-        return self.cache is None and bytes_of_vectors(model, num_texts) <= MOST_SENT
-
-    def reads(self, model: LayeredModel, part: _Texts | None) -> Sequence[Batch]:
-        return [part.batch] if part else []
-
-    def of_part(self, model: LayeredModel, part: _Texts | None) -> _OfTexts | None:
-        return part and (part.split, pooled_batch(model, part.rows, part.batch, self.pooling, "resid"))
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return pooled_texts(seen, batch, self.pooling, "resid")
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         """The parts that are measured on; train holds the validation rows."""
         return self._read().rows(model, join_validation=True)
 
     def _features_of(
-        self, model: LayeredModel, rows: TaskRows, results: list[_OfTexts | None]
+        self, model: LayeredModel, rows: TaskRows, parts_read: dict[str, Values]
     ) -> dict[str, LayerFeatures]:
-        """Those of all parts, whose list is emptied; made here where the parts have none."""
-        batches: dict[str, list[PooledBatch]] = {}
-        while results:
-            if result := results.pop():
-                batches.setdefault(result[0], []).append(result[1])
-        return (
-            {split: features_of_batches(batches[split]) for split in rows.texts}
-            if batches
-            else self._features(model, rows)
-        )
+        """Return the features of all parts, which are made here if no part was read."""
+        if not parts_read:
+            return self._features(model, rows)
+        return {part: features_of_texts(parts_read.pop(part)) for part in rows.texts}
 
     def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
         return {
@@ -223,10 +197,10 @@ class Probe(OnTask):
     random_labels: bool = True
     untrained: bool = False
 
-    def then(self, model: LayeredModel, results: list[_OfTexts | None]) -> FollowingAnalysis:
+    def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
         self.check(model)
         rows = self._rows(model)
-        features = self._features_of(model, rows, results)
+        features = self._features_of(model, rows, parts_read)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
         labels, trained = rows.targets["train"], _Kept(features, layers, kept)
@@ -250,7 +224,7 @@ class Probe(OnTask):
                     yield from self._curves(fitting, rows, [each for each in scores if each.layer])
 
         present = torch.stack([each.features.layers for each in fittings]).any(0)
-        return FollowingAnalysis(self, present.nonzero()[:, 0].tolist(), of_layer, records)
+        return Jobs([partial(of_layer, layer) for layer in present.nonzero()[:, 0].tolist()], records)
 
     def _of_layer(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
         features, labels, control = fitting

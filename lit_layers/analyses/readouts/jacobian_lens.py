@@ -4,18 +4,20 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_layers.analyses.base import StagedAnalysis
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, FollowingAnalysis
+from lit_layers.analyses.base import Analysis, Jobs
+from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
 from lit_layers.analyses.readouts.readout_scores import FullModel
-from lit_layers.analyses.states import first_rows, real_tokens
-from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio
+from lit_layers.analyses.states import real_tokens
+from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_attention import Expansion, record_attention, sum_heads
@@ -32,7 +34,7 @@ _Key = tuple[str, int]  # a lens and a layer
 
 
 @dataclass(kw_only=True)
-class JacobianLens(StagedAnalysis):
+class JacobianLens(Analysis):
     """The Jacobian lens and its controls: how near each layer's readout is to the model's own output.
 
     A lens carries the states of layer l to the last layer, whose norm and head then read them. The tag `lens` names it:
@@ -103,84 +105,56 @@ class JacobianLens(StagedAnalysis):
     def _fitted(self) -> list[str]:
         return [name for name in ("jacobian", "shuffled") if name in self.lenses]
 
-    def _held_out(self) -> list[Batch]:
-        return [*one_by_one(self.batches)][self.num_prompts :]
+    def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
+        """Return nothing: a lens is fitted on the first prompts before the others are read with it."""
+        return {}
 
-    def announced(self) -> Iterator[Batch]:
-        return (prompt for prompt in self._held_out() if is_long(prompt, self.skip_first))
-
-    # First stage: one half of the prompts of one fit is a part. Where the sums are too large to be sent between
-    # processes, one part is the whole analysis.
-
-    def _is_too_large(self, model: LayeredModel) -> bool:
-        return 2 * len(self._fitted) * model.num_layers * model.dim**2 * 8 > MOST_SENT
-
-    def parts(self, model: LayeredModel) -> Iterator["list[_Half]"]:
+    def jobs(self, model: LayeredModel) -> Jobs:
+        """Return a job for each lens."""
         self._check_prompts()
-        fitting = one_by_one(first_rows(self.batches, self.num_prompts))
-        prompts = [prompt for prompt in fitting if is_long(prompt, self.skip_first)]
-        halves = [_Half(name, prompts[half::2]) for name in self._fitted for half in range(2)]
-        yield from [halves] if not halves or self._is_too_large(model) else [[half] for half in halves]
+        jobs = [partial(self._of_lens, model, name) for name in self.lenses]
+        return Jobs(jobs, lambda results: with_a_value(self.name, chain.from_iterable(results)))
 
-    def reads(self, model: LayeredModel, part: "list[_Half]") -> Sequence[Batch]:
-        return [prompt for half in part if half.lens == "jacobian" for prompt in half.prompts]
-
-    def of_part(self, model: LayeredModel, part: "list[_Half]") -> "list[JacobianSum] | list[Record]":
-        sums = []
-        for half in part:
-            shuffled = half.lens == "shuffled"
-            view = LayeredModel(with_shuffled_weights(model, self.seed)) if shuffled else model
-            sums.append(JacobianSum.over(view, half.prompts, self.skip_first))
-        return [*self._comparison(model, sums).run(model)] if self._is_too_large(model) else sums
-
-    def then(self, model: LayeredModel, results: list[Any]) -> FollowingAnalysis:
-        whole = [each for result in results for each in result]
-        results.clear()
-        if self._is_too_large(model):
-            return FollowingAnalysis(self, [None], lambda part: None, lambda none: whole)
-        return self._comparison(model, whole)
-
-    # Second stage: a held-out prompt is a part.
-
-    def _comparison(self, model: LayeredModel, sums: "list[JacobianSum]") -> FollowingAnalysis:
-        """Return the comparison of all lenses on the held-out prompts. The list of sums is emptied."""
-        dtype = torch.promote_types(model.dtype, torch.float32)
+    def _of_lens(self, model: LayeredModel, name: str) -> list[Record]:
+        """Fit one lens and compare its readouts with the model's own on the held-out prompts."""
+        prompts = [*one_by_one(self.batches)]
+        fit = None if name == "logit" else self._fit(model, name, prompts[: self.num_prompts])
         lenses: dict[str, Tensor] = {}  # (layers, dim, dim) each
-        fit: FittedLens | None = None
-        for name in self._fitted:
-            lens = FittedLens.mean([sums.pop(0), sums.pop(0)], self.num_prompts)
-            lenses[name] = lens.jacobians.to(model.device, dtype)
-            if name == "jacobian":
-                fit = lens
-                lenses |= {half: each.to(model.device, dtype) for half, each in zip(HALVES, lens.halves, strict=True)}
-        names = [*lenses, *(["logit"] if "logit" in self.lenses else [])]
-        keys = [(name, layer) for name in names for layer in range(model.num_layers)]
+        if fit is not None:
+            dtype = torch.promote_types(model.dtype, torch.float32)
+            of_halves = zip(HALVES, fit.halves, strict=True) if name == "jacobian" else ()
+            lenses = {key: each.to(model.device, dtype) for key, each in ((name, fit.jacobians), *of_halves)}
+        keys = [(key, layer) for key in lenses or ["logit"] for layer in range(model.num_layers)]
 
         def compared(prompt: Batch) -> Tensor:
             """Return divergence, log rank and tokens (keys, 3) of a prompt; zeros if it is too short."""
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(len(keys), 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
-            every = rows_of(self.name, model, trajectory, prompt)
+            every = rows_of(self.name, trajectory, prompt)
             chosen = torch.isin(every.place, positions_of(trajectory, self.skip_first))
             rows = Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
             full, results = FullModel(trajectory.logits_of(rows.index), rows), []
-            for name, layer in keys:
+            for key, layer in keys:
                 hidden = trajectory.hidden[layer][rows.index]
                 with torch.no_grad():
-                    logits = model.readout((hidden if name == "logit" else hidden @ lenses[name][layer].T)[None])[0]
+                    logits = model.readout((hidden @ lenses[key][layer].T if lenses else hidden)[None])[0]
                 results.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows)]))
             return torch.nn.functional.pad(torch.stack(results).cpu().double(), (0, 1), value=len(rows.place))
 
-        def records(of_prompts: list[Tensor]) -> Iterator[Record]:
-            return self._records(dict(zip(keys, torch.stack(of_prompts, -1), strict=True)), fit)
+        sums = torch.stack([compared(prompt) for prompt in prompts[self.num_prompts :]], -1)
+        return [*self._records(name, dict(zip(keys, sums, strict=True)), fit)]
 
-        return FollowingAnalysis(self, self._held_out(), compared, records)
+    def _fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> "FittedLens":
+        view = LayeredModel(with_shuffled_weights(model, self.seed)) if name == "shuffled" else model
+        prompts = [prompt for prompt in given if is_long(prompt, self.skip_first)]
+        sums = [JacobianSum.over(view, prompts[half::2], self.skip_first) for half in range(2)]
+        return FittedLens.mean(sums, self.num_prompts)
 
-    def _records(self, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
-        """Yield the records from divergence, log rank and tokens (3, prompts) of each lens and layer."""
+    def _records(self, name: str, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
+        """Yield the records from divergence, log rank and tokens (3, prompts) of each layer, and of the halves."""
         tags_of_fit: list[dict[str, Any]] = []
-        if fit is not None:
+        if fit is not None and name == "jacobian":
             apart = (fit.halves[0] - fit.halves[1]).norm(dim=(-2, -1)) / fit.jacobians.norm(dim=(-2, -1))
             for layer, left_out in enumerate(fit.num_undefined.tolist()):
                 tags: dict[str, Any] = {"num_fit_prompts": fit.num_prompts}
@@ -189,20 +163,12 @@ class JacobianLens(StagedAnalysis):
                 one, other = ((sums[half, layer][0].sum() / sums[half, layer][2].sum()).item() for half in HALVES)
                 error = {"num_fit_stderr": abs(one - other) / 2} if math.isfinite(one - other) else {}
                 tags_of_fit.append(tags | error)
-        for name in self.lenses:
-            for layer in (layer for lens, layer in sums if lens == name):
-                tags = {"lens": name, **(tags_of_fit[layer] if name == "jacobian" else {})}
-                divergence, log_rank, tokens = sums[name, layer]
-                about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
-                yield from summarize_ratio("lens_kl", divergence, tokens, **about)
-                yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
-
-
-class _Half(NamedTuple):
-    """Half of the prompts that a lens is fitted on: every second one."""
-
-    lens: str
-    prompts: list[Batch]
+        for layer in (layer for lens, layer in sums if lens == name):
+            tags = {"lens": name, **(tags_of_fit[layer] if tags_of_fit else {})}
+            divergence, log_rank, tokens = sums[name, layer]
+            about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
+            yield from summarize_ratio("lens_kl", divergence, tokens, **about)
+            yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:

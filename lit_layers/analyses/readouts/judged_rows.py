@@ -53,27 +53,15 @@ class Sums(NamedTuple):
         num_rows, num_labels = (each.bincount(minlength=num_prompts) for each in (prompt, prompt[rows.labelled.cpu()]))
         return cls(loss, hits, divergence, num_rows, num_labels)
 
-    @classmethod
-    def joined(cls, name: str, batches: "list[Sums]") -> "Sums":
-        """Of the prompts of all batches, in their order.
 
-        Raises:
-            InputError: of the analysis `name`, where there is nothing to judge.
-        """
-        sums = cls(*(torch.cat(parts, dim=-1) for parts in zip(*batches, strict=True)))
-        if not sums.num_rows.any():
-            raise InputError(f"{name}: no text has a next token to predict: give texts of two tokens or more")
-        return sums
-
-
-def rows_of(name: str, model: LayeredModel, trajectory: Trajectory, batch: Batch) -> Rows:
+def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
     """Of a model that generates, every real token that a real one follows, which is its target; of others every real
     token, or every prompt where the head pools, with the batch's `labels`.
 
     Raises:
         InputError: labels that do not fit, or a head with one output, of the analysis `name`.
     """
-    mask = trajectory.mask
+    mask, model = trajectory.mask, trajectory.model
     if model.predicts_next_token:
         prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
         return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import DividedAnalysis, Key, joined
+from lit_layers.analyses.base import Analysis, Key, Values
 from lit_layers.analyses.states import evenly_spread, real_tokens
 from lit_layers.analyses.statistics import mean_of_defined, summarize_layers
 from lit_layers.data.batches import Batches
@@ -18,7 +18,7 @@ from lit_layers.records import Record
 
 
 @dataclass(kw_only=True)
-class NgramAgreement(DividedAnalysis):
+class NgramAgreement(Analysis):
     """`ngram_divergence` of every layer: KL from the unigrams, bigrams and trigrams of a corpus (tag `order`) to its
     readout, the model's own norm and head.
 
@@ -51,13 +51,12 @@ class NgramAgreement(DividedAnalysis):
         texts = [text.numpy() for batch in self.corpus for text in real_tokens(batch)]
         return {order: count_ngrams(texts, order) for order in self.orders}
 
-    def of_part(self, model: LayeredModel, part: Batch) -> dict[Key, Tensor]:
-        model.check_tokens(torch.tensor([[max(table.num_ids for table in self._tables.values()) - 1]]))
-        trajectory = model.trajectory(part)
-        prompts = [self._of_prompt(model, trajectory, row, ids.tolist()) for row, ids in enumerate(real_tokens(part))]
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        seen.model.check_tokens(torch.tensor([[max(table.num_ids for table in self._tables.values()) - 1]]))
+        prompts = [self._of_prompt(seen, row, ids.tolist()) for row, ids in enumerate(real_tokens(batch))]
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
-    def _of_prompt(self, model: LayeredModel, trajectory: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
+    def _of_prompt(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
         """Return the mean over tokens of each metric and order, (layers + 1,), and how many tokens are left out."""
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}
@@ -69,9 +68,9 @@ class NgramAgreement(DividedAnalysis):
                 others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # one has no other
                 compared["random_ngram_divergence", order] = [each and next(others) for each in after]
         values: dict[Key, list[Tensor]] = {}
-        for states in trajectory.hidden[:, row, trajectory.mask[row].nonzero()[positions, 0]]:
+        for states in seen.hidden[:, row, seen.mask[row].nonzero()[positions, 0]]:
             with torch.no_grad():
-                logits = model.readout(states[None])[0] if positions else states.new_zeros(0, 1)
+                logits = seen.model.readout(states[None])[0] if positions else states.new_zeros(0, 1)
             log_proba = logits.double().log_softmax(-1)
             for key, distributions in compared.items():
                 divergences = ngram_divergence(log_proba, distributions)
@@ -79,9 +78,8 @@ class NgramAgreement(DividedAnalysis):
                 values.setdefault((*key, "missing"), []).append(divergences.isnan().sum().cpu())
         return {key: torch.stack(of_layers) for key, of_layers in values.items()}
 
-    def combine(self, model: LayeredModel, results: list[dict[Key, Tensor]]) -> Iterator[Record]:
-        by_key = joined(results)
-        for (metric, order, *missing), values in by_key.items():
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        for (metric, order, *missing), values in batches.items():
             if not missing:
-                counts = {"num_undefined_tokens": by_key[metric, order, "missing"]}
+                counts = {"num_undefined_tokens": batches[metric, order, "missing"]}
                 yield from summarize_layers(str(metric), values, tags={"order": int(order or 0)}, counts=counts)

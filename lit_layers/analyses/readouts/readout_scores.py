@@ -1,6 +1,5 @@
 """What readouts predict: of every layer (logit lens), and of a model whose blocks run in another order."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, DividedAnalysis, RoundedAnalysis
+from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, Values
+from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readouts.judged_rows import Rows, Sums, check_head, rows_of
-from lit_layers.analyses.states import first_rows
 from lit_layers.analyses.statistics import Tags, exponential, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import (
     LOOPS,
     SEEDS,
@@ -24,9 +24,7 @@ from lit_layers.functional.block_schedules import (
     kendall_distance,
     start_of,
 )
-from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.running_order import SharedPrefixes, variants_of
-from lit_layers.models.shared_pass import pieces
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -98,57 +96,46 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class ReadoutAnalysis(RoundedAnalysis, DividedAnalysis):
-    """What several readouts of the same tokens predict; with `dtype` bfloat16 also of the first prompts in float32."""
+class ReadoutAnalysis(RoundedAnalysis):
+    """What several readouts of the same tokens predict; with `dtype` bfloat16 also of the first prompts in float32.
+
+    The model runs in its own precision: what a rounding costs is little beside what a block in another place does.
+    """
+
+    PRECISION = "own"
 
     @abstractmethod
-    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
-        """Of every readout and prompt of a batch."""
+    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
+        """Return the sums over each prompt of a batch, of every readout."""
 
     @abstractmethod
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
-        """Yields the records of all prompts."""
+        """Yield the records of all prompts."""
 
     @abstractmethod
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
         """Layer and tags of each readout, in the order of the sums."""
 
-    def prepared(self, model: LayeredModel) -> LayeredModel:
-        return model  # as it would be used; what a rounding costs is little beside what a block in another place does
-
-    def turns(self, model: Any, *share: Any) -> Iterator[float]:
-        if self.dtype == "bfloat16":
-            self.check_options(model)
-            yield math.inf  # its passes are its own: the copy is made when those of others are done
-            model = self.in_bfloat16(model)
-        yield from super().turns(model, *share)
-
-    def parts(self, model: LayeredModel) -> Iterator[Any]:
-        """Batches; in bfloat16 each with the number of its prompts that are checked."""
-        left = NUM_CHECKED
-        for batch in pieces(model, self.batches):
-            yield (batch, left) if isinstance(model, BFloat16View) else batch
-            left = max(0, left - len(next(iter(batch.values()))))
-
-    def of_part(self, model: LayeredModel, part: Any) -> Any:
-        if not isinstance(model, BFloat16View):
-            return self.sums(model, part)
-        batch, num_checked = part
-        exact = [self.sums(model.exact, rows) for rows in first_rows([batch], num_checked)] if num_checked else []
-        return self.sums(model, batch), exact
-
-    def combine(self, model: LayeredModel, results: list[Any]) -> Iterable[Record]:
+    def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
         if self.dtype == "float32":
-            yield from self.records(model, Sums.joined(self.name, results))
-            return
-        sums = Sums.joined(self.name, [rounded for rounded, _ in results])
+            return {"batches": RowsRead(self.batches, precision="own")}
+        rounded = RowsRead(self.batches, precision="bfloat16")
+        return {"batches": rounded, "checked": RowsRead(self.batches, limit=NUM_CHECKED)}
+
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return self.sums(seen, batch)._asdict()
+
+    def compute(self, model: LayeredModel, batches: Values, checked: Values | None = None) -> Iterator[Record]:
+        sums = Sums(**batches)
+        if not sums.num_rows.any():
+            raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
         for record in self.records(model, sums):
             yield replace(record, tags=record.tags | self.tags_of("dtype"))
-        exact = Sums.joined(self.name, [checked for _, exact in results for checked in exact])
-        rows, num_prompts = ("loss", exact.num_labels), len(exact.num_rows)
-        if not exact.num_labels.any():
-            rows = "divergence", exact.num_rows
-        kind, counts = rows
+        if checked is None:
+            return
+        exact = Sums(**checked)
+        num_prompts, has_labels = len(exact.num_rows), bool(exact.num_labels.any())
+        kind, counts = ("loss", exact.num_labels) if has_labels else ("divergence", exact.num_rows)
         differences = (getattr(sums, kind)[:, :num_prompts] - getattr(exact, kind)) / counts
         for (layer, tags), of_readout in zip(self.readouts(model), differences, strict=True):
             yield from rounding_records(of_readout[counts > 0], kind, layer=layer, tags=tags)
@@ -199,12 +186,11 @@ class Lens(ReadoutAnalysis):
                     yield from map(_perplexity, loss)
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
 
-    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
-        trajectory = model.trajectory(batch)
-        rows = rows_of(self.name, model, trajectory, batch)
-        parts = [torch.zeros(3, model.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
-        parts += [_compare(trajectory, chunk).double().cpu() for chunk in _chunks(trajectory, rows)]
-        return Sums.of(torch.cat(parts, dim=-1), rows, len(trajectory.mask))
+    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
+        rows = rows_of(self.name, seen, batch)
+        parts = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
+        parts += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
+        return Sums.of(torch.cat(parts, dim=-1), rows, len(seen.mask))
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
@@ -291,9 +277,9 @@ class Interventions(ReadoutAnalysis):
         return variants_of(self, model, f"{self.name}: ")
 
     @torch.no_grad()
-    def sums(self, model: LayeredModel, batch: Batch) -> Sums:
-        trajectory = model.trajectory(batch)
-        rows, num_prompts = rows_of(self.name, model, trajectory, batch), len(trajectory.mask)
+    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
+        model, trajectory = seen.model, seen
+        rows, num_prompts = rows_of(self.name, seen, batch), len(seen.mask)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
         num_classes = _num_classes(trajectory)
         trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them

@@ -25,7 +25,7 @@ from lit_layers.cli.stopping import finish_first
 from lit_layers.cli.training_display import StepProgress, beginning, show_results
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring.one_model import in_one_pass
+from lit_layers.measuring.one_model import outcomes
 from lit_layers.measuring.plan import Plan, sampled, stride_within
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
@@ -263,8 +263,8 @@ class _Rehearsal(StepTimes):
             analysis.check(LayeredModel(model))
 
         def measure(analyses: Sequence[Analysis]) -> list[Measurement]:
-            about: Any = {"run": "plan", "step": 0, "weights_hash": weights_hash(model)}
-            return [*in_one_pass(model, analyses, lambda _: None, **about)]
+            found = outcomes(model, analyses, weights_hash=weights_hash(model))
+            return [outcome.measurement(run="plan", step=0) for outcome in found]
 
         self.plan = sampled(self.options.analyses, measure)
         started = time.perf_counter()

@@ -48,9 +48,9 @@ class Alignment(NamedTuple):
         """What was computed of the moved batch (batch, tokens, *n), with each token where it was given."""
         return _along_tokens(values, self.ranks)
 
-    def of_prompt(self, index: int) -> "Alignment":
-        """Of one prompt of the batch."""
-        return Alignment(*(part[index : index + 1] for part in self))
+    def of_prompts(self, some: slice) -> "Alignment":
+        """Of some prompts of the batch."""
+        return Alignment(*(part[some] for part in self))
 
 
 class Call(NamedTuple):

@@ -154,6 +154,8 @@ class TrainedVariants(Analysis):
         tell: called with what is trained now.
     """
 
+    PRECISION = "own"
+
     UNMEASURED = ("root", "tell")
 
     root: Path
@@ -184,7 +186,7 @@ class TrainedVariants(Analysis):
         """
         return variants_of(self, model)
 
-    def run(self, model: LayeredModel) -> Iterator[Record]:
+    def compute(self, model: LayeredModel) -> Iterator[Record]:
         """Yields the records of each variant, and at last the means over the seeds of random orders."""
         records: list[Record] = []
         try:

@@ -1,0 +1,16 @@
+"""What an analysis finds on a model."""
+
+from torch import nn
+
+from lit_layers.analyses.base import Analysis
+from lit_layers.measuring.one_model import outcomes
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record
+
+
+def records_of(analysis: Analysis, model: nn.Module | LayeredModel) -> list[Record]:
+    """Return the records, or raise what the analysis raises."""
+    (outcome,) = outcomes(model, [analysis])
+    if outcome.failure is not None:
+        raise outcome.failure
+    return outcome.records
