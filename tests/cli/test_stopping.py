@@ -133,7 +133,7 @@ def test_a_page_under_way_is_written_and_a_corpus_under_way_is_not_waited_for(tm
     assert saved_steps(tmp_path / "run") == [0, 1]
 
     def preparing(self) -> None:
-        terminate(0.0)
+        terminate(0.1)  # the sleep has begun: a signal just before it would not end it
         time.sleep(FOR_EVER)
 
     monkeypatch.setattr(stopping, "LIMIT", FOR_EVER)
