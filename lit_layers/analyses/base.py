@@ -103,7 +103,7 @@ class Analysis(ABC):
 
         Args:
             seen: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks as functions;
-                to be read, not written to.
+                a copy, to which it may write.
             batch: the columns of these rows as they were given.
         """
         raise NotImplementedError(f"{type(self).__name__} reads rows and has no update")
