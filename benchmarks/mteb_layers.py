@@ -24,9 +24,8 @@ from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embedding_store import Embedding, Store
-from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
-from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.embeddings import Embedding, LayerEncoder, Store
+from lit_layers.tasks.mteb_tasks import Prepared, Sources
 
 WANTED = 1.1
 VOCABULARY, CONTEXT = 4000, 512

@@ -32,7 +32,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.tasks import benchmark_scores, mteb_scores
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
-from lit_layers.tasks.embedding_store import TaskEmbeddings
+from lit_layers.tasks.embeddings import TaskEmbeddings
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2

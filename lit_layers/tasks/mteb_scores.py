@@ -31,9 +31,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embedding_store import GB, STORE_DTYPES, Embedding, NotFiniteError, Store, StoreDtype
-from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
-from lit_layers.tasks.mteb_tasks import Sources, mteb_version
+from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, Store, StoreDtype
+from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
 from lit_layers.tasks.sentence_encoder import SentenceEncoder
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
@@ -104,25 +103,10 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if self.store.dtype not in STORE_DTYPES:
-            raise InputError(f"store_dtype: expected one of {', '.join(STORE_DTYPES)}, got {self.store.dtype!r}")
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
         encode_texts(self.words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
-        if any(self.results.glob(f"*/{self.task.name}/*/layer-*.json")):
-            return  # scored before, in whatever room there was
-        try:
-            number, _ = self.sources.num_texts(self.task) or (0, 0.0)
-        except InputError:  # said when its turn comes
-            return
-        needed = number * (model.num_layers + 1) * model.dim * (4 if self.store.dtype == "float32" else 2)
-        if needed > (room := self.store.max_bytes):
-            raise InputError(
-                f"cache_gb: the embeddings of {self.task.name} take {needed / GB:.3g} GB ({number:,} texts x "
-                f"{model.num_layers + 1} layers x {model.dim}), more than the {room / GB:.3g} GB allowed: raise it, "
-                "take --store_dtype bfloat16, or leave the task out of --tasks"
-            )
 
     def first_share(self, rows: int) -> tuple[Analysis, float] | None:
         """Embed the first texts without scoring them."""
@@ -240,7 +224,6 @@ def mteb_analyses(
     root: str | Path,
     sources: Sources | None = None,
     cache: str | Path | None = None,
-    cache_gb: float = 20.0,
     store_dtype: StoreDtype = "float32",
     metrics: bool = False,
     model_limit: int | None = None,
@@ -251,14 +234,13 @@ def mteb_analyses(
     Args:
         tasks: of `resolve`.
         root: the folder of the measurements; results of single layers lie below it, in `mteb`.
-        cache: of embeddings; None: below `root`, too.
-        cache_gb: how much it may hold.
+        cache: in which embeddings are kept; None: they lie below `root`, those of a task until it is scored.
         metrics: whether the texts of each task are measured without labels, too: see `metric_analyses`.
         model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
         options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
     results = Path(root) / RESULTS
-    store = Store(Path(cache or results / EMBEDDINGS), dtype=store_dtype, max_bytes=cache_gb * GB)
+    store = Store(Path(cache or results / EMBEDDINGS), dtype=store_dtype, keeps=cache is not None)
     places: dict[str, Any] = {"sources": sources or Sources(), "store": store, "results": results}
     if options.get("layers") is not None:
         options["layers"] = tuple(options["layers"])

@@ -1,4 +1,4 @@
-"""Tasks of mteb with their data: of a local copy, a mirror of the Hub, or the Hub.
+"""Tasks of mteb with their data, of a local copy, a mirror of the Hub, or the Hub; and their evaluation by mteb.
 
 Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have. mteb is optional, and
 like `datasets` takes seconds to import: functions do, where they need it.
@@ -7,20 +7,28 @@ like `datasets` takes seconds to import: functions do, where they need it.
 import contextlib
 import functools
 import hashlib
+import math
 import random
-from collections import Counter
+import time
+import warnings
 from collections.abc import Iterable, Iterator
+from copy import copy as cloned
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from lit_layers.errors import InputError
 from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import from_caches_without_network
 from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
+from lit_layers.tasks.embeddings import LayerEncoder
 from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
 
+SPLIT = "test"
 INSTALL = "mteb is not installed: pip install lit_layers[eval]"
 DOCUMENTS = 2048  # that a clustering is made of, as in mteb's own newer clusterings
 _CLUSTERED = {
@@ -28,8 +36,6 @@ _CLUSTERED = {
     "max_document_to_embed": DOCUMENTS,
     "max_documents_per_cluster": DOCUMENTS,
 }
-_TEXTS = ("text", "sentences", "sentence1", "sentence2", "query", "candidate")  # columns that hold texts
-_STATISTICS = ("text1_statistics", "text2_statistics")  # of pairs, in mteb's account of a task
 _COLUMNS = {
     "classification": ("text", "label"),
     "clustering": ("sentences", "labels"),
@@ -146,52 +152,6 @@ class Sources:
             task.metadata = task.metadata.model_copy(update={"dataset": dataset})
         _load(task, spec, place)
         return task
-
-    def num_texts(self, spec: ScoredTask) -> tuple[int, float] | None:
-        """How many distinct texts are embedded, and their mean length in letters, without fetching any.
-
-        Of a local copy its rows are counted, of an official task mteb's own account of them is read. None where there
-        is neither. Which training rows of a classification are drawn is not known before: how many, on average, is.
-        """
-        if self.place(spec) == "folder":
-            names = [name for name in _COLUMNS[spec.domain] if name in _TEXTS]
-            columns = self._copies()[spec.name].read(["test"], dict.fromkeys(names, "columns")).values
-            values = [value for name in names for value in columns[name]]
-            texts = {text for value in values for text in ([value] if isinstance(value, str) else value)}
-            parts = [(float(len(texts)), sum(map(len, texts)) / max(1, len(texts)))]
-        else:
-            account = self._account(spec, "test")
-            tested = [part for name, part in account.items() if name.endswith("text_statistics") or name in _STATISTICS]
-            parts = [(part["unique_texts"], part["average_text_length"]) for part in tested]
-            if not sum(number for number, _ in parts):
-                return None
-        if spec.domain == "classification":
-            parts.append(self._drawn(spec))
-        number = sum(number for number, _ in parts)
-        return round(number), sum(number * letters for number, letters in parts) / max(1, number)
-
-    def _account(self, spec: ScoredTask, split: str) -> dict[str, Any]:
-        """mteb's own account of a split of an official task; {} where there is none."""
-        account = (_official(spec.name).metadata.descriptive_stats or {}).get(split, {})
-        return account.get("hf_subset_descriptive_stats", {}).get(spec.subset, account)
-
-    def _drawn(self, spec: ScoredTask) -> tuple[float, float]:
-        """Of a classification's training rows: how many are drawn on average, and their mean length in letters.
-
-        Of a class with n rows, in each experiment m are drawn anew: after k of them n (1 - (1 - m / n)^k) were.
-        """
-        kind: Any = _official(spec.name) if spec.official else _own_kind(spec)
-        if self.place(spec) == "folder":
-            columns = self._copies()[spec.name].read(["train"], dict.fromkeys(("text", "label"), "columns")).values
-            sizes = [*Counter(columns["label"]).values()]
-            letters = sum(map(len, columns["text"])) / max(1, len(columns["text"]))
-        elif account := self._account(spec, "train"):
-            sizes = [each["count"] for each in account["label_statistics"]["labels"].values()]
-            letters = account["text_statistics"]["average_text_length"]
-        else:
-            return 0.0, 0.0
-        left = [max(0.0, 1 - kind.samples_per_label / size) ** kind.n_experiments for size in sizes]
-        return sum(size * (1 - rest) for size, rest in zip(sizes, left, strict=True)), letters
 
     def describe(self, spec: ScoredTask) -> dict[str, Any]:
         """Where the data come from and how they differ from the official ones, for the results."""
@@ -344,3 +304,151 @@ def _own_kind(spec: ScoredTask) -> Any:
         main_score=spec.score,
     )
     return type(spec.name, (base,), {"metadata": metadata, **(_CLUSTERED if spec.domain == "clustering" else {})})
+
+
+# What mteb's evaluations say of embeddings that a layer just has: a probe of 100 iterations is part of their
+# definition, and a class that is never predicted, or vectors that are all alike, show in the score.
+_SAID_BY_SCORES = ("lbfgs failed to converge", "Precision is ill-defined", "Recall is ill-defined", "An input array is")
+_SAID_BY_SCORES += ("No positive class found in y_true", "Number of distinct clusters", "A single label was found")
+
+
+class Prepared:
+    """A task of mteb that is scored once for each layer, each time as if it were new.
+
+    mteb draws at random while it evaluates, and one evaluation would change the next: here every layer meets the same
+    draws, whichever layers were scored before.
+    """
+
+    def __init__(self, task: Any, spec: ScoredTask) -> None:
+        self.task, self.spec = task, spec
+        if spec.domain == "classification":
+            task._undersample_data = _remembering(task._undersample_data)
+            task._calculate_scores = _of_lists(task._calculate_scores)
+
+    def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
+        """mteb's result: all scores of the split, and the main one as `main_score`; NaN is None."""
+        from mteb.results.task_result import TaskResult
+
+        task, start = cloned(self.task), time.perf_counter()
+        task.rng_state, task.np_rng = random.Random(task.seed), np.random.default_rng(task.seed)
+        with _seeded(task.seed), _quiet():
+            scores = task.evaluate(
+                encoder,
+                split=SPLIT,
+                subsets_to_run=[self.spec.subset],
+                encode_kwargs={"batch_size": 1024, "show_progress_bar": False},
+            )
+        if self.spec.subset not in scores:
+            raise ValueError(f"{self.spec.name}: mteb gave no scores of the subset {self.spec.subset}")
+        result = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
+        (row,) = result.scores[SPLIT]
+        return {
+            "main_score": _finite(row["main_score"]),
+            "mteb_version": result.mteb_version,
+            "dataset_revision": result.dataset_revision,
+            "seconds": result.evaluation_time,
+            "scores": _plain(row),
+        }
+
+    def num_rows(self) -> int:
+        """How many texts, pairs or questions are scored."""
+        part = self._part()
+        if self.spec.domain == "reranking":
+            return len(part["queries"])
+        sentences = part["sentences"] if "sentences" in part.column_names else None
+        if sentences is not None and len(part) and isinstance(part[0]["sentences"], list):
+            return sum(len(row) for row in sentences)
+        return len(part[0]["labels"]) if self._is_one_row(part) else len(part)
+
+    def texts(self, number: int) -> list[str] | None:
+        """The first texts of the test split: of pairs with a similarity the first text, of questions these; None for
+        pairs that are alike or not, which have no column of texts of their own."""
+        part, domain = self._part(), self.spec.domain
+        if domain == "pair_classification":
+            return None
+        if domain == "reranking":
+            return [str(text) for text in part["queries"]["text"][:number]]
+        if domain == "sts":
+            return list(part["sentence1"][:number])
+        if domain == "classification":
+            return list(part["text"][:number])
+        texts: list[str] = []
+        for row in part:
+            texts += row["sentences"] if isinstance(row["sentences"], list) else [row["sentences"]]
+            if len(texts) >= number:
+                break
+        return texts[:number]
+
+    def _part(self) -> Any:
+        data = self.task.dataset
+        return data.get(self.spec.subset, data)[SPLIT]  # one subset alone has no level of its own
+
+    @staticmethod
+    def _is_one_row(part: Any) -> bool:
+        """Whether all pairs stand in one row, as in mteb's older sets."""
+        return len(part) == 1 and isinstance(part[0].get("labels"), list)
+
+
+def _remembering(undersample: Any) -> Any:
+    """mteb's choice of training rows, which is the same for every layer, made once for each experiment.
+
+    It reads the labels one by one, which takes more time than all else of a small layer's evaluation.
+    """
+    choices: dict[int, tuple[Any, list[int], list[int]]] = {}
+
+    def remembered(dataset: Any, experiment: int, idxs: list[int] | None = None) -> tuple[Any, list[int], list[int]]:
+        if experiment not in choices:
+            chosen, order, rows = undersample(dataset, experiment, idxs)
+            choices[experiment] = (chosen, list(order), rows)
+        chosen, order, rows = choices[experiment]
+        return chosen, list(order), list(rows)  # the next call shuffles the order in place
+
+    return remembered
+
+
+def _of_lists(calculate_scores: Any) -> Any:
+    """mteb's scores of predictions, with the labels read once: each of its seven metrics reads them one by one."""
+
+    def calculated(truth: Any, predicted: Any) -> Any:
+        return calculate_scores(np.asarray(truth[:]), predicted)
+
+    return calculated
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global generators start from the seed inside and go on from where they were afterwards."""
+    in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(in_numpy)  # noqa: NPY002
+            random.setstate(in_python)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of what the scores say themselves."""
+    with no_bars(), warnings.catch_warnings():
+        for words in _SAID_BY_SCORES:
+            warnings.filterwarnings("ignore", message=words)
+        yield
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: numbers of numpy as Python's, what is not finite as None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None

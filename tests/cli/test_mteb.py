@@ -16,7 +16,7 @@ from lit_layers.cli.main import main
 from lit_layers.measuring.targets import length_limit
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.saved import load
-from lit_layers.tasks.mteb_evaluation import Prepared
+from lit_layers.tasks.mteb_tasks import Prepared
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.rounding import close_records
 from tests.support.tiny_models import tiny
@@ -227,7 +227,6 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--mirror", "nowhere"], "mirror: expected a folder with data, nowhere is none"),
         (["--max_tokens", "0"], "max_tokens: expected at least 1, got 0"),
         (["--seed", "-1"], "seed: expected at least 0, got -1"),
-        (["--cache_gb", "0"], "cache_gb: expected a positive number, got 0"),
         (["--pooling", "max"], "pooling: expected one of 'last', 'mean', 'cls', null, got max"),
         (["--layer", "3"], "unknown option --layer; did you mean --layers?"),
         (["--keep_downloads", "perhaps"], "keep_downloads: expected true or false, got perhaps"),

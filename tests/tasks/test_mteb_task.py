@@ -22,10 +22,9 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.mteb_evaluation import LayerEncoder, Prepared
+from lit_layers.tasks.embeddings import LayerEncoder
 from lit_layers.tasks.mteb_scores import MtebTask, mteb_analyses
-from lit_layers.tasks.mteb_tasks import Sources
-from tests.support.data_mapping import with_mapping
+from lit_layers.tasks.mteb_tasks import Prepared, Sources
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
@@ -222,25 +221,6 @@ def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path)
 def test_one_layer_alone_scores_what_it_scores_among_all(home, scored, name, tmp_path):
     (record,) = records_of(task(name, *home, tmp_path, layers=(2,)), saved_model(home[1]))
     assert record == scored[name][2]
-
-
-def test_training_rows_that_are_drawn_count_among_the_texts_of_a_classification(home, tmp_path, monkeypatch):
-    """Ten times eight rows of each of 12 classes: of 20 to 75 rows each, 458 on average, where 60 are tested."""
-    sizes = range(20, 80, 5)
-    for split, count in (("train", lambda size: size), ("test", lambda size: 5)):
-        rows = [
-            (f"{split}, row {row} of {label}", label) for label, size in enumerate(sizes) for row in range(count(size))
-        ]
-        write(
-            with_mapping(tmp_path / "data") / "banking77" / f"{split}.parquet",
-            text=[text for text, _ in rows],
-            label=[label for _, label in rows],
-        )
-    one, view = task("Banking77Classification", tmp_path / "data", home[1], tmp_path, layers=(0,)), saved_model(home[1])
-    (number, _), passes = one.sources.num_texts(one.task), Passes(monkeypatch)
-    list(records_of(one, view))
-    assert passes.texts > 400
-    assert number == pytest.approx(passes.texts, rel=0.05)
 
 
 def test_a_task_goes_on_where_it_was_interrupted(home, scored, tmp_path, monkeypatch):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lit_layers.tasks.catalogue import resolve, tasks_of
-from lit_layers.tasks.mteb_evaluation import Prepared
-from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.mteb_tasks import Prepared, Sources
 from tests.support.data_mapping import copies
 from tests.support.measured import records_of
 from tests.tasks.tiny_tasks import saved_model, task

@@ -13,7 +13,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embedding_store import GB, Embedding, Store
+from lit_layers.tasks.embeddings import Embedding, Store
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
@@ -69,8 +69,8 @@ def saved_model(folder: Path) -> LayeredModel:
     return LayeredModel(load(folder))
 
 
-def store_in(folder: Path, *, gb: float = 1.0, dtype: Any = "float32") -> Store:
-    return Store(folder, dtype=dtype, max_bytes=gb * GB)
+def store_in(folder: Path, *, dtype: Any = "float32") -> Store:
+    return Store(folder, dtype=dtype, keeps=True)
 
 
 def embedding_of(folder: Path, **options: Any) -> Embedding:

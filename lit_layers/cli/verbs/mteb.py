@@ -11,7 +11,7 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.cli.refusals import refuse_unwritable
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT, COUNT_OR_NONE, POSITIVE
+from lit_layers.schema import COUNT, COUNT_OR_NONE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,6 @@ def mteb(
     max_tokens: Annotated[int, COUNT] = 2048,
     metrics: bool = False,
     cache: Path | None = None,
-    cache_gb: Annotated[float, POSITIVE] = 20.0,
     store_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     seed: Annotated[int, COUNT_OR_NONE] = 42,
 ) -> int:
@@ -64,8 +63,7 @@ def mteb(
             it
         max_tokens: most tokens of a text; a longer one is cut, also at the model's own limit
         metrics: also measure metrics without labels, on the first 1,000 texts of each task
-        cache: folder in which embeddings are kept (default: below the root)
-        cache_gb: most gigabytes in it; the embeddings of the oldest task are removed first
+        cache: folder in which embeddings are kept (default: below the root, those of a task until it is scored)
         store_dtype: precision of embeddings that are kept; 16 bits change scores a little
         seed: seed of mteb's random draws; 42 is mteb's own
     """
@@ -103,7 +101,6 @@ def mteb(
             max_tokens=max_tokens,
             seed=seed,
             cache=cache,
-            cache_gb=cache_gb,
             store_dtype=store_dtype,
             metrics=metrics,
             model_limit=target.length_limit,

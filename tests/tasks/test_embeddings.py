@@ -1,21 +1,18 @@
-"""The store of embeddings: what it gives, what it never mixes, what a kill leaves, how much it holds."""
+"""The store of embeddings: what it gives, what it never mixes, what a kill leaves, what stays."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 
 from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks import embedding_store as stores
-from lit_layers.tasks.embedding_store import Store
+from lit_layers.tasks import embeddings as stores
+from lit_layers.tasks.embeddings import Store
 from tests.support.labelled_texts import labelled
 from tests.tasks.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_, store_in
 
@@ -64,7 +61,7 @@ def test_texts_come_in_any_order_and_any_number_of_times(model, tmp_path, passes
     with store_in(tmp_path / "b").opened(view, embedding_of(model), task="Songs", weights_hash=hashed) as found:
         first = found.of(TEXTS[:5], 2)
         rest = found.of(again, 2)
-        assert found.num_texts == found.num_passed == len(TEXTS)
+        assert found.num_texts == len(TEXTS)
     assert passes.texts == len(TEXTS)
     assert np.allclose(first, [plain[text] for text in TEXTS[:5]], atol=1e-5)
     assert np.allclose(rest, [plain[text] for text in again], atol=1e-5)
@@ -164,51 +161,13 @@ def test_what_a_kill_left_is_made_again(model, tmp_path, passes, dtype, harm):
     first = asked(store, view, model, TEXTS, 2)
     (chunk,) = chunks(next(tmp_path.glob("Songs-*")))
     if harm == "not finished":
-        (chunk / "whole.json").unlink()
-        for file in chunk.rglob("features.json"):
-            file.unlink()
+        (chunk / "features.json").unlink()
     else:
-        file = next(chunk.rglob("layer-002*"))
+        file = next(chunk.glob("layer-002*"))
         file.write_bytes(file.read_bytes()[:-4])
     passes.texts = 0
     assert np.array_equal(asked(store, view, model, TEXTS, 2), first)
     assert passes.texts == len(TEXTS)
-
-
-def one_task(store: Store, view: LayeredModel, model: Path, number: int) -> Path:
-    asked(store, view, model, TEXTS, 0, task=f"Songs{number}")
-    (folder,) = store.folder.glob(f"Songs{number}-*")
-    return folder
-
-
-def test_the_task_used_longest_ago_gives_way(model, tmp_path):
-    view = saved_model(model)
-    size = 4 * len(TEXTS) * 32 * 4  # layers x texts x width x bytes
-    store = store_in(tmp_path, gb=3.2 * size / 1e9)
-    first, second = one_task(store, view, model, 1), one_task(store, view, model, 2)
-    os.utime(first, (2e9, 2e9))
-    os.utime(second, (1e9, 1e9))
-    third = one_task(store, view, model, 3)
-    assert [path.exists() for path in (first, second, third)] == [True, False, True]
-
-
-def test_what_another_process_uses_stays(model, tmp_path):
-    view = saved_model(model)
-    size = 4 * len(TEXTS) * 32 * 4
-    store = store_in(tmp_path, gb=3.2 * size / 1e9)
-    first, second = one_task(store, view, model, 1), one_task(store, view, model, 2)
-    os.utime(first, (1e9, 1e9))
-    os.utime(second, (2e9, 2e9))
-    with FileLock(tmp_path / "locks" / f"{first.name}.lock"):
-        one_task(store, view, model, 3)
-    assert (first.exists(), second.exists()) == (True, False)
-
-
-def test_a_task_that_cannot_fit_is_refused_before_a_pass(model, tmp_path, passes):
-    view = saved_model(model)
-    with pytest.raises(InputError, match="cache_gb: the embeddings of Songs and others in use take at least"):
-        asked(store_in(tmp_path, gb=1e-6), view, model, TEXTS, 0)
-    assert passes.texts == 0
 
 
 def test_a_place_that_cannot_be_written_is_named(model, tmp_path):
@@ -217,16 +176,17 @@ def test_a_place_that_cannot_be_written_is_named(model, tmp_path):
         asked(store_in(tmp_path / "file"), saved_model(model), model, TEXTS, 0)
 
 
-def test_the_marker_of_a_chunk_says_what_it_holds(model, tmp_path):
-    asked(store_in(tmp_path), saved_model(model), model, TEXTS, 0)
-    (marker,) = tmp_path.rglob("whole.json")
-    assert json.loads(marker.read_text()) == {"num_texts": len(TEXTS), "dtype": "float32"}
-
-
-def test_a_folder_of_someone_else_in_the_same_place_is_never_removed(tmp_path):
-    for name in ("thesis", ".git", "Songs-0123456789abcdef"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(bytes(5000))
-    store = Store(tmp_path, max_bytes=6000)
-    store.make_room(5000, used=tmp_path / "Songs-fedcba9876543210")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", "Songs-0123456789abcdef", "thesis"]
+def test_the_embeddings_of_a_task_go_once_it_is_scored_and_stay_where_it_broke_off(model, tmp_path, passes):
+    view, store = saved_model(model), Store(tmp_path)
+    opened = {"task": "Songs", "weights_hash": weights_hash(view.model)}
+    with (
+        pytest.raises(IndexError),
+        store.opened(view, embedding_of(model), **opened) as found,
+    ):
+        found.of(TEXTS, 9)
+    assert passes.texts == len(TEXTS)
+    passes.texts = 0
+    with store.opened(view, embedding_of(model), **opened) as found:
+        found.of(TEXTS, 1)
+    assert passes.texts == 0
+    assert not list(tmp_path.glob("Songs-*"))
