@@ -23,6 +23,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +136,14 @@ class Measurement:
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
     """Returns the tags that tell which number a record is: counts of what went into it do not."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
+
+
+def same_tag(value: Any, asked: Any) -> bool:
+    """Returns whether a tag is the one asked for; numbers compare as numbers, however they are written."""
+    try:
+        return math.isclose(float(value), float(asked), rel_tol=1e-9)
+    except (TypeError, ValueError):
+        return str(value) == str(asked)
 
 
 def hash_of(config: Any) -> str:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from lit_layers import records, schema
 from lit_layers.errors import InputError
-from lit_layers.identity import Measurement, Record, shown
+from lit_layers.identity import Measurement, Record, same_tag, shown
 from lit_layers.schema import Count, Expected, Tag
 
 PAPERS = {
@@ -91,18 +91,11 @@ class Published:
 
     def check(self) -> None:
         """Raises InputError where the fields do not fit each other."""
-        place: Place = self.measured
         given = [name for name in ("value", "values", "at_least", "at_most") if getattr(self, name) not in (None, {})]
         if len(given) != 1:
             raise InputError(f"published: {self.what}: expected one of value, values, at_least, at_most, got {given}")
         if bool(self.values) != bool(self.over):
             raise InputError(f"published: {self.what}: values and over belong together, got over {self.over!r}")
-        if bool(place.file) == bool(place.analysis or place.metric):
-            raise InputError(f"published: {self.what}: measured: expected analysis and metric, or file and column")
-        if place.file and not (place.file.endswith((".csv", ".json")) and place.column):
-            raise InputError(
-                f"published: {self.what}: measured: expected a .csv or .json and a column, got {place.file}"
-            )
 
     def single(self) -> Iterator["Published"]:
         """Each number with its own place."""
@@ -110,14 +103,18 @@ class Published:
             yield self
         for key, value in self.values.items():
             place: Place = self.measured
-            if place.file:
-                place = replace(place, row={**place.row, self.over: key})
-            elif self.over in OVER:
-                place = replace(place, **{self.over: key})
-            else:
-                place = replace(place, tags={**place.tags, self.over: key})
+            field_name = "row" if place.file else "tags"
+            at = {self.over: key} if self.over in OVER and not place.file else {}
+            place = replace(place, **(at or {field_name: {**getattr(place, field_name), self.over: key}}))
             what = f"{self.what}, {key}" if self.over == "run" else f"{self.what}, {self.over} {key}"
             yield replace(self, what=what, value=value, values={}, over="", measured=place)
+
+    @property
+    def printed(self) -> str:
+        """The number as it stands in a table."""
+        if self.value is not None:
+            return _short(self.value) + (f" ± {_short(self.error)}" if self.error else "")
+        return f"at most {_short(self.at_most)}" if self.at_least is None else f"at least {_short(self.at_least)}"
 
 
 class Step(NamedTuple):
@@ -168,8 +165,6 @@ class PaperRecipe:
         """Raises InputError where the fields do not fit each other."""
         if (self.status == "cannot") == bool(self.steps):
             raise InputError(f"steps: expected some, or status: cannot; got status {self.status}")
-        if self.status == "cannot" and not self.why:
-            raise InputError("why: a recipe of status cannot says why")
         if unknown := self.reduced.keys() - self.sizes.keys():
             raise InputError(f"reduced: there is no {sorted(unknown)[0]!r} among the sizes")
         for each in self.published:
@@ -198,12 +193,7 @@ class PaperRecipe:
             folder = Path(str(options.pop("root", root / f"{number}-{verb}")))
             if not folder.resolve().is_relative_to(root.resolve()):
                 raise InputError(f"{where}, {verb}: root: expected a folder below <root>, got {folder}")
-            configs = options.pop("config", [])
-            if not (isinstance(configs, list) and all(isinstance(each, str) for each in configs)):
-                raise InputError(
-                    f"{where}, {verb}: config: expected a list of recipes, got {schema.beginning(configs)}"
-                )
-            steps.append(Step(verb, options, configs, folder))
+            steps.append(Step(verb, options, options.pop("config", []), folder))
         return steps
 
 
@@ -273,11 +263,15 @@ class Row:
 
 
 class _Number(NamedTuple):
-    """What was measured, and its 95% interval."""
+    """What was measured, and its 95% interval: its value where none is known."""
 
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return (self.value, self.value) if self.low is None or self.high is None else (self.low, self.high)
 
 
 class _MissingError(Exception):
@@ -294,13 +288,16 @@ def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[R
     rows, num_left_out = [], 0
     named = json.dumps([recipe.steps, recipe.sizes | recipe.reduced])
     for each in recipe.numbers():
-        row = _row(each, root, read)
-        if reduced and row.measured is not None:
-            row = replace(row, verdict="reduced")
-        elif reduced and each.measured.run and f'"{each.measured.run}"' not in named:
-            num_left_out += 1
-            continue
-        rows.append(row)
+        facts: Any = {"what": each.what, "published": each.printed}
+        try:
+            number = _find(each.measured, root, read)
+            found = {"measured": number.value, "low": number.low, "high": number.high}
+            rows.append(Row(**facts, verdict="reduced" if reduced else _verdict(each, number), **found))
+        except _MissingError as why:
+            if reduced and each.measured.run and f'"{each.measured.run}"' not in named:
+                num_left_out += 1
+            else:
+                rows.append(Row(**facts, verdict="not measured", note=str(why)))
     if num_left_out:
         what = f"{num_left_out} numbers of models that the reduced recipe does not name"
         rows.append(Row(what=what, published="", verdict="not measured"))
@@ -321,38 +318,17 @@ def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterabl
     return records.write_files(root, {f"{NAME}.csv": numbers, f"{NAME}.md": text})
 
 
-def _row(published: Published, root: Path, read: Callable[[Path], Any]) -> Row:
-    if published.value is not None:
-        printed = _short(published.value) + (f" ± {_short(published.error)}" if published.error else "")
-    elif published.at_least is not None:
-        printed = f"at least {_short(published.at_least)}"
-    else:
-        printed = f"at most {_short(published.at_most)}"
-    try:
-        number = _find(published.measured, root, read)
-    except _MissingError as why:
-        return Row(what=published.what, published=printed, verdict="not measured", note=str(why))
-    verdict = _inside(published, number) if published.value is not None else _holds(published, number)
-    interval: Any = {"low": number.low, "high": number.high}
-    return Row(what=published.what, published=printed, verdict=verdict, measured=number.value, **interval)
-
-
-def _inside(published: Published, number: _Number) -> Verdict:
-    if number.low is None or number.high is None or published.value is None:
+def _verdict(published: Published, number: _Number) -> Verdict:
+    low, high = number.ends
+    if published.value is None:
+        least, most = published.at_least, published.at_most
+        holds = [(least is None or end >= least) and (most is None or end <= most) for end in (low, high)]
+        return "holds" if all(holds) else "undecided" if any(holds) else "fails"
+    if number.low is None or number.high is None:
         return "no interval"
-    if not number.low - published.error <= published.value <= number.high + published.error:
+    if not low - published.error <= published.value <= high + published.error:
         return "outside"
-    return "too wide" if number.high - number.low > abs(published.value) > 0 else "inside"
-
-
-def _holds(published: Published, number: _Number) -> Verdict:
-    """Of a bound: by the interval, where there is one."""
-    ends = (number.value, number.value) if number.low is None or number.high is None else (number.low, number.high)
-    if published.at_least is not None:
-        holds = [end >= published.at_least for end in ends]
-    else:
-        holds = [end <= (published.at_most or 0.0) for end in ends]
-    return "holds" if all(holds) else "undecided" if any(holds) else "fails"
+    return "too wide" if high - low > abs(published.value) > 0 else "inside"
 
 
 def _find(place: Place, root: Path, read: Callable[[Path], Any]) -> _Number:
@@ -391,59 +367,40 @@ def _in_records(measurements: Sequence[Measurement], place: Place) -> _Number:
     if not numbers:
         raise _MissingError(f"{place.analysis} has no such {place.metric}")
     if len(numbers) > 1:
-        raise _MissingError(f"{len(numbers)} numbers fit: name their tags, such as {_differing(numbers)}")
-    record = numbers[0]
-    if math.isnan(record.value):
-        raise _MissingError("undefined")
-    return _Number(record.value, record.low, record.high)
+        first, second = numbers[0].tags, numbers[1].tags
+        differing = sorted(name for name in {**first, **second} if first.get(name) != second.get(name))
+        raise _MissingError(f"{len(numbers)} numbers fit: name their tags, such as {', '.join(differing)}")
+    return _number(vars(numbers[0]), "undefined")
 
 
 def _is_meant(record: Record, place: Place) -> bool:
     same = (record.metric, record.layer, record.other_layer) == (place.metric, place.layer, place.other_layer)
     aside = [name for name in ASIDE if name in record.tags and name not in place.tags]
-    return same and not aside and all(_equal(record.tags.get(name), value) for name, value in place.tags.items())
-
-
-def _differing(fit: Sequence[Record]) -> str:
-    first, second = fit[0].tags, fit[1].tags
-    return ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
-
-
-def _equal(value: Any, asked: Any) -> bool:
-    """Numbers as numbers, however they are written."""
-    try:
-        return math.isclose(float(value), float(asked), rel_tol=1e-9)
-    except (TypeError, ValueError):
-        return value == asked
+    return same and not aside and all(same_tag(record.tags.get(name), value) for name, value in place.tags.items())
 
 
 def _in_csv(rows: Sequence[Mapping[str, str]], place: Place) -> _Number:
-    fit = [row for row in rows if all(_equal(row.get(name), value) for name, value in place.row.items())]
+    fit = [row for row in rows if all(same_tag(row.get(name), value) for name, value in place.row.items())]
     if len(fit) != 1:
         raise _MissingError(f"{len(fit) or 'no'} rows of {place.file} fit")
     of = "" if place.column == "value" else f"{place.column}_"
-    value, low, high = (_number(fit[0].get(name)) for name in (place.column, f"{of}low", f"{of}high"))
-    if value is None:
-        raise _MissingError("undefined")
-    return _Number(value, low, high)
+    names = {"value": place.column, "low": f"{of}low", "high": f"{of}high"}
+    return _number({end: fit[0].get(name) for end, name in names.items()}, "undefined")
 
 
 def _in_json(content: Any, place: Place) -> _Number:
     for key in place.column.split("."):
         content = content.get(key) if isinstance(content, Mapping) else None
-    content = content if isinstance(content, Mapping) else {"value": content}
-    value, low, high = (_number(content.get(name)) for name in ("value", "low", "high"))
-    if value is None:
-        raise _MissingError(f"{place.file} has no {place.column}")
-    return _Number(value, low, high)
+    found = content if isinstance(content, Mapping) else {"value": content}
+    return _number(found, f"{place.file} has no {place.column}")
 
 
-def _number(text: Any) -> float | None:
-    try:
-        number = float(text)
-    except (TypeError, ValueError):
-        return None
-    return None if math.isnan(number) else number
+def _number(found: Mapping[str, Any], without: str) -> _Number:
+    """The value and its interval among these; empty cells, None and NaN are none."""
+    ends = {name: float(found[name]) for name in _Number._fields if found.get(name) not in (None, "")}
+    if math.isnan(ends.get("value", math.nan)):
+        raise _MissingError(without)
+    return _Number(**{name: end for name, end in ends.items() if not math.isnan(end)})
 
 
 def _short(number: float | None) -> str:

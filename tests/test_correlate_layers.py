@@ -197,8 +197,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
     [
         (["promt_entropy"], "mteb", "metrics: no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
         (["prompt_entropy"], "mtb", "scores: no model has 'mtb' per layer"),
-        (["prompt_entropy"] * 2, "mteb", "expected every metric once, got prompt_entropy twice"),
-        (["prompt_entropy"], "scores.csv", "scores.csv does not exist"),
+        (["prompt_entropy"], "scores.csv", "scores: cannot read scores.csv: .* No such file"),
     ],
 )
 def test_what_there_is_not_is_refused(tmp_path, metrics, scores, message):
@@ -252,7 +251,7 @@ def test_rows_without_a_layer_are_means_and_wrong_layers_are_named(tmp_path):
     (model,) = read_layers([], metrics=["lidar"], **options).models
     assert np.allclose(model.tables("lidar", 0)[1], metric)
     frame.replace({"layer": {3: 2.5}}).to_csv(tmp_path / "metrics.csv", index=False)
-    with pytest.raises(InputError, match="expected numbers of layers in .*metrics.csv, 0 or more, got 2.5"):
+    with pytest.raises(InputError, match="expected layers in .*metrics.csv, whole numbers from 0, got 2.5"):
         read_layers([], metrics=["lidar"], **options)
 
 

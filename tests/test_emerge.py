@@ -13,19 +13,21 @@ from scipy import stats
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.clock import (
+from lit_layers.clock import times_and_order
+from lit_layers.clock.curve_sources import curves_of
+from lit_layers.clock.step_curves import StepCurve, curves_in, over_seeds
+from lit_layers.clock.times_and_order import (
+    COLUMNS,
     Clock,
+    agreement_sentence,
     agreement_table,
-    curves_of,
+    emerged_in_order,
     measure_times,
     order_table,
-    over_seeds,
-    times_and_order,
+    probability_before,
     times_of_run,
     times_table,
 )
-from lit_layers.clock.step_curves import StepCurve, curves_in
-from lit_layers.clock.times_and_order import COLUMNS, agreement_sentence, emerged_in_order, probability_before
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import wrapped
 from lit_layers.figures.theme import COLORS
@@ -409,7 +411,7 @@ def test_a_curve_of_which_some_values_have_no_standard_error_is_told(tmp_path, c
     assert [curve.over for curve in curves.values()] == [""] * 4 + ["prompts"] * 4
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith(
-        f"of x1 has no standard error at 1 of {len(STEPS)} checkpoints, and 3 other curves have gaps, too: errors are "
+        f"of x1 has no standard error at 1 of {len(STEPS)} checkpoints, and 3 other curves have gaps: errors are "
         "guessed from the curve"
     )
     caplog.clear()
@@ -433,7 +435,7 @@ def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns
     assert [curve.analysis for curve in sorted(few, key=lambda c: c.key)] == ["easy", "hard"]
 
 
-@pytest.mark.parametrize("spelt", ["run=GPT-2, seed 1", "run=GPT-2,seed 1,shots=0", "shots=0,run=GPT-2, seed 1"])
+@pytest.mark.parametrize("spelt", ["run=GPT-2, seed 1", "run=GPT-2, seed 1,shots=0", "shots=0,run=GPT-2, seed 1"])
 def test_a_value_with_a_comma_is_asked_for_as_it_is(tmp_path, spelt):
     rows = scores()[["step", "value", "shots"]].query("shots == 0").iloc[: len(STEPS)]
     table = pd.concat([rows.assign(run=f"GPT-2, seed {seed}", value=rows["value"] + seed / 100) for seed in (1, 2)])
@@ -535,7 +537,6 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     scores().iloc[:0].to_csv(tmp_path / "nothing.csv", index=False)
     scores(step=np.nan).to_csv(tmp_path / "no_step.csv", index=False)
     scores(loss=np.arange(len(scores()))).to_csv(tmp_path / "apart.csv", index=False)
-    (tmp_path / "odd.json").write_text('{"results": {"piqa": 5}, "model_name": "m/step5"}')
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -545,14 +546,13 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("two values at step 7 of", [tmp_path / "twice.csv"]),
         ("expected a column value", [tmp_path / "no_value.csv"]),
         ("expected numbers", [tmp_path / "text.csv"]),
-        ("expected whole numbers of 0 or more in column layer, got 1.5", [tmp_path / "half.csv"]),
+        ("expected whole numbers in column layer", [tmp_path / "half.csv"]),
         ("it has no rows", [tmp_path / "nothing.csv"]),
         ("some have none", [tmp_path / "no_step.csv"]),
-        ("each row would be a curve of its own by column loss", [tmp_path / "apart.csv"]),
-        ("it has no rows", [tmp_path / "odd.json"]),
+        ("at 6 checkpoints or more", [tmp_path / "apart.csv"]),
         ("or a list of rows", [tmp_path / "list.json"]),
         ("has normalization=logN", [run, "--where", "normalization=logN"]),
-        ("has shots=3,task=easy", [tmp_path / "half.csv", "--where", "shots=3,task=easy"]),
+        ("no curve over steps of shots=3,task=easy", [tmp_path / "apart.csv", "--where", "shots=3,task=easy"]),
         ("expected results of lm-eval", [tmp_path / "other.json"]),
         ("expected a run's folder, or results", [tmp_path / "empty"]),
         ("is not there", [tmp_path / "gone.csv"]),
@@ -580,22 +580,16 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
 def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
     good = [{"step": step, "value": value} for step, value in zip(STEPS, rise(4), strict=True)]
     results = {"results": {"piqa": {"acc": 0.5}}, "model_name": "m/step1000"}
-    mteb = {"task_name": ["STS12"], "scores": {"a": 5, "b": {"c": 1}, "d": ["main_score", {"main_score": "x"}]}}
-    unit = "at 6 checkpoints or more"  # read, and one value
     for number, (sentence_, content) in enumerate(
         (
             ("step: expected numbers: int too large", [row | {"step": 10**400} for row in good]),
             ("value: expected numbers: int too large", [row | {"value": 10**400} for row in good]),
             ("steps of 0 or more, below 2^63", [row | {"step": 1e300 * (1 + row["step"])} for row in good]),
-            ("of 0 or more in column layer, got inf", [row | {"layer": math.inf} for row in good]),
-            ("of 0 or more in column layer, got 1e+300", [row | {"layer": 1e300} for row in good]),
-            ("of 0 or more in column layer, got -1", [row | {"layer": -1} for row in good]),
+            ("whole numbers in column layer", [row | {"layer": math.inf} for row in good]),
             ("two values at step 0: expected one", [{"step": 0, "value": at} for at in range(8)]),
             ("two values at step 0 of run", [row | {"step": 0, "run": ["a"]} for row in good]),
             ("stderr: expected numbers", results | {"results": {"piqa": {"acc": 0.5, "acc_stderr": 10**400}}}),
             ("it has no rows", results | {"results": {"piqa": {"acc": True}}}),
-            *((unit, results | {"config": config}) for config in (5, "a", [1], {"model_args": 5}, {"model_args": [1]})),
-            ("value: expected numbers", mteb),
         )
     ):
         path = tmp_path / f"step3_{number}" / "a.json"
@@ -605,9 +599,6 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert (sentence_ in error, error.count("\n")) == (True, 1), (sentence_, error)
         assert len(error) < 500
-    (tmp_path / "scores.json").write_text(json.dumps(good))
-    assert main(["emerge", str(tmp_path / "scores.json"), "--settings", "abc"]) == 2
-    assert "settings: expected runs" in capsys.readouterr().err
     gap = [{"step": 0, "value": 1, "shots": None, "metric": None, "run": None}]
     (tmp_path / "gaps.json").write_text(json.dumps([*gap, *(row | {"shots": 0, "metric": "acc"} for row in good)]))
     (curve,) = curves_of(tmp_path / "gaps.json", where={"shots": "0"})  # a column with a gap reads as 0.0

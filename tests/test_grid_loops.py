@@ -11,7 +11,8 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.correlate import read_runs
+from lit_layers.correlate.model_table import table_of_models
+from lit_layers.correlate.run_models import read_run_models
 from tests.support.grid_loops import LOOPS, ROOT, Loop, name_of
 
 DIGITS = ROOT / "recipes" / "sweeps" / "digits_grid.sh"
@@ -96,7 +97,7 @@ def test_the_digits_grid_is_trained_through_a_stop_and_its_published_figure_is_m
     before = (first / "measurements.jsonl").read_bytes()
     assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == 0
     assert (first / "measurements.jsonl").read_bytes() == before
-    table = read_runs([runs], metric="coupling/coupling", score="validation/accuracy").frame
+    table = table_of_models(read_run_models([runs]), metric="coupling/coupling", score="validation/accuracy").frame
     assert sorted(zip(table["drop_path_rate"], table["weight_decay"], strict=True)) == [
         (drop, decay) for drop in (0.0, 0.3) for decay in (0.0, 0.5)
     ]

@@ -6,8 +6,15 @@ import pytest
 from scipy import stats
 
 from lit_layers.cli.main import main
-from lit_layers.clock import LayerCurve, StepCurve, layer_curves, layer_table, over_the_seeds
-from lit_layers.clock.layer_statistics import COLUMNS, MONOTONICITY
+from lit_layers.clock.step_curves import (
+    LAYER_COLUMNS,
+    MONOTONICITY,
+    LayerCurve,
+    StepCurve,
+    layer_curves,
+    layer_table,
+    over_the_seeds,
+)
 from tests.test_emerge import write_run
 
 STEPS = (0, 1, 4)
@@ -125,7 +132,7 @@ def test_what_an_analysis_measured_itself_is_not_measured_again():
 
 def test_the_table_has_a_row_for_each_statistic_and_checkpoint():
     table = layer_table(layer_curves(curves([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])))
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.columns) == LAYER_COLUMNS
     assert len(table) == 2 * 5
     row = table[(table.statistic == MONOTONICITY) & (table.step == 1)].iloc[0]
     assert (row.metric, row.tags, row["value"], row.num_layers) == ("accuracy", "pooling=mean", -1, 3)

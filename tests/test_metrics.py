@@ -13,8 +13,9 @@ from lit_layers import analyses, metrics, plots, records, run_data
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.speed import Speed
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.layer_statistics import layer_curves
-from lit_layers.correlate.model_table import read_runs
+from lit_layers.clock.step_curves import layer_curves
+from lit_layers.correlate.model_table import table_of_models
+from lit_layers.correlate.run_models import read_run_models
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel
@@ -172,7 +173,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
         found.append(Record(metric="accuracy", value=0.8 - number / 20))
         line = Measurement(run=f"m{number}", step=None, tokens=None, analysis="p", records=found, seconds=1)
         records.append(tmp_path / "models" / f"m{number}" / "measurements.jsonl", line)
-    table = read_runs([tmp_path / "models"], metric="p/brier_score", score="p/accuracy")
+    table = table_of_models(read_run_models([tmp_path / "models"]), metric="p/brier_score", score="p/accuracy")
     assert table.title("brier_score") == "Probe Brier score"
     assert table.baseline == "random_brier_score"
     curves = curves_of(run, metrics=["brier_score"], where={"split": "test"})

@@ -9,9 +9,15 @@ import pandas as pd
 import pytest
 
 from lit_layers.cli.main import main
-from lit_layers.clock import curves_of, layer_order_table, measure_times, order_table
+from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, prompts_of_curve
-from lit_layers.clock.times_and_order import emerged_in_order, probability_before
+from lit_layers.clock.times_and_order import (
+    emerged_in_order,
+    layer_order_table,
+    measure_times,
+    order_table,
+    probability_before,
+)
 from lit_layers.functional.emergence import bootstrap_counts, emergence_times
 from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store

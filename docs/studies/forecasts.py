@@ -15,7 +15,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
 
-from lit_layers.clock import Clock, StepCurve, measure_times
+from lit_layers.clock.step_curves import StepCurve
+from lit_layers.clock.times_and_order import Clock, measure_times
 from lit_layers.figures.labels import value as number_text
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
 from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, emergence_times

@@ -41,16 +41,8 @@ from study_data import (
 )
 
 from lit_layers import records
-from lit_layers.clock import (
-    Clock,
-    StepCurve,
-    agreement_table,
-    curves_in,
-    layer_curves,
-    measure_times,
-    over_seeds,
-)
-from lit_layers.clock.layer_statistics import MONOTONICITY
+from lit_layers.clock.step_curves import MONOTONICITY, StepCurve, curves_in, layer_curves, over_seeds
+from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times
 from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record

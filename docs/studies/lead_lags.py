@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import false_discovery_control
 from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
 
-from lit_layers.clock import StepCurve, measure_times, over_seeds
-from lit_layers.clock.times_and_order import emerged_in_order
+from lit_layers.clock.step_curves import StepCurve, over_seeds
+from lit_layers.clock.times_and_order import emerged_in_order, measure_times
 from lit_layers.figures.labels import MINUS, p_text
 from lit_layers.figures.labels import value as number_text
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_layers.clock import Clock, StepCurve, agreement_table, measure_times, over_seeds
-from lit_layers.clock.times_and_order import order_table
+from lit_layers.clock.step_curves import StepCurve, over_seeds
+from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times, order_table
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence import EmergenceTimes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.clock import StepCurve, curves_in
+from lit_layers.clock.step_curves import StepCurve, curves_in
 from lit_layers.records import Measurement, Record
 
 FOLDER = Path(__file__).parent

@@ -14,7 +14,6 @@ from lit_layers import run_data
 from lit_layers.clock.step_curves import (
     AxisName,
     StepCurve,
-    Tags,
     curve_of_points,
     curves_in,
     is_asked,
@@ -23,7 +22,7 @@ from lit_layers.clock.step_curves import (
 )
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.labels import listing
-from lit_layers.identity import Settings
+from lit_layers.identity import Settings, same_tag
 
 logger = logging.getLogger(__name__)
 _TABLES: dict[str, Any] = {
@@ -32,7 +31,6 @@ _TABLES: dict[str, Any] = {
     ".jsonl": lambda path: pd.read_json(path, lines=True),
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
 _LONG = 100  # points of a scalar of training
 # What a column of a table of scores is called, the first that is there.
@@ -73,17 +71,16 @@ def curves_of(
         run = _of_steps(place, settings, allow_suspect)
         curves = curves_in(run.name, run.measurements, axis=axis, everything=bool(metrics))
         curves += _of_scalars(run, axis) if metrics else []
-        with_tags = [curve for curve in curves if _has(curve.tags, where or {})]
+        asked = {*(where or {}).items()}
+        with_tags = [curve for curve in curves if asked <= {(name, str(tag)) for name, tag in curve.tags.items()}]
         if curves and not with_tags:
             raise InputError(f"where: no curve of {place} has {text_of(where or {})}")
         curves = with_tags
     else:
-        if settings:
-            raise InputError(f"settings: expected runs, which have some, got the table {place}")
         curves = _of_table(_table(place), place, axis, where or {})
     chosen = [curve for curve in curves if is_asked(curve, metrics)]
     if not curves:
-        raise InputError(f"{place}: no curve over {axis}s")
+        raise InputError(f"{place}: no curve over {axis}s{f' of {text_of(where)}' if where else ''}")
     if lacking := [name for name in metrics if not any(is_asked(curve, [name]) for curve in curves)]:
         there = listing("metric", sorted({f"{curve.analysis}/{curve.metric}".strip("/") for curve in curves}), most=8)
         sentence = f"metrics: {place} has no curve of {' and '.join(lacking)} over {axis}s: expected of {there}"
@@ -92,21 +89,12 @@ def curves_of(
         logger.warning("%s", sentence)
     curves = chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
     if lacking := [curve for curve in curves if curve.num_without_stderr and curve.prompts is None]:
-        first, number = lacking[0], len(lacking)
+        first, others = lacking[0], f", and {len(lacking) - 1} other curves have gaps" if len(lacking) > 1 else ""
         logger.warning(
             "%s: %s of %s has no standard error at %d of %d checkpoints%s: errors are guessed from the curve",
-            place,
-            first.title,
-            first.run,
-            first.num_without_stderr,
-            len(first.at),
-            f", and {number - 1} other curves have gaps, too" if number > 1 else "",
+            *(place, first.title, first.run, first.num_without_stderr, len(first.at), others),
         )
     return curves
-
-
-def _has(tags: Tags, asked: Mapping[str, str]) -> bool:
-    return all(name in tags and str(tags[name]) == value for name, value in asked.items())
 
 
 def _of_scalars(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
@@ -171,19 +159,18 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if isinstance(content, list) and all(isinstance(row, dict) for row in content) and not of_folder:
         return content
-    content = _object(content)
+    content = content if isinstance(content, dict) else {}
     if isinstance(content.get("results"), dict):
-        config = _object(content.get("config"))
-        if isinstance(arguments := config.get("model_args"), str):
+        config = content.get("config") or {}
+        arguments = config.get("model_args") or {}
+        if isinstance(arguments, str):
             arguments = {name: value for name, _, value in (part.partition("=") for part in arguments.split(","))}
-        arguments = _object(arguments)
         name = str(arguments.get("pretrained") or content.get("model_name") or path.parent.name)
         revision = str(arguments.get("revision") or config.get("model_revision") or "")
         place = {"run": name, "step": _step_in(revision, name, path.name, path.parent.name, path=path)}
         return [
             {**place, "task": task, **_unfiltered(metric), "value": value, "stderr": _stderr_beside(scores, metric)}
             for task, scores in content["results"].items()
-            if isinstance(scores, dict)
             for metric, value in scores.items()
             if _is_number(value) and "_stderr" not in metric
         ]
@@ -193,17 +180,12 @@ def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
         return [
             {**place, "split": split, "subset": row.get("hf_subset", "default"), "value": row["main_score"]}
             for split, rows in content["scores"].items()
-            if isinstance(rows, list)
             for row in rows
-            if isinstance(row, dict) and "main_score" in row
+            if "main_score" in row
         ]
     if of_folder:
         return []
     raise InputError(f"{path}: expected results of lm-eval (results), of MTEB (task_name, scores) or a list of rows")
-
-
-def _object(content: Any) -> dict[str, Any]:
-    return content if isinstance(content, dict) else {}
 
 
 def _is_number(value: Any) -> bool:
@@ -239,18 +221,14 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     for column, value in where.items():
         if column not in table:
             raise InputError(f"where: expected a column of {', '.join(map(str, table.columns))}, got {column}")
-        table = table[_equals(table[column], value)]
-    if not len(table):
-        raise InputError(f"where: no row of {place} has {text_of(where)}")
+        table = table.loc[[same_tag(cell, value) for cell in table[column]]]
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
     for column in [each for each in table.columns if each in {*numbers, "layer"}]:
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
     if table[axis].isna().any():
         raise InputError(f"{place}: expected a number in each row of column {axis}, some have none")
-    if "layer" in table:
-        layers = table["layer"].dropna()
-        if (odd := layers[~((layers % 1 == 0) & layers.between(0, 2**31))]).size:
-            raise InputError(f"{place}: expected whole numbers of 0 or more in column layer, got {odd.iloc[0]:g}")
+    if "layer" in table and not (table["layer"].dropna() % 1 == 0).all():
+        raise InputError(f"{place}: expected whole numbers in column layer")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
     table = table.assign(
@@ -260,10 +238,6 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
     tags = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
-    if len(table) > 1 and tags and not table.duplicated(keys).any():
-        raise InputError(
-            f"{place}: each row would be a curve of its own by column {tags[-1]}: expected it to be left out"
-        )
     curves = []
     groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]
     for values, rows in groups:
@@ -290,12 +264,6 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
             )
         )
     return curves
-
-
-def _equals(column: Any, text: str) -> Any:
-    """Where a column says so: 0 is 0.0, too, as which a column with gaps reads; blanks behind commas do not count."""
-    same = column.astype(str).str.replace(", ", ",") == text.replace(", ", ",")
-    return same | (column == float(text)) if _NUMBER.fullmatch(text) and column.dtype.kind in "if" else same
 
 
 def _numeric(column: Any, name: str) -> Any:

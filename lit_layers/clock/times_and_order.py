@@ -5,7 +5,7 @@ import itertools
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ TIMES = ("onset", "halfway", "peak", "plateau")
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
+BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
 FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
 UNDECIDED = 0.05  # share of draws in which open ends leave an order open: of more there is no probability
@@ -201,14 +202,13 @@ def order_table(clock: Clock) -> pd.DataFrame:
 
     `paired` says whether both were drawn by the same resampled prompts, or independently.
     """
-    rows = []
-    for run in clock.runs:
-        for a, b in itertools.combinations(emerged_in_order(clock, run), 2):
-            sides = {"a": a[0], "b": b[0]}
-            names = {f"{side}_{part}": value for side, curve in sides.items() for part, value in _name(curve)}
-            rows.append({"run": run, **names, **_before(a, b)})
-    columns = ["run", *(f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags"))]
-    return pd.DataFrame(rows, columns=[*columns, "p_a_before_b", "paired"])
+    sides = [f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags")]
+    rows = [
+        (run, *a[0].key, *b[0].key, *is_before(a, b))
+        for run in clock.runs
+        for a, b in itertools.combinations(emerged_in_order(clock, run), 2)
+    ]
+    return pd.DataFrame(rows, columns=["run", *sides, *BEFORE])
 
 
 def layer_order_table(clock: Clock) -> pd.DataFrame:
@@ -218,25 +218,16 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
         layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].emerges]
         for same in grouped(layered, lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text)).values():
             for a, b in itertools.combinations(sorted(same, key=lambda pair: pair[0].layer or 0), 2):
-                what = {"run": run, "analysis": a[0].analysis, "metric": a[0].metric, "tags": a[0].tag_text}
-                rows.append({**what, "layer_a": a[0].layer, "layer_b": b[0].layer, **_before(a, b)})
-    columns = ["run", "analysis", "metric", "tags", "layer_a", "layer_b", "p_a_before_b", "paired"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _before(a: Timed, b: Timed) -> dict[str, Any]:
-    probability, paired = is_before(a, b)
-    return {"p_a_before_b": probability, "paired": paired}
+                curve = a[0]
+                what = run, curve.analysis, curve.metric, curve.tag_text, curve.layer, b[0].layer
+                rows.append((*what, *is_before(a, b)))
+    return pd.DataFrame(rows, columns=["run", "analysis", "metric", "tags", "layer_a", "layer_b", *BEFORE])
 
 
 def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
     """Returns what emerges in a run of `of_the_model`, the earliest half-way point first."""
     emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _name(curve: StepCurve) -> Iterable[tuple[str, Any]]:
-    return zip(("analysis", "metric", "layer", "tags"), curve.key, strict=True)
 
 
 def agreement_table(clock: Clock) -> pd.DataFrame:

@@ -1,18 +1,6 @@
 """A metric against a score: of models, with what width alone would say, or of the layers of each model."""
 
-from lit_layers.correlate.findings import Findings, LayerFindings, correlate, correlate_layers
-from lit_layers.correlate.layer_tables import LayerTables, read_layers
-from lit_layers.correlate.model_table import ModelTable, published, read_file, read_runs
-
-__all__ = [
-    "Findings",
-    "LayerFindings",
-    "LayerTables",
-    "ModelTable",
-    "correlate",
-    "correlate_layers",
-    "published",
-    "read_file",
-    "read_layers",
-    "read_runs",
-]
+from lit_layers.correlate.findings import correlate as correlate
+from lit_layers.correlate.findings import correlate_layers as correlate_layers
+from lit_layers.correlate.layer_tables import read_layers as read_layers
+from lit_layers.correlate.model_table import published as published

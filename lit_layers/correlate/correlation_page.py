@@ -1,78 +1,110 @@
-"""Output of a correlation over models: its page, figures and numbers; and the tables that both kinds share."""
+"""Output of a correlation over models: its page, figures and numbers; and what both kinds write."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.correlate.findings import Findings, Row, confounders, correlate
-from lit_layers.correlate.model_table import FEWEST, ModelTable, lowered, of_models
+from lit_layers.correlate.findings import (
+    Findings,
+    Row,
+    confounders,
+    correlate,
+)
+from lit_layers.correlate.model_table import FEWEST, ModelTable, table_of_models
 from lit_layers.correlate.run_models import RunModel
 from lit_layers.errors import InputError
 from lit_layers.figures import Panels, scatter_plot
 from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import MINUS, count, p_equation, p_text, tag_text, value
+from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, tag_text, value
 from lit_layers.figures.scatter import Scatter
 from lit_layers.figures.theme import COLORS, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
+from lit_layers.functional.layer_selection import Estimate
 from lit_layers.metrics import look_up
-from lit_layers.report.template import Block, Cells, Group, Table, block_of, figure, fill
+from lit_layers.report.template import Cells, Group, Table, block_of, fill, table_of
 
 HEADLINE = "Pearson r"
 
 
+def write(
+    folder: Path,
+    name: str,
+    content: Mapping[str, Any],
+    page: str,
+    frames: Mapping[str, pd.DataFrame],
+    charts: Mapping[str, Chart | Panels],
+) -> list[Path]:
+    """Writes NAME.json, a .csv a table, a .png, .svg and .pdf a chart, and the page NAME.html; returns their paths.
+
+    The page comes first.
+    """
+    numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    tables = {f"{each}.csv": frame for each, frame in frames.items()}
+    files = records.write_files(folder, {f"{name}.html": page, f"{name}.json": numbers, **tables})
+    pictures = write_charts({folder / each: chart for each, chart in charts.items()})  # may fail: after the numbers
+    return [files[0], *pictures, *files[1:]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverTag:
-    """The coefficients at each value of a tag, all over the same models: those that have the metric at every value."""
+    """The coefficients at each value of a tag, all over the same models: those that have the metric at every value.
+
+    `coefficients` are by metric (and by that with its baseline taken off), by value of the tag, and by name; a value at
+    which all models are alike has none. `title` is that of the score.
+    """
 
     tag: str
-    values: Sequence[str | int | float]
-    tables: Sequence[ModelTable]
-    rows: Sequence[Sequence[Row]]  # of each value, of the metric
-    corrected: Sequence[Sequence[Row]]  # of the metric with its baseline taken off, where it has one
+    title: str
+    num_models: int
+    coefficients: Mapping[str, Mapping[str | int | float, Mapping[str, Row]]]
     left_out: Mapping[str, str]
-
-    def parts(self) -> list[tuple[str, Sequence[Sequence[Row]]]]:
-        """The metric with its coefficients, and the corrected one with its own where there is one."""
-        corrected = self.tables[0].corrected
-        return [(self.tables[0].metric, self.rows), *([(corrected, self.corrected)] if corrected else [])]
 
     @property
     def frame(self) -> pd.DataFrame:
         """A row a value and coefficient: `tag`, `at`, `of`, `name`, `value`, `low`, `high`, `p` and `n`."""
-        rows = []
-        for of, parts in self.parts():
-            for at, part in zip(self.values, parts, strict=True):
-                facts = {"tag": self.tag, "at": at, "of": of}
-                rows += [{**facts, **{k: v for k, v in vars(row).items() if k not in ("df", "note")}} for row in part]
-        return pd.DataFrame(rows)
+        rows = [
+            {"tag": self.tag, "at": at, "of": of, **vars(row)}
+            for of, by_value in self.coefficients.items()
+            for at, by_name in by_value.items()
+            for row in by_name.values()
+        ]
+        return pd.DataFrame(rows).drop(columns=["df", "note"], errors="ignore")
 
     def chart(self) -> Chart:
         """Pearson's r over the values, with its 95% interval over models: of the metric and of the corrected one."""
-        numeric = all(isinstance(each, int | float) for each in self.values)
-        x = list(self.values) if numeric else list(range(len(self.values)))
-        labels = {place: str(each) for place, each in zip(x, self.values, strict=True)}
-        table, series = self.tables[0], []
-        for color, dash, (of, rows) in zip(COLORS, ("", "dash"), self.parts(), strict=False):
-            headlines = [next((row for row in part if row.name == HEADLINE), None) for part in rows]
-            if any(headlines):
-                ends = {end: rounded([getattr(row, end, None) for row in headlines]) for end in ("low", "high")}
-                values = rounded([row.value if row else None for row in headlines])
-                look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
-                series.append(Series(x=x, y=values, name=look_up(of).title, **ends, **look))
-        axis = Axis(title=self.tag, labels=labels)
-        title = f"Correlation with {lowered(table.title(table.score))} over {self.tag}, {len(table.frame)} models"
+        values, series = list(next(iter(self.coefficients.values()))), []
+        x = values if all(isinstance(each, int | float) for each in values) else list(range(len(values)))
+        for color, dash, (of, by_value) in zip(COLORS, ("", "dash"), self.coefficients.items(), strict=False):
+            rows = [by_name.get(HEADLINE) for by_name in by_value.values()]
+            y, low, high = (rounded([getattr(row, end, None) for row in rows]) for end in ("value", "low", "high"))
+            look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
+            series.append(Series(x=x, y=y, low=low, high=high, name=look_up(of).title, **look))
+        axis = Axis(title=self.tag, labels={place: str(each) for place, each in zip(x, values, strict=True)})
+        title = f"Correlation with {in_sentence(self.title)} over {self.tag}, {self.num_models} models"
         return Chart(title=title, x=axis, y=Axis(title="r"), series=series, place="")
+
+    def table(self) -> Table:
+        """The coefficients of the metric, and of the corrected one, at each value."""
+        names = list(dict.fromkeys(name for of in self.coefficients.values() for rows in of.values() for name in rows))
+        groups = []
+        for of, by_value in self.coefficients.items():
+            cells = [
+                Cells([(f"{self.tag} = {at}", ""), *(number_cell(rows.get(name)) for name in names)])
+                for at, rows in by_value.items()
+            ]
+            groups.append(Group(look_up(of).title, "", cells))
+        return Table((self.tag, *names), groups)
 
 
 def over_tag(
@@ -85,7 +117,7 @@ def over_tag(
     seed: int,
     **options: Any,
 ) -> OverTag:
-    """Returns the coefficients at each of the values of a tag; `options` are those of `read_runs`.
+    """Returns the coefficients at each of the values of a tag; `options` are those of `table_of_models`.
 
     A model that lacks one of the values is left out of all, so that differences between values are not those of models.
 
@@ -96,7 +128,7 @@ def over_tag(
         raise InputError(f"over: expected several values, as in {tag}=0.05,0.1,0.2, got {tag}={values[0]}")
     left_out: dict[str, str] = {}
     for each in values:
-        for name, why in of_models(models, tags={**tags, tag: each}, **options).left_out.items():
+        for name, why in table_of_models(models, tags={**tags, tag: each}, **options).left_out.items():
             left_out.setdefault(name, f"{why} ({tag_text({tag: each})})")
     complete = [model for model in models if model.name not in left_out]
     if len(complete) < FEWEST:
@@ -104,60 +136,23 @@ def over_tag(
         raise InputError(
             f"over: expected at least {FEWEST} models with every value of {tag}, got {len(complete)} ({first})"
         )
-    tables = [of_models(complete, tags={**tags, tag: each}, **options) for each in values]
-    coefficients = [_correlated(table, resamples, seed) for table in tables]
-    rows, corrected = [each[0] for each in coefficients], [each[1] for each in coefficients]
-    return OverTag(tag=tag, values=values, tables=tables, rows=rows, corrected=corrected, left_out=left_out)
+    tables = {each: table_of_models(complete, tags={**tags, tag: each}, **options) for each in values}
+    found = {each: _coefficients(table, resamples, seed) for each, table in tables.items()}
+    coefficients = {
+        of: {each: {row.name: row for row in found[each].get(of, ())} for each in values}
+        for of in dict.fromkeys(of for each in found.values() for of in each)
+    }
+    title = tables[values[0]].title(tables[values[0]].score)
+    return OverTag(tag=tag, title=title, num_models=len(complete), coefficients=coefficients, left_out=left_out)
 
 
-def _correlated(table: ModelTable, resamples: int, seed: int) -> tuple[list[Row], list[Row]]:
+def _coefficients(table: ModelTable, resamples: int, seed: int) -> dict[str, list[Row]]:
     """The coefficients of the metric and of the corrected one; none where the metric is the same for all models."""
     if len(set(table.values(table.metric).tolist())) < 2:
-        return [], []
-    findings = correlate(table, resamples=resamples, seed=seed)
-    return [row for row in findings.rows if not row.name.startswith("Partial")], findings.corrected
-
-
-_NARROW = 340  # pixels that a phone leaves a plot: few names have room
-
-
-def interval_text(low: float | None, high: float | None) -> str:
-    """Returns `0.12 to 0.34`, or an empty string where there is no interval."""
-    return "" if low is None or high is None else f"{value(low)} to {value(high)}"
-
-
-def write_files(
-    folder: Path,
-    name: str,
-    content: Mapping[str, Any],
-    frames: Mapping[str, pd.DataFrame],
-    charts: Mapping[str, Chart | Panels],
-    page: Callable[[], str],
-) -> list[Path]:
-    """Writes NAME.json, a .csv a table, a .png, .svg and .pdf a chart, and the page NAME.html; returns their paths.
-
-    The page comes first.
-
-    Raises:
-        InputError: where the folder cannot be written.
-    """
-    numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    tables = {f"{each}.csv": frame for each, frame in frames.items()}
-    files = records.write_files(folder, {f"{name}.json": numbers, **tables})
-    pictures = write_charts({folder / each: chart for each, chart in charts.items()})  # may fail: after the numbers
-    return [*records.write_files(folder, {f"{name}.html": page()}), *pictures, *files]
-
-
-# ------------------------------------------------------------------------------------------------ over models
-
-
-class Plot(NamedTuple):
-    """A scatter plot, the name of its file, and its title and the sentence below that on the page."""
-
-    name: str
-    title: str
-    content: Scatter
-    note: str
+        return {}
+    found = correlate(table, resamples=resamples, seed=seed)
+    plain = {table.metric: [row for row in found.rows if not row.name.startswith("Partial")]}
+    return plain | ({table.corrected: found.corrected} if table.corrected else {})
 
 
 def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: OverTag | None = None) -> list[Path]:
@@ -169,40 +164,35 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
         InputError: where the folder cannot be written.
     """
     plots = plots_of(table, findings)
-    rows = {"whole": findings.rows + findings.groups, "corrected": findings.corrected}
-    of = {"whole": table.metric, "corrected": table.corrected}
-    frames = {
-        "correlation": pd.DataFrame([{"of": of[part], **vars(row)} for part in rows for row in rows[part]]),
-        "models": table.frame,
-    }
-    content = findings.to_dict() | {"source": table.source, "notes": table.notes}
-    charts = {plot.name: scatter_plot(plot.content, width=720, height=500) for plot in plots}
+    parts = {table.metric: findings.rows + findings.groups, table.corrected: findings.corrected}
+    rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
+    frames = {"correlation": rows, "models": table.frame}
+    charts = {name: scatter_plot(plot, width=720, height=500) for name, (_, plot, _) in plots.items()}
+    blocks = []
+    for number, (title, plot, note) in enumerate(plots.values()):
+        wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
+        chart = scatter_plot(plot, width=1140 if wide else 560, height=420 if number else 560)
+        blocks.append(block_of(title, [("", chart)], f"{plot.title}. {note}", wide=wide, tall=True))
     if over is not None:
         frames["over"], charts["over"] = over.frame, over.chart()
-    page = partial(render_models, table, findings, plots, over)
-    return write_files(folder, "correlation", content, frames, charts, page)
-
-
-def render_models(table: ModelTable, findings: Findings, plots: Sequence[Plot], over: OverTag | None = None) -> str:
-    """Returns the page: warnings, coefficients, scatter plots and the table of the models."""
-    beside = []
-    if over is not None:
         note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
-        beside = [block_of(f"Correlation over {over.tag}", [("", over.chart())], note)]
-    return fill(
+        blocks.append(block_of(f"Correlation over {over.tag}", [("", charts["over"])], note))
+    page = fill(
         "correlation.html.jinja",
         table=table,
         findings=findings,
-        title=f"{table.title(table.metric)} against {lowered(table.title(table.score))}",
+        title=f"{table.title(table.metric)} against {in_sentence(table.title(table.score))}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=[*_plot_blocks(plots), *beside],
-        over=None if over is None else over_table(over),
+        blocks=blocks,
+        over=None if over is None else over.table(),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),
         models=_models(table),
     )
+    content = findings.to_dict() | {"source": table.source, "notes": table.notes}
+    return write(folder, "correlation", content, page, frames, charts)
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:
@@ -214,13 +204,16 @@ def coefficient_table(table: ModelTable, findings: Findings) -> Table:
         "With something else held fixed": partial,
         "Within groups": findings.groups,
     }
-    groups = [Group(title, "", [_cells(row) for row in rows]) for title, rows in parts.items() if rows]
+    cells = lambda row: Cells([(row.name, row.note), number_cell(row), (p_text(row.p), ""), (str(row.n), "")])  # noqa: E731
+    groups = [Group(title, "", [*map(cells, rows)]) for title, rows in parts.items() if rows]
     return Table(("Coefficient", "Value, 95% interval", "p", "Models"), groups)
 
 
-def _cells(row: Row) -> Cells:
-    number = value(row.value), interval_text(row.low, row.high)
-    return Cells([(row.name, row.note), number, (p_text(row.p), ""), (str(row.n), "")])
+def number_cell(row: Row | Estimate | None) -> tuple[str, str]:
+    """A number and its interval, as a cell."""
+    if row is None:
+        return "", ""
+    return value(row.value), "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
 
 
 def covariate_table(findings: Findings) -> Table | None:
@@ -232,20 +225,6 @@ def covariate_table(findings: Findings) -> Table | None:
         shares = ((one.r2_metric, one.r_metric), (one.r2_score, one.r_score))
         cells.append(Cells([(one.name, ""), *((f"{r2:.2f}", f"r = {value(r)}") for r2, r in shares), (str(one.n), "")]))
     return Table(("", "R² of the metric", "R² of the score", "Models"), [Group("", "", cells)])
-
-
-def over_table(over: OverTag) -> Table:
-    """Returns the coefficients of the metric, and of the corrected one, at each value of a tag."""
-    names, groups = list(dict.fromkeys(row.name for part in over.rows for row in part)), []
-    for of, parts in over.parts():
-        rows = []
-        for at, part in zip(over.values, parts, strict=True):
-            by_name = {row.name: row for row in part}
-            in_order = [by_name.get(name) for name in names]
-            cells = [(value(row.value), interval_text(row.low, row.high)) if row else ("", "") for row in in_order]
-            rows.append(Cells([(f"{over.tag} = {at}", ""), *cells]))
-        groups.append(Group(look_up(of).title, "", rows))
-    return Table((over.tag, *names), groups)
 
 
 def influence_text(findings: Findings) -> str:
@@ -263,112 +242,75 @@ def influence_text(findings: Findings) -> str:
 
 def _models(table: ModelTable) -> Table:
     """All that is known of the models, by falling score."""
-    first = ["model", table.score, table.metric]
-    order = first + [name for name in table.frame.columns if name not in first]
+    order = list(dict.fromkeys(["model", table.score, table.metric, *table.frame.columns]))
     frame: Any = table.frame[order]
     sorted_rows = frame.sort_values(table.score, ascending=False).itertuples(index=False)
-    rows = [Cells([(_cell(cell), "") for cell in row]) for row in sorted_rows]
-    return Table([table.title(name) for name in order], [Group("", "", rows)])
+    return table_of([table.title(name) for name in order], [("", ([*map(_cell, row)] for row in sorted_rows))])
 
 
 def _cell(cell: Any) -> str:
-    if isinstance(cell, str) or pd.isna(cell):
-        return cell if isinstance(cell, str) else ""
+    if isinstance(cell, bool | str) or pd.isna(cell):
+        return "" if pd.isna(cell) else str(cell)
     number = float(cell)
     return (count(number) if number.is_integer() else f"{number:.4g}").replace("-", MINUS, 1)
 
 
-def plots_of(table: ModelTable, findings: Findings) -> list[Plot]:
-    """Returns the scatter plots of a table, the headline first."""
+def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[str, Scatter, str]]:
+    """Returns the scatter plots of a table by the names of their files, the headline first.
+
+    Each has a title and a sentence that stands below it on the page.
+    """
     x, y = table.title(table.metric), table.title(table.score)
-    columns = {name: table.values(name) for name in (table.metric, table.score)}
-    metric, score = columns.values()
-    against = f"{y} against {lowered(x)}"
-
-    def plot(name: str, title: str, note: str, values: tuple[Any, Any], axes: tuple[str, str], fitted: int = 0) -> Plot:
-        """Of values (models,), those that are not NaN."""
-        there = ~np.isnan(values[0]) & ~np.isnan(values[1])
-        return Plot(name, title, _scatter(table, findings, values, there, axes, fitted), note)
-
-    plots = [plot("scatter", against, "Line: least squares, with the 95% band.", (metric, score), (x, y))]
+    metric, score = table.values(table.metric), table.values(table.score)
+    against = f"{y} against {in_sentence(x)}"
+    plots = {
+        "scatter": (against, _scatter(table, findings, metric, score, x, y), "Line: least squares, with the 95% band.")
+    }
     if table.corrected is not None:
-        title = table.title(table.corrected)
+        title, values = table.title(table.corrected), table.values(table.corrected)
         note = "The same with the baseline of each model taken off: 0 is what chance gives."
-        axes = (title, y)
-        plots.append(
-            plot("corrected", f"{y} against {lowered(title)}", note, (table.values(table.corrected), score), axes)
+        plots["corrected"] = (
+            f"{y} against {in_sentence(title)}",
+            _scatter(table, findings, values, score, title, y),
+            note,
         )
-    confounder = next(iter(confounders(table)), None)
-    if confounder is not None:
-        at = table.values(confounder)
-        there, title = ~np.isnan(at), table.covariate_title(confounder)
-        left = [np.full(len(at), math.nan), np.full(len(at), math.nan)]
-        try:
+    for confounder in list(confounders(table))[:1]:
+        at, title = table.values(confounder), table.covariate_title(confounder)
+        there, left = ~np.isnan(at), np.full((2, len(at)), math.nan)
+        with suppress(UndefinedError):
             for rest, column in zip(left, (metric, score), strict=True):
                 rest[there] = correlation.residuals(column[there], [at[there]])
-        except UndefinedError:
-            left = None
-        if left is not None:
-            note = f"What is left of both once {lowered(title)} is regressed out: the partial correlation."
-            axes = (f"{x}, residual", f"{y}, residual")
-            plots.append(plot("partial", f"{against}, beyond {lowered(title)}", note, (left[0], left[1]), axes, 1))
-        note = f"The closer to the line, the less the metric tells beyond {lowered(title)}."
-        plots.append(plot("confounder", f"{x} against {lowered(title)}", note, (at, metric), (title, x)))
+            note = f"What is left of both once {in_sentence(title)} is regressed out: the partial correlation."
+            plot = _scatter(table, findings, *left, f"{x}, residual", f"{y}, residual", fitted=1)
+            plots["partial"] = f"{against}, beyond {in_sentence(title)}", plot, note
+        note = f"The closer to the line, the less the metric tells beyond {in_sentence(title)}."
+        plot = _scatter(table, findings, at, metric, title, x)
+        plots["confounder"] = f"{x} against {in_sentence(title)}", plot, note
     return plots
 
 
 def _scatter(
-    table: ModelTable,
-    findings: Findings,
-    values: tuple[Any, Any],
-    there: Any,
-    axes: tuple[str, str],
-    fitted: int,
+    table: ModelTable, findings: Findings, x: Any, y: Any, x_title: str, y_title: str, *, fitted: int = 0
 ) -> Scatter:
-    """A plot of the models that are there; `fitted` degrees of freedom went to covariates."""
+    """A plot of the models that have both values; `fitted` degrees of freedom went to covariates."""
+    there = ~np.isnan(x) & ~np.isnan(y)
     frame: Any = table.frame[there]
-    groups = None
-    if findings.group:
-        groups = [None if pd.isna(label) else label for label in frame[findings.group].tolist()]
-    x, y = (side[there] for side in values)
-    r = correlation.pearson(x, y)
+    r = correlation.pearson(x[there], y[there])
     p = p_equation(correlation.p_value(r.value, r.df - fitted))
+    group = findings.group
+    order = dict.fromkeys([table.metric, table.score, *frame.columns.drop("model")])
+    hover = [
+        [f"{table.title(name)}: {_cell(row[name])}" for name in order if not pd.isna(row[name])]
+        for row in frame.to_dict("records")
+    ]
     return Scatter(
-        x=x.tolist(),
-        y=y.tolist(),
+        x=x[there].tolist(),
+        y=y[there].tolist(),
         names=frame["model"].tolist(),
-        x_title=axes[0],
-        y_title=axes[1],
-        title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p}, {len(x)} models",
-        groups=groups,
-        group_title=table.title(findings.group) if findings.group else "",
-        hover=[_hover(table, row) for row in frame.to_dict("records")],
+        x_title=x_title,
+        y_title=y_title,
+        title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p}, {len(frame)} models",
+        groups=[None if pd.isna(label) else label for label in frame[group].tolist()] if group else None,
+        group_title=table.title(group) if group else "",
+        hover=hover,
     )
-
-
-def _hover(table: ModelTable, row: dict[str, Any]) -> list[str]:
-    """What touching a point shows: the metric and the score first."""
-    shown = {name: cell for name, cell in row.items() if name != "model" and not pd.isna(cell)}
-    order = dict.fromkeys(name for name in (table.metric, table.score, *shown) if name in shown)
-    return [f"{table.title(name)}: {_hover_text(shown[name])}" for name in order]
-
-
-def _hover_text(cell: Any) -> str:
-    if isinstance(cell, bool | str):
-        return str(cell)
-    if float(cell).is_integer():
-        return count(cell) if abs(cell) >= 1e6 else f"{cell:g}"
-    return value(cell) if math.isfinite(cell) else str(cell)
-
-
-def _plot_blocks(plots: Sequence[Plot]) -> list[Block]:
-    """A block a plot, drawn twice: with the names that have room on a wide page, and on a narrow one."""
-    blocks = []
-    for number, plot in enumerate(plots):
-        wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
-        sizes = {"wide-only": (1140 if wide else 560, 560 if number == 0 else 420), "narrow-only": (_NARROW, 400)}
-        charts = {kind: scatter_plot(plot.content, width=size[0], height=size[1]) for kind, size in sizes.items()}
-        figures = [figure(chart, kind=kind) for kind, chart in charts.items()]
-        look = {"title": plot.title, "note": f"{plot.content.title}. {plot.note}", "wide": wide, "tall": True}
-        blocks.append(Block(look, choices=[{"text": "", "figures": figures}]))
-    return blocks

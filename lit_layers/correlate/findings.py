@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.correlate.model_table import ModelTable, lowered
+from lit_layers.correlate.model_table import ModelTable
 from lit_layers.correlate.run_models import SIZES, nearest
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import p_equation, value
+from lit_layers.figures.labels import in_sentence, p_equation, value
 from lit_layers.functional import correlation, layer_selection
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
@@ -38,7 +38,7 @@ class Row:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Covariate:
     """How much of the metric and of the score another column explains alone, and whether they rise with it."""
 
@@ -88,11 +88,9 @@ def correlate(
     Raises:
         InputError: for a column that there is not or that is no number, or a constant metric or score.
     """
+    columns = [str(column) for column in table.frame.columns if column != "model"]
     for option, names in (("given", given), ("group", [group] if group else [])):
         for name in names:
-            columns = [str(column) for column in table.frame.columns if column != "model"]
-            if name == "model":
-                raise InputError(f"{option}: expected a column that models may share, model names each of them")
             if name not in columns:
                 raise InputError(f"{option}: no column {name!r}{nearest(name, columns)}")
             if option == "given" and name in (table.metric, table.score):
@@ -107,9 +105,11 @@ def correlate(
     group = group or table.group
     corrected = []
     if table.corrected is not None:
-        defined = ~np.isnan(table.values(table.corrected))
+        baseless = table.values(table.corrected)
+        defined = ~np.isnan(baseless)
         with suppress(UndefinedError):
-            corrected = _coefficients(table.values(table.corrected)[defined], y[defined], options)
+            corrected = _coefficients(baseless[defined], y[defined], options)
+    explained = {table.covariate_title(name): [_r(table, name, column) for column in (x, y)] for name in covariates}
     return Findings(
         metric=table.metric,
         score=table.score,
@@ -117,16 +117,9 @@ def correlate(
         rows=rows,
         corrected=corrected,
         covariates=[
-            Covariate(
-                name=table.covariate_title(name),
-                r2_metric=of_x.value**2,
-                r2_score=of_y.value**2,
-                n=of_x.n,
-                r_metric=of_x.value,
-                r_score=of_y.value,
-            )
-            for name in covariates
-            if (of_x := _r(table, name, x)) is not None and (of_y := _r(table, name, y)) is not None
+            Covariate(name, of_x.value**2, of_y.value**2, of_x.n, of_x.value, of_y.value)
+            for name, (of_x, of_y) in explained.items()
+            if of_x is not None and of_y is not None
         ],
         groups=_groups(table, x, y, group, options) if group else [],
         group=group,
@@ -149,8 +142,8 @@ def _row(
             low, high = drawn.low, drawn.high
     if low is None:
         note = ", ".join(filter(None, [note, "too few models for an interval"]))
-    row = {"name": name, "value": whole.value, "low": low, "high": high, "p": whole.p, "n": n, "df": whole.df}
-    return Row(**{**row, "note": note, **facts})
+    row: dict[str, Any] = {"p": whole.p, "df": whole.df, **facts}
+    return Row(name=name, value=whole.value, low=low, high=high, n=n, note=note, **row)
 
 
 def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]:
@@ -175,14 +168,14 @@ def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
     """The columns to hold fixed one by one: baseline, sizes, and what was asked for; those that differ."""
     there = set(table.frame.columns) - {table.metric, table.score}
     names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n in there)
-    differ = [name for name in names if len({v for v in table.values(name).tolist() if not math.isnan(v)}) > 1]
+    differ = [name for name in names if len(set(table.values(name)[~np.isnan(table.values(name))])) > 1]
     if same := [name for name in given if name not in differ]:
         raise InputError(f"given: {same[0]} is the same for all models: leave it out")
     return differ
 
 
 def _given(table: ModelTable, names: Sequence[str]) -> str:
-    return f"Partial r given {' and '.join(lowered(table.covariate_title(name)) for name in names)}"
+    return f"Partial r given {' and '.join(in_sentence(table.covariate_title(name)) for name in names)}"
 
 
 def _partials(
@@ -213,15 +206,15 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.within_group_correlation
-        rows = [_row(f"Within equal {lowered(title)}", within, *columns, options=options)]
+        rows = [_row(f"Within equal {in_sentence(title)}", within, *columns, options=options)]
     except UndefinedError as error:
         raise InputError(
             f"group: expected groups of several models with different metrics and scores, {group} leaves none"
         ) from error
     for code, label in enumerate(labels.dropna().unique()):
         members = codes == code
-        name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
         if members.sum() >= 3:
+            name = f"{title} {label:.15g}" if isinstance(label, float) else f"{title} {label}"
             with suppress(UndefinedError):
                 rows.append(_row(name, correlation.pearson, x[members], y[members], options=options))
     return rows
@@ -249,13 +242,12 @@ def _influence(table: ModelTable, x: Column, y: Column) -> dict[str, Any] | None
         return None
     result, names = correlation.leave_one_out(x, y), list(table.frame["model"])
     without = {name: None if math.isnan(r) else r for name, r in zip(names, result.values, strict=True)}
-    defined = [r for r in without.values() if r is not None]
     return {
         "model": names[result.index],
         "without": without[names[result.index]],
         "change": None if math.isnan(result.change) else result.change,
-        "lowest": min(defined),
-        "highest": max(defined),
+        "lowest": float(np.nanmin(result.values)),
+        "highest": float(np.nanmax(result.values)),
         "pearson_without": without,
     }
 
@@ -270,9 +262,9 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
     for name, r2 in confounders(table).items():
         partial = next((row for row in rows if row.name == _given(table, [name])), None)
         beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
-        warnings.append(f"{title} follows {lowered(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")
+        warnings.append(f"{title} follows {in_sentence(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")
     if warnings and corrected:
-        r2, other = next(row for row in corrected if row.name == "R²"), lowered(table.title(str(table.corrected)))
+        r2, other = next(row for row in corrected if row.name == "R²"), in_sentence(table.title(str(table.corrected)))
         warnings.append(f"Compare across widths by {other}: R² = {r2.value:.2f} ({p_equation(r2.p)}).")
     steps = table.values("step") if "step" in table.frame.columns else np.empty(0)
     if len(np.unique(steps[~np.isnan(steps)])) > 1:
@@ -366,13 +358,12 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int
                 notes=_notes([len(model.metrics[key]) for key in keys], many),
             )
         )
-    basis = (
-        "The direction for a model, and the metric where one is picked among all, is that which scores highest on "
-        "average over the other models (leave one model out)."
+    way = (
+        "is that which scores highest on average over the other models (leave one model out)."
         if many
-        else f"With one model the direction, and the metric where one is picked among all, is chosen by random halves "
-        f"of the tasks and scored on the other halves ({repeats} times, cross-fitted)."
+        else f"is chosen by random halves of the tasks and scored on the other halves ({repeats} times, cross-fitted)."
     )
+    basis = f"The direction, and the metric where one is picked among all, {way}"
     return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
 
 
@@ -404,9 +395,7 @@ def _choices(
     pairs = [pair for other in others if (pair := _shared(other, keys, first)) is not None]
     better = layer_selection.better_rule(pairs) if pairs else None
     one = keys[0] if len(keys) == 1 else None
-    rules: list[Any] = (
-        [(keys[0], direction) for direction in layer_selection.DIRECTIONS] if one else [better] if better else []
-    )
+    rules: list[Any] = [(one, direction) for direction in layer_selection.DIRECTIONS] if one else [better]
     choices = [
         Choice(
             metric=one,
@@ -414,7 +403,7 @@ def _choices(
             result=layer_selection.selection(metrics[key], scores, direction, first_layer=first, **options),
             is_chosen=(key, direction) == better,
         )
-        for key, direction in rules
+        for key, direction in filter(None, rules)
     ]
     if better is None and len(scores) >= _FEWEST_HALVED:
         fitted = layer_selection.cross_fitted(metrics, scores, repeats=repeats, seed=options["seed"])

@@ -1,24 +1,23 @@
 """Output of a correlation over layers: its page, its figures as pictures, and the numbers."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from lit_layers.correlate.correlation_page import interval_text, write_files
-from lit_layers.correlate.findings import Choice, LayerFindings, MetricFindings, ModelFindings
+from lit_layers.correlate.correlation_page import number_cell, write
+from lit_layers.correlate.findings import Choice, LayerFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.correlate.model_table import lowered
 from lit_layers.figures import Chart, Panels, scatter_plot
 from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
 from lit_layers.figures.scatter import Scatter
+from lit_layers.figures.tables import grouped
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
-from lit_layers.report.template import Block, Cells, Group, Table, block_of, fill
+from lit_layers.report.template import Cells, Group, Table, block_of, fill
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -44,65 +43,55 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
     Raises:
         InputError: where the folder cannot be written.
     """
-    content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
-    panels = {"depth": Panels(title="Scores and metrics over depth", charts=depth_charts(tables))}
-    title = f"Metrics against {in_sentence(tables.score_title)} over layers, 95% intervals over tasks"
-    panels["correlations"] = Panels(title=title, charts=correlation_charts(tables, findings))
-    title = "Layers chosen without labels, 95% intervals over tasks"
-    panels["selection"] = Panels(title=title, charts=choice_charts(tables, findings), width=460)
-    for model, result in zip(tables.models, findings.models, strict=True):
-        charts = [scatter_plot(content, width=380, height=360) for content in scatters(tables, result, model).values()]
-        name = re.sub(r"[^\w.-]+", "_", model.name)
-        panels[f"scatter_{name}"] = Panels(title=f"{heading(result)}: means over tasks, a point a layer", charts=charts)
-    page = partial(render_layers, tables, findings)
-    return write_files(folder, "layers", content, _frames(tables, findings), panels, page)
-
-
-def render_layers(tables: LayerTables, findings: LayerFindings) -> str:
-    """Returns the page: what is left out, figures, coefficients with their null, and the choices of layers."""
-    charts, chosen = depth_charts(tables), choice_charts(tables, findings)
-    wide = lambda chart: chart is charts[0] and len(charts) % 2 == 1  # noqa: E731
-    depth = [block_of(chart.title, [("", chart)], wide=wide(chart)) for chart in charts]
+    depth, coefficients = depth_charts(tables), correlation_charts(tables, findings)
+    chosen, score = choice_charts(tables, findings), in_sentence(tables.score_title)
+    title = f"Metrics against {score} over layers, 95% intervals over tasks"
+    panels = {
+        "depth": Panels(title="Scores and metrics over depth", charts=depth),
+        "correlations": Panels(title=title, charts=coefficients),
+        "selection": Panels(title="Layers chosen without labels, 95% intervals over tasks", charts=chosen, width=460),
+    }
     blocks = []
     for model, result in zip(tables.models, findings.models, strict=True):
-        plots = scatters(tables, result, model)
+        plots, of_model = scatters(tables, result, model), heading(result)
+        charts = [scatter_plot(content, width=380, height=360) for content in plots.values()]
+        name = re.sub(r"[^\w.-]+", "_", model.name)
+        panels[f"scatter_{name}"] = Panels(title=f"{of_model}: means over tasks, a point a layer", charts=charts)
         texts = [f"{tables.titles[key]}: {content.title}" for key, content in plots.items()]
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
         if len(texts) == 1:  # one alone needs no name to be chosen by
             note, texts = f"{note} {texts[0]}.", [""]
         drawn = [scatter_plot(content, width=560, height=420) for content in plots.values()]
-        blocks.append(block_of(heading(result), zip(texts, drawn, strict=True), note))
-    return fill(
+        blocks.append(block_of(of_model, zip(texts, drawn, strict=True), note))
+    wide = [index == 0 and len(depth) % 2 == 1 for index in range(len(depth))]
+    named = [(chart.y.title, replace(chart, x=coefficients[0].x)) for chart in coefficients]  # rows need their texts
+    page = fill(
         "layers.html.jinja",
         tables=tables,
         findings=findings,
-        title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
+        title=f"{', '.join(tables.titles.values())} against {score} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
-        depth=depth,
+        depth=[block_of(chart.title, [("", chart)], wide=each) for chart, each in zip(depth, wide, strict=True)],
         scatters=blocks,
         coefficients=correlation_table(tables, findings),
-        correlations=[_coefficients(correlation_charts(tables, findings))],
+        correlations=[block_of("Coefficients with their intervals", named, kind="named")],
         choices=choice_table(tables, findings),
         selection=[block_of(chart.y.title, [("", chart)], kind="named") for chart in chosen],
     )
-
-
-def _coefficients(panels: Sequence[Chart]) -> Block:
-    """The panels of `interval_rows`, of which the reader chooses one; each has the texts of its rows."""
-    charts = [(panel.y.title, replace(panel, x=panels[0].x)) for panel in panels]
-    return block_of("Coefficients with their intervals", charts, kind="named")
+    content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    return write(folder, "layers", content, page, _frames(tables, findings), panels)
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:
     """Returns the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
-
-    def drawn(title: str, results: Mapping[str, pd.DataFrame]) -> Chart:
-        return depth_curves(title, {n: np.ascontiguousarray(table).mean(0).tolist() for n, table in results.items()})
-
-    charts = [drawn(f"{tables.score_title}, mean over tasks", {m.name: m.scores for m in tables.models})]
-    for key, title in tables.titles.items():
-        charts.append(drawn(title, {m.name: m.metrics[key] for m in tables.models if key in m.metrics}))
+    curves = {f"{tables.score_title}, mean over tasks": {model.name: model.scores for model in tables.models}}
+    charts = []
+    for key in tables.titles:
+        curves[key] = {m.name: m.metrics[key] for m in tables.models if key in m.metrics}
+    for key, of_models in curves.items():
+        means = {name: np.ascontiguousarray(table).mean(0).tolist() for name, table in of_models.items()}
+        charts.append(depth_curves(tables.titles.get(key, key), means))
     return charts
 
 
@@ -175,7 +164,7 @@ def rule_text(choice: Choice, titles: Mapping[str, str]) -> str:
         return "Direction chosen on half of the tasks" if choice.metric else "Metric and direction chosen on half"
     direction, _, key = choice.rule.partition(" ")
     text = "Smallest" if direction == "min" else "Largest"
-    return f"{text} {lowered(titles[key])}, picked on other models" if key else f"{text} value"
+    return f"{text} {in_sentence(titles[key])}, picked on other models" if key else f"{text} value"
 
 
 def shares_text(choice: Choice, titles: Mapping[str, str]) -> str:
@@ -200,7 +189,7 @@ def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
         for one in model.metrics:
             for form in FORMS if one.correlations else []:
                 by_name = {c.coefficient: c for c in one.correlations if c.form == form}
-                cells = [_estimate(by_name[name].estimate) for name in COEFFICIENTS if by_name]
+                cells = [number_cell(by_name[name].estimate) for name in COEFFICIENTS if by_name]
                 num_tasks = {c.num_tasks for c in by_name.values()}
                 rows += [
                     Cells([(tables.titles[one.metric], FORM_TITLES[form]), *cells, (f"{n}", "")]) for n in num_tasks
@@ -222,8 +211,8 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
             share = "" if result.best_share is None else f" ({result.best_share:.0%} of resamples)"
             shares = shares_text(choice, tables.titles)
             cells = [
-                (f"{name}: {lowered(rule_text(choice, tables.titles))}", shares),
-                *(_estimate(each) for each in (result.score, result.minus_last, result.minus_best)),
+                (f"{name}: {in_sentence(rule_text(choice, tables.titles))}", shares),
+                *(number_cell(each) for each in (result.score, result.minus_last, result.minus_best)),
                 (value(result.last.value), ""),
                 (value(result.middle.value), f"layer {result.middle_layer}"),
                 (value(result.random.value), ""),
@@ -236,20 +225,14 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
     return Table((*columns, "Best single", "Best per task", "Tasks"), groups)
 
 
-def _estimate(estimate: Estimate) -> tuple[str, str]:
-    return value(estimate.value), interval_text(estimate.low, estimate.high)
-
-
 def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:
     """Returns the tasks that are left out: model, metric, tasks and reason, one line a reason."""
-
-    def lines(model: ModelFindings, one: MetricFindings) -> list[tuple[str, str, str, str]]:
-        reasons: dict[str, list[str]] = {}
-        for task, why in one.left_out.items():
-            reasons.setdefault(why, []).append(task)
-        return [(model.model, tables.titles[one.metric], ", ".join(tasks), why) for why, tasks in reasons.items()]
-
-    return [line for model in findings.models for one in model.metrics for line in lines(model, one)]
+    lines = []
+    for model in findings.models:
+        for one in model.metrics:
+            for why, tasks in grouped(one.left_out, one.left_out.__getitem__).items():
+                lines.append((model.model, tables.titles[one.metric], ", ".join(tasks), why))
+    return lines
 
 
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:

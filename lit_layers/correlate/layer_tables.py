@@ -20,7 +20,6 @@ from lit_layers.correlate.run_models import (
     read_run_models,
     read_table,
     refuse_unlike,
-    refuse_variants,
     same_model,
 )
 from lit_layers.errors import InputError
@@ -96,26 +95,18 @@ def read_layers(
         InputError: for a metric that no model has, one of several variants, or one of other states than the scores.
     """
     queries = [MetricQuery.of(text) for text in metrics]
-    texts = [one.text for one in queries]
-    if twice := [text for text in texts if texts.count(text) > 1]:
-        raise InputError(f"metrics: expected every metric once, got {twice[0]} twice")
     score_path = Path(scores) if Path(scores).suffix in (".csv", ".parquet") else None
     if not folders and (score_path is None or metrics_file is None):
         raise InputError("models: expected run folders, or files of both the scores and the metrics")
-    if folders and score_path and metrics_file:
-        raise InputError("models: the scores and the metrics are both in files: leave the run folders out")
     score = MetricQuery(text="score", name="score") if score_path else MetricQuery.of(scores, "scores")
     if not score_path and score.analysis is None:
         score = replace(score, name="main_score", analysis=score.name)
     models = read_run_models(folders) if folders else []
     of_score = _source(score, models, score_path, "scores")
     of_metrics = [_source(one, models, metrics_file, "metrics-file" if metrics_file else "metrics") for one in queries]
-    tables = LayerTables(
-        first_layer=0 if with_layer_0 else 1,
-        source=", ".join([str(path) for path in (*folders, score_path, metrics_file) if path is not None]),
-    )
-    names = of_metrics[0].models
-    depths: dict[str, int] = {}
+    source = ", ".join(str(path) for path in (*folders, score_path, metrics_file) if path is not None)
+    tables = LayerTables(first_layer=0 if with_layer_0 else 1, source=source)
+    names, depths = of_metrics[0].models, dict[str, int]()
     for model in models:
         measured = (each.provenance.get("depth") for each in model.measurements)
         depths[model.name] = max((depth for depth in measured if type(depth) is int), default=0)
@@ -147,8 +138,6 @@ def _model_tables(
     places, first = same_model(name, scores.models), tables.first_layer
     if len(places) != 1:
         raise _LeftOutError("no scores")
-    if name not in metrics[0].models:
-        raise _LeftOutError("no metrics")
     scored = scores.models[places[0]]
     step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step)
     of_scores = scores.curves(scored, step)
@@ -166,27 +155,24 @@ def _model_tables(
         )
     table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
     gaps = {str(task): why for task, row in table.iterrows() if (why := _gap(row, first, "score"))}
-    tables_of, left_out, curves = {}, {}, {}
+    tables_of, left_out, curves = {}, {}, {scores: of_scores}
     for one in metrics:
-        curve = one.curves(name, step, scored=of_scores)
-        values, missing = _metric_table(one.query.text, curve, table, gaps, first)
-        left_out |= {one.query.text: missing} if missing else {}
-        if len(values):
-            tables_of[one.query.text], curves[one] = values, curve
+        text, curve = one.query.text, one.curves(name, step, scored=of_scores)
+        values, missing = _metric_table(text, curve, table, gaps, first)
+        left_out |= {text: missing} if missing else {}
+        if curve is not None and len(values):
+            tables_of[text], curves[one] = values, curve
+            tables.titles.setdefault(text, _title(one.query, curve))
+            tables.common += [text] if "" in curve.by_task and text not in tables.common else []
     if not tables_of:
         reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
         raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
-    for one, curve in {scores: of_scores, **curves}.items():
+    for one, curve in curves.items():
         variants = tables.variants.setdefault((one.option, one.query.text), {})
         variants[name] = curve.variant
-        example = f"{one.query.text.partition('[')[0]}[{{}}]"
-        refuse_unlike(variants, one.query.text, option=one.option, example=example)
+        refuse_unlike(variants, one.query.text, option=one.option, example=one.example)
     tables.states = of_scores.states or tables.states
     tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
-    for one, curve in curves.items():
-        tables.titles.setdefault(one.query.text, _title(one.query, curve))
-        if "" in curve.by_task and one.query.text not in tables.common:
-            tables.common.append(one.query.text)
     table, domains = table.drop(index=[*gaps]), dict(of_scores.domains)
     return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=tables_of, left_out=left_out)
 
@@ -197,8 +183,6 @@ def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int
         if not steps:
             raise _LeftOutError(f"no {what}")
     stepped: list[Any] = [{at for at in steps if at is not None} for steps in sides if steps != {None}]
-    if not stepped and step is not None:
-        raise _LeftOutError(f"it has no steps, --step {step} was asked for")
     both: Any = set.intersection(*stepped) if stepped else {None}
     if step not in (None, *both):
         raise _LeftOutError(f"no scores and metrics at step {step}")
@@ -211,9 +195,8 @@ def _metric_table(
     text: str, curves: "_Curves | None", scores: pd.DataFrame, gaps: Mapping[str, str], first: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
     """The metric of each task that has it and scores, and why the other tasks have none."""
-    if curves is None:
-        return pd.DataFrame(), dict.fromkeys(scores.index, f"no {text}")
-    of_task = {task: curves.by_task.get(task, curves.by_task.get("", {})) for task in scores.index}
+    by_task = {} if curves is None else curves.by_task
+    of_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
     table = pd.DataFrame(of_task, index=scores.columns, dtype="float64").T
     depth: Any = scores.columns[-1]
     missing = dict(gaps)
@@ -242,9 +225,9 @@ def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence[
     for source in sources:
         if models and source.values.empty:
             pairs = [(m.analysis, r) for model in models for m in model.measurements for r in m.records]
-            spelled = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
+            there = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
             text = source.query.text
-            return f"{source.option}: no model has {text!r} per layer{nearest(text, spelled)}"
+            return f"{source.option}: no model has {text!r} per layer{nearest(text, there)}"
     reasons = "; ".join(f"{model}: {why}" for model, why in list(tables.left_out.items())[:3])
     return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
 
@@ -263,6 +246,7 @@ class _Curves(NamedTuple):
 
 # Of a number at a layer: an empty `task` where it is of texts common to all, no `states` where a table does not tell.
 _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "domain", "variant"]
+_OF_FILES = {*_COLUMNS} - {"analysis", "variant"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +257,11 @@ class _Source:
     option: str
     models: list[str]
     values: Any  # a table of `_COLUMNS`, of objects
+
+    @property
+    def example(self) -> str:
+        """How a variant is chosen."""
+        return f"{self.query.text.partition('[')[0]}[{{}}]"
 
     def steps(self, model: str) -> set[int | None]:
         """The checkpoints that have some of it; {None} where there are no steps, none where the model has none."""
@@ -293,12 +282,10 @@ class _Source:
             rows = rows[(rows["task"] == "") & (self.query.texts != "task")]
         if rows.empty:
             return None
-        options = {"option": self.option, "example": f"{text.partition('[')[0]}[{{}}]"}
         states = scored.states if scored else None
         if states not in (conventions := rows["states"].unique().tolist()):
-            if len(conventions) > 1:
-                refuse_variants([{"states": each} for each in conventions], what, **options)
-            (other,) = conventions
+            how = {"option": self.option, "example": self.example}
+            other = plainest_variant(({"states": each} for each in conventions), what, **how)["states"]
             if None not in (other, states):
                 raise InputError(
                     f"metrics: {text} was measured on states {other}, the scores of {model} on {states}: measure both "
@@ -306,7 +293,7 @@ class _Source:
                 )
             states = other
         rows = rows[[each == states for each in rows["states"]]]
-        variant = plainest_variant(rows["variant"], what, **options)
+        variant = plainest_variant(rows["variant"], what, option=self.option, example=self.example)
         plain = rows[[each == variant for each in rows["variant"]]].groupby("task", sort=False)
         by_task = {str(task): dict(zip(part["layer"], part["value"], strict=True)) for task, part in plain}
         domains = {task: domain for task, domain in zip(rows["task"], rows["domain"], strict=True) if domain}
@@ -343,19 +330,17 @@ def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any,
         if column not in rows:
             there = ", ".join(map(str, rows.columns))
             raise InputError(f"{option}: {path} has no column {column!r}; it has: {there}")
-    if is_long and query.name not in (metrics := rows["metric"].astype(str)).values:
-        raise InputError(f"{option}: {path} has no {query.name!r}{nearest(query.name, metrics.unique())}")
-    rows = rows[rows["metric"] == query.name] if is_long else rows.assign(value=rows[query.name])
+    rows = rows[rows["metric"].astype(str) == query.name] if is_long else rows.assign(value=rows[query.name])
+    if rows.empty:
+        raise InputError(f"{option}: {path} has no {query.name!r}")
     for column in query.tags:
         rows = rows[[query.fits({**query.tags, column: cell}) for cell in rows[column]]]
     expected = f"{option}: expected numbers of {query.name} in {path}, got"
-    rows = rows.assign(value=numbers(rows["value"], rows["model"], expected))
-    expected = f"{option}: expected numbers of layers in {path}, 0 or more, got"
-    layers = numbers(rows["layer"], rows["model"], expected)
-    if (wrong := layers.notna() & ~(layers.ge(0) & layers.mod(1).eq(0))).any():
-        raise InputError(f"{expected} {layers[wrong].iloc[0]:g}")
-    rows = rows[layers.notna()].astype({"layer": int})  # a row without a layer is a mean over layers
-    rows = rows.reindex(columns=["model", "step", "task", "layer", "value", "states", "domain"]).astype(object)
+    rows = rows.assign(value=numbers(rows["value"], rows["model"], expected)).dropna(subset="layer")  # else a mean
+    layers = rows["layer"] = numbers(rows["layer"], rows["model"], expected)
+    if (wrong := ~(layers.ge(0) & layers.mod(1).eq(0))).any():
+        raise InputError(f"{option}: expected layers in {path}, whole numbers from 0, got {layers[wrong].iloc[0]:g}")
+    rows = rows.astype({"layer": int}).reindex(columns=[name for name in _COLUMNS if name in _OF_FILES]).astype(object)
     rows = rows.where(rows.notna(), None)
     if (twice := rows.duplicated(["model", "step", "task", "layer"])).any():
         model, _, task, layer = rows[twice].iloc[0].tolist()[:4]
@@ -363,8 +348,6 @@ def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any,
             f"{option}: {path} has more than one {query.text} of {model}, {task or 'all tasks'}, layer {layer}: "
             f"choose with [column=value]"
         )
-    if option == "scores" and rows["task"].isna().any():
-        raise InputError(f"{option}: expected a task in every row of {path}")
     return [
         (model, step and int(step), "", str(task or ""), layer, value, states and str(states), str(domain or ""), {})
         for model, step, task, layer, value, states, domain in rows.itertuples(index=False)

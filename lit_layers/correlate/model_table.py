@@ -22,13 +22,12 @@ from lit_layers.correlate.run_models import (
     numbers,
     of_width,
     plainest_variant,
-    read_run_models,
     read_table,
     refuse_unlike,
     same_model,
 )
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import tag_text
+from lit_layers.figures.labels import in_sentence, tag_text
 from lit_layers.figures.models import short_names
 from lit_layers.identity import variant_of
 from lit_layers.metrics import METRICS, is_in, look_up, scalar_row, sentence
@@ -60,13 +59,12 @@ class ModelTable:
 
     def title(self, column: str) -> str:
         """What a column is called in figures and tables: columns of the user's own are called as there."""
-        if column == "tokens":
-            return self.titles.get(column) or "Training tokens"
-        return self.titles.get(column) or (sentence(column) if column in (*SIZES, "model", "step", "layer") else column)
+        known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
+        return self.titles.get(column) or known.get(column, column)
 
     def covariate_title(self, column: str) -> str:
         """What a column is called where it is held fixed: sizes are as their logarithms."""
-        return f"Log {lowered(self.title(column))}" if column in LOGS else self.title(column)
+        return f"Log {in_sentence(self.title(column))}" if column in LOGS else self.title(column)
 
     def values(self, column: str) -> NDArray[np.float64]:
         """A column as numbers, sizes as their logarithms; NaN where there is none.
@@ -84,18 +82,12 @@ class ModelTable:
         """Says of each column that is held fixed which models lack it, and so are left out of its coefficient."""
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
-        models = {name: ", ".join(self.frame["model"][missing]) for name, missing in lack.items()}
-        above = {name: " above 0" if name in LOGS else "" for name in lack}
         return [
-            f"{self.title(name)}: left out where it is held fixed, since they have none{above[name]}: {left}."
-            for name, left in models.items()
-            if left
+            f"{self.title(name)}: left out where it is held fixed, since they have none"
+            f"{' above 0' if name in LOGS else ''}: {', '.join(self.frame['model'][missing])}."
+            for name, missing in lack.items()
+            if missing.any()
         ]
-
-
-def lowered(title: str) -> str:
-    """Returns a title as it stands within a sentence."""
-    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
 
 
 def published() -> ModelTable:
@@ -119,15 +111,15 @@ def read_file(path: Path, *, metric: str, score: str, baseline: str | None = Non
     Raises:
         InputError: for a file that cannot be read, a column that it lacks or that is no number, a model named twice.
     """
-    frame = read_table(path)
+    frame = read_table(path, "models")
     for option, column in (("metric", metric), ("score", score)):
         _refuse_missing(column, frame.columns.drop("model"), option, path)
     titles = {column: look_up(column).title for column in frame.columns if is_in(column, "coupling", "token_coupling")}
     return _finished(frame, metric, score, baseline, where=path, source=path.name, titles=titles)
 
 
-def read_runs(
-    folders: Sequence[Path],
+def table_of_models(
+    models: Sequence[RunModel],
     *,
     metric: str,
     score: str,
@@ -136,8 +128,9 @@ def read_runs(
     step: int | None = None,
     take: str = "last",
     baseline: str | None = None,
+    source: str = "",
 ) -> ModelTable:
-    """Returns the models of run folders and comparisons: of a training run the last checkpoint that has the metric.
+    """Returns the models of run folders: of a training run the last checkpoint that has the metric.
 
     `score` is `FILE:COLUMN` of a table keyed by model, a scalar of the runs' own training (`take` "last", "highest" or
     "lowest", up to `step`), or another metric, `ANALYSIS/METRIC`. All columns of such a file are known of the models,
@@ -146,78 +139,58 @@ def read_runs(
     Raises:
         InputError: for a metric or score that no model has, or of which the options leave several values.
     """
-    source = ", ".join(map(str, folders))
-    options: dict[str, Any] = {"metric": metric, "score": score, "tags": tags, "layer": layer, "step": step}
-    return of_models(read_run_models(folders), **options, take=take, baseline=baseline, source=source)
-
-
-def of_models(
-    models: Sequence[RunModel],
-    *,
-    metric: str,
-    score: str,
-    tags: Mapping[str, str | int | float] | None,
-    layer: int | str | None,
-    step: int | None,
-    take: str,
-    baseline: str | None,
-    source: str,
-) -> ModelTable:
-    """The same of models that have been read."""
     query = _resolved(models, metric, tags or {})
     rows, left_out, variants = [], {}, {}
     for model in models:
         at = model.at(step, query.analysis)
         record = _value(model, at, query, layer)
+        rows.append({"model": model.name, **model.sizes()})
         if record is None:
             left_out[model.name] = _why(model, query, step, layer)
         else:
             variants[model.name] = variant_of(record.tags)
-        measured = {} if record is None else _measured(model, at, query, layer, record)
-        rows.append({"model": model.name, **model.sizes(), **measured})
+            rows[-1] |= _measured(model, at, query, layer, record)
     refuse_unlike(variants, query.text, option="tags", example="--tags {}")
-    titles = _add_scores(rows, models, score, take, query, layer)
-    column = next(iter(titles))
+    column, title = _add_scores(rows, models, score, take, query)
     settings = [model.settings() for model in models]
     for name in dict.fromkeys(name for each in settings for name in each):
         if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ
             for row, each in zip(rows, settings, strict=True):
                 row |= {name: each[name]} if name in each and name not in row else {}
-    frame, name = pd.DataFrame(rows), query.name
+    frame, name, definition = pd.DataFrame(rows), query.name, look_up(query.name)
     if name not in frame.columns:
         reasons = "; ".join(f"{model}: {why}" for model, why in list(left_out.items())[:3])
         raise InputError(f"metric: no model has a value of {metric} ({reasons})")
-    definition = look_up(name)
-    titles |= {name: ", ".join(filter(None, [definition.title, tag_text(dict(tags or {}))]))}
-    titles |= {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
-    table = _finished(frame, name, column, baseline, where="these models", left_out=left_out, titles=titles)
+    titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
+    titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(tags or {}))]))}
     p_is_1 = any(model.has_p_1(str(query.analysis)) for model in models)
-    return replace(table, source=source, p_is_1=p_is_1)
+    facts: Any = {"left_out": left_out, "titles": titles, "source": source, "p_is_1": p_is_1}
+    return _finished(frame, name, column, baseline, where="these models", **facts)
 
 
 def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> MetricQuery:
     """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
-    pairs = {pair: None for model in models for pair in model.pairs()}
-    fitting = [pair for pair in pairs if "/".join(pair) == text] or [pair for pair in pairs if pair[1] == text]
+    pairs = {"/".join(pair): pair for model in models for pair in model.pairs()}
+    fitting = [text] if text in pairs else [name for name, pair in pairs.items() if pair[1] == text]
     if not fitting:
-        raise InputError(f"metric: no model has {text!r}{nearest(text, map('/'.join, pairs))}")
+        raise InputError(f"metric: no model has {text!r}{nearest(text, pairs)}")
     if len(fitting) > 1:
-        raise InputError(f"metric: {text} is in more than one analysis: {', '.join(map('/'.join, fitting))}")
-    return MetricQuery(text="/".join(fitting[0]), analysis=fitting[0][0], name=fitting[0][1], tags=tags)
+        raise InputError(f"metric: {text} is in more than one analysis: {', '.join(fitting)}")
+    analysis, name = pairs[fitting[0]]
+    return MetricQuery(text=fitting[0], analysis=analysis, name=name, tags=tags)
 
 
 def _value(
-    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None
+    model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None = None
 ) -> Record | None:
     """The one record that is meant: of the whole model, else of the last layer, or of the layer asked for."""
+    of_model = of_width(query, model)
     records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
-    records = [r for r in records if of_width(query, model).fits(r.tags)]
-    if layer is None and any(r.layer is None for r in records):
-        records = [r for r in records if r.layer is None]
-    else:
-        layers = [r.layer for r in records if r.layer is not None]
-        at = max(layers, default=None) if layer in (None, "last") else layer
-        records = [r for r in records if r.layer is not None and r.layer == at]
+    records = [r for r in records if of_model.fits(r.tags)]
+    at = None
+    if layer is not None or all(r.layer is not None for r in records):
+        at = max((r.layer for r in records if r.layer is not None), default=-1) if layer in (None, "last") else layer
+    records = [r for r in records if r.layer == at]
     if not records:
         return None
     variants = [variant_of(r.tags) for r in records]
@@ -229,14 +202,13 @@ def _measured(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None, record: Record
 ) -> dict[str, Any]:
     """A metric at one checkpoint, its tags, and what is known of its baseline."""
-    name, tags = query.name, variant_of(record.tags)
-    ends = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer, "step": measurements[0].step}
-    ends["tokens"] = measurements[0].tokens
-    row = {name: record.value, **tags, **{end: value for end, value in ends.items() if value is not None}}
+    name, tags, first = query.name, variant_of(record.tags), measurements[0]
+    facts = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer}
+    facts |= {"step": first.step, "tokens": first.tokens}
     for other in (look_up(name).baseline, look_up(name).excess):
         beside = _value(model, measurements, replace(query, name=other, tags=tags), layer)
-        row |= {other: beside.value} if beside is not None else {}
-    return row
+        facts[other] = beside and beside.value
+    return {name: record.value, **tags, **{each: value for each, value in facts.items() if value is not None}}
 
 
 def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any, None]]:
@@ -253,58 +225,51 @@ def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str
         return f"no measurement at step {step}"
     if not model.measurements and model.num_suspect:
         return "all its checkpoints are suspect"
-    options = [tag_text(dict(query.tags)), f"layer {layer}" if layer is not None else ""]
-    text = ", ".join(filter(None, options))
+    text = ", ".join(filter(None, [tag_text(dict(query.tags)), f"layer {layer}" if layer is not None else ""]))
     there = _tags([model], query)
     has = ", ".join(tag_text({tag: value}) for tag in query.tags for value in there.get(tag, ()))
     return f"no {query.text}{f' with {text}' if text else ''}{f', it has {has}' if has else ''}"
 
 
 def _add_scores(
-    rows: list[dict[str, Any]],
-    models: Sequence[RunModel],
-    score: str,
-    take: str,
-    query: MetricQuery,
-    layer: int | str | None,
-) -> dict[str, str]:
-    """Puts the score into each model's row and returns its column, with what that is called.
+    rows: list[dict[str, Any]], models: Sequence[RunModel], score: str, take: str, query: MetricQuery
+) -> tuple[str, str]:
+    """Puts the score into each model's row and returns its column, and what that is called.
 
     Of a run it is that of the step whose metric stands in the row.
     """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
         _join(rows, Path(path), column)
-        return {column: column}
-    scalars = dict.fromkeys(name for model in models for scalars in model.scalars for name in scalars)
+        return column, column
+    scalars = {name for model in models for scalars in model.scalars for name in scalars}
     if score in scalars:
         values = [m.scalar(score, row.get("step"), take) for row, m in zip(rows, models, strict=True)]
         title = scalar_row(score).title
         title = title if take == "last" else f"{title}, {take}"
     else:
-        pairs = {"/".join(pair): None for model in models for pair in model.pairs()}
+        pairs = ["/".join(pair) for model in models for pair in model.pairs()]
         if score not in pairs:
-            names = [name for name in scalars if name not in ("step", "tokens")] + list(pairs)
             raise InputError(
                 f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
-                f"FILE.csv:COLUMN{nearest(score, names)}"
+                f"FILE.csv:COLUMN{nearest(score, sorted({*scalars, *pairs} - {'step', 'tokens'}))}"
             )
         other = _resolved(models, score, {})
         tags = {tag: value for tag, value in query.tags.items() if tag in _tags(models, other)}
         other, title = replace(other, tags=tags), look_up(other.name).title
         at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
-        records = [_value(*each, other, None) for each in zip(models, at, strict=True)]
+        records = [_value(*each, other) for each in zip(models, at, strict=True)]
         variants = {m.name: variant_of(r.tags) for m, r in zip(models, records, strict=True) if r is not None}
         refuse_unlike(variants, other.text, option="score", example="models with {} alone")
-        values = [None if record is None else record.value for record in records]
+        values = [record and record.value for record in records]
     for row, value in zip(rows, values, strict=True):
         row |= {score: value} if value is not None else {}
-    return {score: title}
+    return score, title
 
 
 def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
     """Adds the columns of a file to the models' rows, by the model's whole name or its last part."""
-    table: Any = read_table(path)
+    table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
         raise InputError(f"score: column {column!r} of {path} is called like what is measured; rename it")
@@ -314,8 +279,7 @@ def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
         if len(places) > 1:
             raise InputError(f"score: {path} has {len(places)} rows for {row['model']}, expected one")
         for place in places:
-            cells = table.iloc[place].dropna().to_dict()
-            row |= {name: cell for name, cell in cells.items() if name not in row}
+            row |= {name: cell for name, cell in table.iloc[place].dropna().items() if name not in row}
 
 
 def _refuse_missing(column: str, columns: Any, option: str, where: object) -> None:
@@ -342,7 +306,7 @@ def _finished(
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})
     for column, option in ((metric, "metric"), (score, "score")):
-        values = frame[column] if column in frame.columns else pd.Series(math.nan, frame.index)
+        values = frame.get(column, pd.Series(math.nan, frame.index))
         expected = f"{option}: expected numbers in column {column!r} of {where}, got"
         frame[column] = numbers(values, frame["model"], expected)
         for name in frame["model"][~np.isfinite(frame[column])]:

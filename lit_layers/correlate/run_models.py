@@ -1,7 +1,5 @@
 """Models as run folders and files describe them, and the query for one number: `ANALYSIS/METRIC[tag=value,...]`."""
 
-import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,15 +9,14 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import identity, records
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, did_you_mean
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import plainest
-from lit_layers.identity import BESIDE
+from lit_layers.identity import BESIDE, same_tag
 from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # of the column that names the models
-_MOST = 1e100
 # What a model's size is called: the name here, then what configurations of the known families call it.
 SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
@@ -27,7 +24,6 @@ SIZES = {
     "parameters": ("parameters",),
     "tokens": ("training_tokens",),
 }
-TEXTS = ("task", "common")
 _FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")
 
 
@@ -62,26 +58,19 @@ class MetricQuery:
                 raise InputError(f"{option}: expected tag=value between the brackets of {text!r}, got {part!r}")
             tags[tag] = value
         texts = tags.pop("texts", None)
-        if texts not in (None, *TEXTS):
+        if texts not in (None, "task", "common"):
             raise InputError(f"{option}: expected texts=task or texts=common in {text!r}, got {texts!r}")
         return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags, texts=texts)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
         """Whether a record with these tags is meant; numbers may be written in any way, `drop_first=1`, `k=0.10`."""
-        return all(name in tags and _alike(tags[name], value) for name, value in self.tags.items())
+        return all(name in tags and same_tag(tags[name], value) for name, value in self.tags.items())
 
 
 def split(text: str) -> list[str]:
     """Returns the parts between the commas that stand outside brackets."""
-    parts = [part.strip() for part in re.split(r",(?![^\[\]]*\])", text)]
+    parts = (part.strip() for part in re.split(r",(?![^\[\]]*\])", text))
     return [part for part in parts if part]
-
-
-def _alike(value: Any, asked: str | float) -> bool:
-    try:
-        return float(value) == float(asked)
-    except ValueError:
-        return str(value) == str(asked)
 
 
 # ------------------------------------------------------------------------------------------------ run folders
@@ -138,11 +127,10 @@ class RunModel:
         """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
         if any(r.tags.get("p") == 1 for m in self.measurements if m.analysis == analysis for r in m.records):
             return True
-        for one in self.about.get("config", {}).get("analyses") or []:
-            options = (one.get("init_args") or {}) if isinstance(one, dict) else {}
-            if str(one.get("class_path", "")).endswith("Coupling") and options.get("p") == 1:
-                return options.get("name", analysis) == analysis
-        return False
+        configured = [one for one in self.about.get("config", {}).get("analyses") or [] if isinstance(one, dict)]
+        couplings = [one for one in configured if str(one.get("class_path", "")).endswith("Coupling")]
+        options = [one.get("init_args") or {} for one in couplings]
+        return any(each.get("p") == 1 and each.get("name", analysis) == analysis for each in options)
 
     def scalar(self, name: str, step: int | None, take: str) -> float | None:
         """A scalar of training, up to a step: the last, the highest or the lowest value; None without any."""
@@ -162,9 +150,8 @@ def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
     models = [model for folder in folders for root in _roots(folder) for model in _models(root)]
     names = [model.name for model in models]
     models = [replace(m, name=str(m.folder)) if names.count(m.name) > 1 else m for m in models]
-    names = [model.name for model in models]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"expected every model once, got {twice[0]} more than once: name each folder once")
+    if len({model.name for model in models}) < len(models):
+        raise InputError(f"models: {', '.join(map(str, folders))} hold one model more than once: name each folder once")
     return models
 
 
@@ -242,17 +229,10 @@ def plainest_variant(
     best = plainest(distinct)
     plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as the plainest
     if len(plain) > 1:
-        refuse_variants(plain, what, option=option, example=example)
+        listed = "; ".join(tag_text(dict(tags)) or "no tag" for tags in plain)
+        first = example.format(_written(next(filter(None, plain))))
+        raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one, e.g. {first}")
     return best
-
-
-def refuse_variants(variants: Sequence[Mapping[str, Any]], what: str, *, option: str, example: str) -> None:
-    """Raises the sentence that lists the variants of a metric."""
-    listed = "; ".join(tag_text(dict(tags)) or "no tag" for tags in variants)
-    first = ",".join(f"{name}={value}" for name, value in next(filter(None, variants)).items())
-    raise InputError(
-        f"{option}: {what} has {len(variants)} variants ({listed}): choose one, e.g. {example.format(first)}"
-    )
 
 
 def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, *, option: str, example: str) -> None:
@@ -263,57 +243,45 @@ def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, *, optio
     """
     alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
-        kind = sorted((name, "" if name == "k" else value) for name, value in tags.items())
-        alike.setdefault(str(kind), (model, tags))
+        alike[str(sorted((name, "" if name == "k" else value) for name, value in tags.items()))] = model, tags
     if len(alike) > 1:
         listed = "; ".join(f"{tag_text(dict(tags)) or 'no tag'} of {model}" for model, tags in alike.values())
         most = max((tags for _, tags in alike.values()), key=len)
-        first = ",".join(f"{name}={value}" for name, value in most.items() if name != "k" or len(most) == 1)
+        first = {name: value for name, value in most.items() if name != "k" or len(most) == 1}
         raise InputError(
             f"{option}: {what} is {listed}: numbers of two kinds do not compare: measure all models alike, or choose, "
-            f"e.g. {example.format(first)}"
+            f"e.g. {example.format(_written(first))}"
         )
+
+
+def _written(tags: Mapping[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in tags.items())
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """Returns `; did you mean ...?`, or what there is."""
     names = list(names)
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    if not near:
-        last = {name.split("/")[-1]: name for name in names}
-        near = [last[name] for name in difflib.get_close_matches(word.split("/")[-1], last, n=3, cutoff=0.6)]
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}" if names else ""
+    there = f"there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
+    return f"; {did_you_mean(word, names, there)}" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
-def read_table(path: Path, option: str = "") -> pd.DataFrame:
+def read_table(path: Path, option: str) -> pd.DataFrame:
     """Returns the rows of a .csv or .parquet file, whose models stand in the column `model`, as text.
 
     Raises:
-        InputError: for a file that cannot be read, has no rows, or no column that names the models.
+        InputError: for a file that cannot be read, or has no column that names the models.
     """
-    prefix = f"{option}: " if option else ""
-    if path.suffix not in (".csv", ".parquet"):
-        raise InputError(f"{prefix}expected a file that ends in .csv or .parquet, got {path}")
-    if not path.is_file():
-        raise InputError(f"{prefix}expected a .csv or .parquet file, {path} does not exist")
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
     except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
-        raise InputError(f"{prefix}cannot read {path}: {' '.join(str(error).split())}") from error
-    if frame.empty:
-        raise InputError(f"{prefix}{path} has no rows")
+        raise InputError(f"{option}: cannot read {path}: {' '.join(str(error).split())}") from error
     name = next((name for name in NAMES if name in frame.columns), None)
     if name is None:
         there = ", ".join(map(str, frame.columns))
-        raise InputError(f"{prefix}{path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
-    if (nameless := frame[name].isna()).any():
-        row = int(nameless.to_numpy().argmax()) + 1
-        raise InputError(f"{prefix}{path}: row {row} has no name in column {name}")
+        raise InputError(f"{option}: {path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 
@@ -326,10 +294,7 @@ def numbers(column: Any, names: Any, expected: str) -> Any:
     values: Any = pd.to_numeric(column, errors="coerce")
     if (wrong := column.notna() & values.isna()).any():
         raise InputError(f"{expected} {column[wrong].iloc[0]!r} for {names[wrong].iloc[0]}")
-    values = values.astype("float64")
-    if (vast := values.abs().between(_MOST, math.inf, inclusive="neither")).any():  # whose squares are infinite
-        raise InputError(f"{expected} {values[vast].iloc[0]:g}, beyond {_MOST:g}, for {names[vast].iloc[0]}")
-    return values
+    return values.astype("float64")
 
 
 def same_model(name: str, others: Sequence[str]) -> list[int]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_layers.clock.layer_statistics import MONOTONICITY, LayerCurve
-from lit_layers.clock.step_curves import AxisName, StepCurve
+from lit_layers.clock.step_curves import MONOTONICITY, AxisName, LayerCurve, StepCurve
 from lit_layers.clock.times_and_order import Clock, emerged_in_order, is_before
 from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Chart, Series

@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.clock.layer_statistics import LayerCurve, layer_table
-from lit_layers.clock.step_curves import AxisName
+from lit_layers.clock.step_curves import AxisName, LayerCurve, layer_table
 from lit_layers.clock.times_and_order import (
     COLUMNS,
     Clock,

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.clock import times_of_run, times_table
+from lit_layers.clock.times_and_order import times_of_run, times_table
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures import Chart, layer_matrix, layer_surface
 from lit_layers.figures.maps import has_surface

@@ -327,8 +327,6 @@ def of_images(
     notes = [] if trained else [f"Nobody says how the model's images were normalised: by {source}'s own pixels here."]
     if len(alone) < len(train):
         notes.append(f"Training images left out, as test has them: {len(train) - len(alone)}.")
-    if not chosen["validation"]:
-        raise InputError(f"images: all {len(alone)} training images of {source} are alike: give other images")
 
     def pixels(part: Part, numbers: list[int]) -> Tensor:
         return normalise(eval_pixels(pictures[part], numbers, size))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError
@@ -57,57 +57,25 @@ class ProbeHead:
     seen: Tensor  # (classes seen,); empty for a regression
 
     @classmethod
-    def of_logistic(
-        cls, probes: LogisticProbes, layer: int, *, classes: Sequence[str], row: int | None = None, **facts: Any
-    ) -> Self:
-        """The probe of a layer; `classes` are the names, by number, and `facts` the `task`, `pooling` and `max_tokens`
-        of `HeadFacts`. `row` is its place in `probes`: `layer` if not given, as where these are of all layers.
-
-        Raises:
-            IndexError: no such row.
-            ValueError: another number of names than of classes, or a name that is there twice.
-        """
-        if len(classes) != probes.num_classes:
-            raise ValueError(f"expected a name for each of {probes.num_classes} classes, got {len(classes)}")
-        if len(set(classes)) < len(classes):
-            raise ValueError(f"expected a name of its own for each class, got {list(classes)}")
-        about = HeadFacts(kind="classification", layer=layer, classes=tuple(classes), **facts)
-        return cls(about, *_row(probes, layer if row is None else row), probes.classes.cpu().clone())
-
-    @classmethod
-    def of_ridge(cls, probes: RidgeProbes, layer: int, *, row: int | None = None, **facts: Any) -> Self:
-        """The ridge regression of a layer, as `of_logistic`.
-
-        Raises:
-            IndexError: no such row.
-        """
-        about = HeadFacts(kind="regression", layer=layer, classes=None, **facts)
-        return cls(about, *_row(probes, layer if row is None else row), torch.empty(0, dtype=torch.int64))
+    def of(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
+        """The probe in a row of `probes`, on the CPU."""
+        tensors = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
+        seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
+        return cls(facts, *tensors, seen)
 
     @property
     def dim(self) -> int:
         return self.weight.shape[0]
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Logits, or the values of a regression: (n, dim) -> (n, outputs). In the precision of the weights.
-
-        Raises:
-            ValueError: features of another width.
-        """
-        if features.ndim != 2 or features.shape[1] != self.dim:
-            raise ValueError(f"expected features of shape (n, {self.dim}), got {tuple(features.shape)}")
+        """Logits, or the values of a regression: (n, dim) -> (n, outputs). In the precision of the weights."""
         device = features.device
         rows = (features.double() - self.mean.to(device)) / self.scale.to(device)
         return rows.to(self.weight.dtype) @ self.weight.to(device) + self.bias.to(device)
 
     def log_proba(self, features: Tensor) -> Tensor:
-        """Natural logarithms of the classes' probabilities: (n, dim) -> (n, classes); -inf for one never seen.
-
-        Raises:
-            ValueError: a regression, or features of another width.
-        """
-        if self.facts.classes is None:
-            raise ValueError("this probe is a regression and has no classes")
+        """Natural logarithms of the classes' probabilities: (n, dim) -> (n, classes); -inf for one never seen."""
+        assert self.facts.classes is not None, "a regression has no classes"
         logits = self.outputs(features)
         if len(self.seen) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
@@ -147,15 +115,6 @@ class ProbeHead:
             raise InputError(f"the probe in {folder} is damaged ({reason}): export it again") from error
 
 
-def _row(probes: LogisticProbes | RidgeProbes, row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weight, bias, mean and scale, on the CPU."""
-    count = len(probes.weight)
-    if not 0 <= row < count:
-        raise IndexError(f"these probes have rows 0..{count - 1}, got {row}")
-    weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
-    return weight, bias, mean, scale
-
-
 Inputs = Sequence[str] | Tensor
 NO_LIMIT = 2**30  # tokens
 CHUNK = 10_000  # texts that are sorted by length together
@@ -184,10 +143,9 @@ class LayerClassifier:
         Raises:
             InputError: inputs of another kind, or a text that is no token.
         """
-        if self.facts.classes is not None:
-            names = self.facts.classes
+        if (names := self.facts.classes) is not None:
             return [names[number] for number in self.probabilities(inputs).argmax(-1).tolist()]
-        values = self._apply(inputs)
+        values = self.head.outputs(self.features(inputs))
         return values[:, 0].tolist() if values.shape[1] == 1 else values.tolist()
 
     def probabilities(self, inputs: Inputs) -> Tensor:
@@ -198,7 +156,7 @@ class LayerClassifier:
         """
         if self.facts.classes is None:
             raise InputError(f"{self.facts.task} is a regression and has no probabilities: use predict")
-        return self._apply(inputs).exp()
+        return self.head.log_proba(self.features(inputs)).exp()
 
     def features(self, inputs: Inputs) -> Tensor:
         """What the probe reads: the pooled state of each input behind the last block kept, (n, dim), on the CPU.
@@ -214,10 +172,6 @@ class LayerClassifier:
         if not rows:
             return torch.empty(0, self.model.dim, dtype=self.model.dtype)
         return torch.cat(rows)[torch.tensor(order).argsort()]
-
-    def _apply(self, inputs: Inputs) -> Tensor:
-        features = self.features(inputs)
-        return self.head.outputs(features) if self.facts.classes is None else self.head.log_proba(features)
 
     def _pooled(self, batch: Batch) -> Tensor:
         averages_patches = self.model.family.sees_images and self.facts.pooling == "mean"
@@ -246,11 +200,10 @@ class LayerClassifier:
 
     def _checked_pixels(self, inputs: Inputs) -> Tensor:
         side = self.model.image_size
-        if not isinstance(inputs, Tensor) or inputs.ndim != 4:
+        if not isinstance(inputs, Tensor) or inputs.ndim != 4 or (side and inputs.shape[2:] != (side, side)):
             got = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise InputError(f"inputs: expected pixel values (n, channels, height, width), got {got}")
-        if side is not None and inputs.shape[2:] != (side, side):
-            raise InputError(f"inputs: expected images of {side} x {side} px, got shape {tuple(inputs.shape)}")
+            size = f"{side}, {side}" if side else "height, width"
+            raise InputError(f"inputs: expected pixel values (n, channels, {size}), got {got}")
         return inputs
 
     def _encoded(self, tokenizer: TextTokenizer, inputs: Inputs) -> EncodedTexts:
@@ -266,10 +219,8 @@ def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int 
     Reads safetensors and JSON alone: no pickle, no code of the folder.
 
     Raises:
-        InputError: no export there, a damaged one, a batch_size below 1.
+        InputError: no export there, or a damaged one.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, not {batch_size}")
     head = ProbeHead.load(folder)
     model = at_least_float32(LayeredModel(open_plainly(folder, head=False, safetensors_only=True).to(device)))
     if (model.num_layers, model.dim) != (head.facts.layer, head.dim):

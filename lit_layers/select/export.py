@@ -26,12 +26,8 @@ from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
 from lit_layers.tasks.sentence_encoder import save_sentence_encoder
 
 POOLINGS = (  # of texts, of images
-    {
-        "last": "taken at the last real token",
-        "mean": "averaged over all real tokens",
-        "cls": "taken at the first token",
-    },
-    {"last": "taken at the last patch", "mean": "averaged over the patches", "cls": "taken at the first token"},
+    {"last": "taken at the last real token", "mean": "averaged over all real tokens"},
+    {"last": "taken at the last patch", "mean": "averaged over the patches"},
 )
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -59,18 +55,12 @@ class Card:
 
 
 def render(
-    card: Card,
-    facts: HeadFacts,
-    *,
-    package: str,
-    picture: str | None,
-    final_norm: bool = True,
-    of_images: bool | None = None,
+    card: Card, facts: HeadFacts, *, package: str, picture: str | None, final_norm: bool = True, of_images: bool = False
 ) -> str:
     """The README.md of an export, in Markdown with the header that model pages of the Hub begin with.
 
     `package` is the one that opens the model, `picture` the name of a file beside it; `final_norm` says whether the
-    model has a norm behind its last block, `of_images` whether it takes images (None: if timm opens it).
+    model has a norm behind its last block, `of_images` whether it takes images.
     """
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
@@ -91,7 +81,6 @@ def render(
     }
     scores = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
     test = [(name, f"{score:.4f}") for name, score in scores.items()]
-    is_vision = package == "timm" if of_images is None else of_images
     template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     return (
@@ -104,8 +93,8 @@ def render(
             name=card.source.rstrip("/").rpartition("/")[2],
             is_classifier=facts.kind == "classification",
             package=package,
-            is_vision=is_vision,
-            pooling=POOLINGS[is_vision].get(facts.pooling, f"pooled by {facts.pooling}"),
+            is_vision=of_images,
+            pooling=POOLINGS[of_images].get(facts.pooling, "taken at the first token"),
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
             validation=score_table(card.validation, card.metric, chosen=facts.layer),
             test=markdown(("layer", card.test_metric or card.metric), test),
@@ -219,18 +208,13 @@ def export(
 
     Raises:
         InputError: a layer that is none of 1..L, a folder that is there, a model that cannot be cut, a tokenizer that
-            is missing (or is given for images), a card whose picture is not there.
-        ValueError: a head of another layer or width, no batch to check with.
+            is missing (or is given for images).
         RuntimeError: the folder gives other hidden states than the model; nothing is left behind.
     """
     folder, view = Path(folder), LayeredModel(model)
     if not 1 <= layer <= view.num_layers:
         kind = type(view.model).__name__
         raise InputError(f"layer: {kind} is exported up to one of its blocks 1..{view.num_layers}, got {layer}")
-    if (head.facts.layer, head.dim) != (layer, view.dim):
-        raise ValueError(
-            f"expected a head of layer {layer} and width {view.dim}, got layer {head.facts.layer}, width {head.dim}"
-        )
     text_tokenizer = _tokenizer(view, tokenizer)
     refuse_taken(folder, overwrite)
     if keep_lm_head and not view.has_head:
@@ -294,8 +278,6 @@ def _write_page(card: Card, head: ProbeHead, view: LayeredModel, draft: Path) ->
     picture = None
     if card.picture is not None:
         source = Path(card.picture)
-        if not source.is_file():
-            raise InputError(f"card: expected a file with a picture, {source} is none")
         picture = f"validation{source.suffix}"
         shutil.copyfile(source, draft / picture)
     has_norm = view.family.norm is not None
@@ -317,47 +299,33 @@ def _verify(
     attention = None if view.family.sees_images else view.attention
     reloaded: nn.Module = open_plainly(draft, head=keep_lm_head, attention=attention, safetensors_only=True)
     again = LayeredModel(reloaded.to(view.device))
-    batches = [*batches]
-    if not batches:
-        raise ValueError("expected at least one batch to check the exported model with, got none")
     for batch in batches:
         expected, got = view.trajectory(batch).hidden[: layer + 1], again.trajectory(batch).hidden
         if expected.shape != got.shape or expected.dtype != got.dtype:
-            raise RuntimeError(f"the exported model has states {_kind(got)}, the model itself {_kind(expected)}")
+            raise RuntimeError(f"the exported model has states {got.shape} in {got.dtype}, not {expected.shape}")
         for number, (one, other) in enumerate(zip(expected, got, strict=True)):
             largest = (one.double() - other.double()).abs().max().item()
             if not largest <= min(ROUNDING * torch.finfo(one.dtype).eps, 0.05) * one.abs().max().item():
                 raise RuntimeError(
                     f"the exported model differs from the model itself at layer {number}, by up to {largest:.3g}"
                 )
-    if weights_hash(again.model) != fingerprint:
-        raise RuntimeError("the exported weights differ from those of the model itself")
-    copy = ProbeHead.load(draft)
-    if copy.facts != head.facts or not all(torch.equal(getattr(copy, n), getattr(head, n).cpu()) for n in NAMES):
-        raise RuntimeError("the exported probe differs from the probe itself")
+    copy, same = ProbeHead.load(draft), {"weights": weights_hash(again.model) == fingerprint}
+    tensors = all(torch.equal(getattr(copy, name), getattr(head, name).cpu()) for name in NAMES)
+    same["probe"] = copy.facts == head.facts and tensors
     if tokenizer is not None:
         reread = load_tokenizer(str(draft)).tokenizer
-        if tokenizer_hash(reread) != tokenizer_hash(tokenizer.tokenizer):
-            raise RuntimeError("the exported tokenizer differs from the tokenizer itself")
-
-
-def _kind(states: torch.Tensor) -> str:
-    return f"of shape {tuple(states.shape)} in {str(states.dtype).removeprefix('torch.')}"
+        same["tokenizer"] = tokenizer_hash(reread) == tokenizer_hash(tokenizer.tokenizer)
+    for part, is_same in same.items():
+        if not is_same:
+            raise RuntimeError(f"the exported {part} differs from that of the model itself")
 
 
 def _put_in_place(folder: Path, draft: Path) -> None:
-    """The draft becomes the folder; an earlier one is gone only after that."""
+    """The draft, which is on the disk, becomes the folder."""
     for file in draft.iterdir():
         sync(file)
     sync(draft)
-    before = draft.with_name(f"{draft.name}-before")
     if folder.exists():
-        folder.rename(before)
-    try:
-        draft.rename(folder)
-    except OSError:
-        if before.exists():
-            before.rename(folder)
-        raise
+        shutil.rmtree(folder)
+    draft.rename(folder)
     sync(folder.absolute().parent)
-    shutil.rmtree(before, ignore_errors=True)

@@ -1,13 +1,13 @@
 """A layer that was chosen, written down: numbers, a picture, the model cut there with its page; and models compared."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from lit_layers.figures.axes import Axis
@@ -18,13 +18,12 @@ from lit_layers.figures.theme import ACCENT, MUTED, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.files.durable import Scratch
 from lit_layers.functional.curves import bootstrap_interval
-from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.build import save
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
-from lit_layers.select.classifier import ProbeHead
+from lit_layers.select.classifier import HeadFacts, ProbeHead
 from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on
 from lit_layers.series.checkpoint_sources import ModelFiles
 
@@ -128,11 +127,15 @@ class Selection:
             show: is given the table of costs and how they were measured.
         """
         task, choice = self.task, self.choice
-        facts: Any = {"task": task.name, "pooling": task.pooling, "max_tokens": task.max_tokens, "row": 0}
-        if isinstance(choice.probe, LogisticProbes):
-            head = ProbeHead.of_logistic(choice.probe, choice.layer, classes=task.classes or (), **facts)
-        else:
-            head = ProbeHead.of_ridge(choice.probe, choice.layer, **facts)
+        facts = HeadFacts(
+            kind="regression" if task.classes is None else "classification",
+            task=task.name,
+            layer=choice.layer,
+            pooling=task.pooling,
+            max_tokens=task.max_tokens,
+            classes=task.classes,
+        )
+        head = ProbeHead.of(choice.probe, facts)
         card = Card(
             source=self.files.model,
             revision=self.revision,
@@ -148,32 +151,25 @@ class Selection:
             picture=picture,
             notes=task.notes,
         )
-        with self._whole_model() as whole:
-            measured: Any = {"num_rounds": rounds, "device": self.view.device.type}
-            measured |= {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
+        whole, scratch = Path(self.files.model), None
+        if not self.files.local:  # a copy, removed at the end
+            scratch = Scratch()
+            whole = scratch.folder
+            save(self.view.model, whole)
+        measured: Any = {"num_rounds": rounds, "device": self.view.device.type}
+        measured |= {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
 
-            def costs(cut: Path) -> Any:
-                of_both = compare_costs(whole, cut, layer=choice.layer, num_layers=choice.num_layers, **measured)
-                show(f"{cost_table(of_both)}\n\n{measured_on(of_both)}")
-                return of_both
+        def costs(cut: Path) -> Any:
+            of_both = compare_costs(whole, cut, layer=choice.layer, num_layers=choice.num_layers, **measured)
+            show(f"{cost_table(of_both)}\n\n{measured_on(of_both)}")
+            return of_both
 
-            is_cut = choice.layer < choice.num_layers
-            if not is_cut:
-                show(f"layer {choice.layer} is the last one: nothing can be cut, and no costs are compared")
-            how: Any = {"tokenizer": self.tokenizer, "card": card, "costs": costs if is_cut else None, **options}
-            export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
-
-    @contextmanager
-    def _whole_model(self) -> Iterator[Path]:
-        """A folder with the whole model: its own, or for a model of the Hub a copy that is removed afterwards."""
-        if self.files.local:
-            yield Path(self.files.model)
-            return
-        scratch = Scratch()
-        try:
-            save(self.view.model, scratch.folder)
-            yield scratch.folder
-        finally:
+        is_cut = choice.layer < choice.num_layers
+        if not is_cut:
+            show(f"layer {choice.layer} is the last one: nothing can be cut, and no costs are compared")
+        how: Any = {"tokenizer": self.tokenizer, "card": card, "costs": costs if is_cut else None, **options}
+        export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
+        if scratch is not None:
             scratch.remove()
 
 
@@ -207,9 +203,7 @@ def reference(models: Sequence[Candidate]) -> Candidate:
 
 def difference(model: Candidate, other: Candidate) -> Score | None:
     """Test score of a model less another's, paired over the rows; None where their rows are not the same."""
-    if model.test_targets.shape != other.test_targets.shape or not bool(
-        (model.test_targets == other.test_targets).all()
-    ):
+    if not torch.equal(model.test_targets, other.test_targets):
         return None
     gaps = model.choice.test_rows - other.choice.test_rows
     low, high = bootstrap_interval(gaps)

@@ -2,8 +2,8 @@
 
 import yaml
 
-from lit_layers.select import HeadFacts, cost_table, measured_on, score_table
-from lit_layers.select.export import render
+from lit_layers.select.classifier import HeadFacts
+from lit_layers.select.export import cost_table, measured_on, render, score_table
 from tests.support.exports import card, cost
 
 FACTS = HeadFacts(
@@ -72,7 +72,7 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
 
 def test_a_page_leaves_out_what_is_not_known():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
-    page = render(card(source="/some/folder", tolerance=None), facts, package="timm", picture=None)
+    page = render(card(source="/some/folder", tolerance=None), facts, package="timm", picture=None, of_images=True)
     assert set(yaml.safe_load(page.split("---")[1])) == {"library_name", "tags"}
     for part in ("revision", "None", "Costs", "Notes", "![", "probabilities", ", tolerance", "base_model"):
         assert part not in page

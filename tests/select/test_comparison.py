@@ -6,7 +6,7 @@ import pytest
 
 from lit_layers.models.build import save, vit
 from lit_layers.models.truncation import truncate
-from lit_layers.select import compare_costs
+from lit_layers.select.export import compare_costs
 from tests.support.tiny_models import tiny
 
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4}

@@ -10,8 +10,10 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import fit_logistic_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
-from lit_layers.select import ProbeHead
-from tests.support.exports import CLASSES, head_of
+from lit_layers.select.classifier import HeadFacts, ProbeHead
+from tests.support.exports import head_of
+
+REGRESSION = HeadFacts(kind="regression", task="t", layer=1, pooling="mean", max_tokens=None, classes=None)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -27,9 +29,9 @@ def softmax(logits):
 def test_probabilities_are_the_softmax_of_the_standardised_features(num_classes):
     features, labels = random(4, 30, 5), torch.arange(30) % num_classes
     probes = fit_logistic_probes(features, labels)
-    names, new = CLASSES[:num_classes], random(7, 5, seed=1)
+    new = random(7, 5, seed=1)
     for layer in range(4):
-        head = ProbeHead.of_logistic(probes, layer, classes=names, task="t", pooling="last", max_tokens=9)
+        head = head_of(probes, layer)
         rows = (new.numpy() - features[layer].numpy().mean(0)) / features[layer].numpy().std(0)
         logits = rows @ probes.weight[layer].numpy() + probes.bias[layer].numpy()
         if num_classes == 2:
@@ -62,17 +64,15 @@ def test_a_class_without_a_training_row_has_no_probability():
 def test_a_regression_gives_its_values():
     weight, bias, mean, scale = random(3, 5, 2), random(3, 2), random(3, 5), random(3, 5).abs() + 0.5
     probes = RidgeProbes(weight, bias, mean, scale, torch.zeros(2), torch.ones(len(weight)))
-    new, head = random(6, 5, seed=1), ProbeHead.of_ridge(probes, 2, task="t", pooling="mean", max_tokens=None)
+    new, head = random(6, 5, seed=1), ProbeHead.of(probes, REGRESSION, 2)
     rows = (new.numpy() - mean[2].numpy()) / scale[2].numpy()
     np.testing.assert_allclose(head.outputs(new), rows @ weight[2].numpy() + bias[2].numpy(), rtol=1e-12)
-    with pytest.raises(ValueError, match="this probe is a regression and has no classes"):
-        head.log_proba(new)
 
 
 def test_a_fitted_regression_predicts_as_its_probes_do():
     features, new = random(3, 30, 5), random(6, 5, seed=1)
     probes = fit_ridge_probes(features, random(30, seed=2))
-    head = ProbeHead.of_ridge(probes, 1, task="t", pooling="mean", max_tokens=None)
+    head = ProbeHead.of(probes, REGRESSION, 1)
     torch.testing.assert_close(head.outputs(new)[:, 0], probes.predict(new.expand(3, -1, -1))[1], rtol=1e-12, atol=0)
 
 
@@ -80,12 +80,10 @@ def test_a_layer_fitted_alone_stands_in_another_row():
     features = random(4, 30, 5)
     everything = fit_logistic_probes(features, torch.arange(30) % 3)
     alone = fit_logistic_probes(features[2:3], torch.arange(30) % 3)
-    head = ProbeHead.of_logistic(alone, 2, classes=CLASSES, task="t", pooling="last", max_tokens=9, row=0)
-    assert head.facts.layer == 2
+    head = ProbeHead.of(alone, head_of(everything, 2).facts)
     torch.testing.assert_close(head.weight, everything.weight[2])
     numbers = fit_ridge_probes(features[2:3], random(30, seed=2))
-    head = ProbeHead.of_ridge(numbers, 2, task="t", pooling="last", max_tokens=9, row=0)
-    assert (head.facts.layer, torch.equal(head.weight, numbers.weight[0])) == (2, True)
+    assert torch.equal(ProbeHead.of(numbers, REGRESSION).weight, numbers.weight[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,18 +106,6 @@ def test_a_head_comes_back_from_disk_as_it_was(dtype, tmp_path):
         "max_tokens": 20,
         "classes": ["joy", "anger", "none"],
     }
-
-
-def test_what_is_no_layer_no_name_and_no_width_is_refused():
-    probes = fit_logistic_probes(random(3, 30, 5), torch.arange(30) % 3)
-    for layer in (-1, 3):
-        with pytest.raises(IndexError, match=rf"these probes have rows 0\.\.2, got {layer}"):
-            head_of(probes, layer)
-    for names, message in ((("a", "b"), "a name for each of 3 classes, got 2"), (("a", "b", "a"), "name of its own")):
-        with pytest.raises(ValueError, match=message):
-            ProbeHead.of_logistic(probes, 0, classes=names, task="t", pooling="last", max_tokens=1)
-    with pytest.raises(ValueError, match=r"expected features of shape \(n, 5\), got \(2, 6\)"):
-        head_of(probes, 0).outputs(random(2, 6))
 
 
 def test_damaged_files_are_refused_in_a_sentence(tmp_path):

@@ -11,7 +11,8 @@ from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
 from lit_layers.models.costs import Cost, Machine
 from lit_layers.models.view import LayeredModel
-from lit_layers.select import Card, ProbeHead
+from lit_layers.select.classifier import HeadFacts, ProbeHead
+from lit_layers.select.export import Card
 
 MACHINE = Machine(processor="A CPU", num_threads=1, torch="2.10", system="Linux x86_64")
 CLASSES = ("joy", "anger", "none")
@@ -51,8 +52,8 @@ def probes_of(features: Tensor, num_classes: int = 3) -> LogisticProbes:
 
 
 def head_of(probes: LogisticProbes, layer: int, pooling: Pooling = "last", max_tokens: int | None = 20) -> ProbeHead:
-    names = CLASSES[: probes.num_classes]
-    return ProbeHead.of_logistic(probes, layer, classes=names, task="moods", pooling=pooling, max_tokens=max_tokens)
+    facts: dict[str, Any] = {"kind": "classification", "task": "moods", "pooling": pooling, "max_tokens": max_tokens}
+    return ProbeHead.of(probes, HeadFacts(**facts, layer=layer, classes=CLASSES[: probes.num_classes]), layer)
 
 
 def card(**changes) -> Card:

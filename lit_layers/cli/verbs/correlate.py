@@ -12,8 +12,10 @@ from lit_layers.errors import InputError
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
 if TYPE_CHECKING:
-    from lit_layers.correlate import Findings, LayerFindings, LayerTables, ModelTable
     from lit_layers.correlate.correlation_page import OverTag, Table
+    from lit_layers.correlate.findings import Findings, LayerFindings
+    from lit_layers.correlate.layer_tables import LayerTables
+    from lit_layers.correlate.model_table import ModelTable
 
 NONE = Pairs()
 WRITTEN = {False: ("models", "correlation", "over"), True: ("layers", "correlations", "selection", "curves")}  # names
@@ -138,9 +140,9 @@ def _tables(
     models: list[Path], options: OverModels, step: int | None, resampling: Mapping[str, int]
 ) -> "tuple[ModelTable, OverTag | None]":
     """The table of the models, and where it is asked for what the correlation is at each value of a tag."""
-    from lit_layers.correlate import published, read_file
+    from lit_layers.correlate import published
     from lit_layers.correlate.correlation_page import over_tag
-    from lit_layers.correlate.model_table import of_models
+    from lit_layers.correlate.model_table import read_file, table_of_models
     from lit_layers.correlate.run_models import read_run_models
 
     if options.metric is None or options.score is None:  # `_check` let this pass with --data alone
@@ -152,10 +154,10 @@ def _tables(
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
     columns["source"] = ", ".join(map(str, models))
     if options.over is None:
-        return of_models(read, tags=tags, **columns), None
+        return table_of_models(read, tags=tags, **columns), None
     tag, values = _values(options.over)
     over = over_tag(read, tag, values, tags=tags, **resampling, **columns)
-    return of_models(read, tags={tag: values[0], **tags}, **columns), over
+    return table_of_models(read, tags={tag: values[0], **tags}, **columns), over
 
 
 def _values(text: str) -> tuple[str, list[str | int | float]]:
@@ -193,9 +195,7 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
 
 
 def _show_over(over: "OverTag") -> None:
-    from lit_layers.correlate.correlation_page import over_table
-
-    show_table(_rows(over_table(over)), f"\nOver {over.tag}, {len(over.tables[0].frame)} models")
+    show_table(_rows(over.table()), f"\nOver {over.tag}, {over.num_models} models")
     for model, why in over.left_out.items():
         print(f"left out over {over.tag}: {model}: {why}")
 

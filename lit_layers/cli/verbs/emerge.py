@@ -10,7 +10,7 @@ from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range
 
 if TYPE_CHECKING:
-    from lit_layers.clock import Clock
+    from lit_layers.clock.times_and_order import Clock
 
 WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
 CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
@@ -51,18 +51,19 @@ def emerge(
     folder = root or Path("emergence")
     refuse_unwritable("root", folder)
     refuse_replacing(folder, runs, WRITTEN)
-    from lit_layers import clock
-    from lit_layers.clock.layer_statistics import MONOTONICITY
+    from lit_layers.clock.curve_sources import curves_of
+    from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
+    from lit_layers.clock.times_and_order import measure_times
     from lit_layers.report.emergence_page import write_emergence
 
     curves = []
     options = {"metrics": metrics or (), "where": dict(where), "axis": axis, "settings": settings or ()}
     for place in runs:
-        more = clock.curves_of(place, allow_suspect=allow_suspect, **options)
+        more = curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
             raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
         curves += more
-    layers = clock.layer_curves(curves)
+    layers = layer_curves(curves)
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
     names = dict.fromkeys(curve.run for curve in curves)
     together = f"{len(names)} seeds" if seeds else ""
@@ -71,12 +72,12 @@ def emerge(
             raise InputError(f"seeds: expected the runs of 2 seeds or more, got {len(names)}")
         if together in names:
             raise InputError(f"seeds: expected no run to be called {together}, as the mean over them is")
-        merged = clock.over_seeds(curves, together)
+        merged = over_seeds(curves, together)
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves
-        layers = clock.over_the_seeds(layers, together) + layers
+        layers = over_the_seeds(layers, together) + layers
     with bar("finding times", transient=True) as show:
-        times = clock.measure_times(curves, confidence=confidence, seed=seed, show=show)
+        times = measure_times(curves, confidence=confidence, seed=seed, show=show)
     if seeds and lacking:
         times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     paths = write_emergence(times, folder, axis=axis, layers=layers)
