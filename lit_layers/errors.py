@@ -83,22 +83,14 @@ def odd_files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """What `refuse_odd_files` refuses of a folder: the names, each with why."""
     found: dict[str, str] = {}
     for name in _OF_A_MODEL:
-        try:
-            _refuse_odd_file(os.path.join(folder, name))
-        except InputError as error:
-            found[name] = str(error)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            found[name] = f"expected a file, {path} is a folder"
+        elif os.path.islink(path) and not os.path.exists(path):
+            found[name] = f"{path} is a link to nothing: remove it, or copy the file that it stands for"
+        elif os.path.exists(path) and not os.access(path, os.R_OK):
+            found[name] = f"cannot read {path}: permission denied"
     return found
-
-
-def _refuse_odd_file(path: str) -> None:
-    if not os.path.lexists(path):
-        return
-    if not os.path.exists(path):
-        raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
-    if os.path.isdir(path):
-        raise InputError(f"expected a file, {path} is a folder")
-    with refused(f"cannot read {path}"), open(path, "rb") as file:
-        file.read(1)
 
 
 def given_root(root: str | Path) -> Path:

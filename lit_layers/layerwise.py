@@ -23,7 +23,6 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report.sections import shapes_of_models
-from lit_layers.schema import COUNT
 
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
@@ -94,7 +93,9 @@ class LayerResult:
     def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
         """The profile of all models, or else a map of each, or else their values in a table; of each analysis."""
         table: Any = self.frame
-        analyses = [options.get("analysis")] if "analysis" in options else [*self._analyses_of(metric)]
+        analyses = (
+            [options["analysis"]] if "analysis" in options else table["analysis"][table["metric"] == metric].unique()
+        )
         charts = []
         for analysis in analyses:
             chosen = {**options, "analysis": analysis}
@@ -116,28 +117,19 @@ class LayerResult:
                 charts.append(replace(chart, title=f"{run}: {chart.title}"))
         return charts
 
-    def _analyses_of(self, metric: str) -> list[str]:
-        table: Any = self.frame
-        return table.loc[table["metric"] == metric, "analysis"].unique().tolist()
-
     def compare(self, other: "LayerResult") -> "LayerResult":
         """Both together: one table, and one line for each in the pictures; models of one name are numbered.
 
         Raises:
             InputError: nothing was measured of both.
         """
-        if not isinstance(other, LayerResult):
-            raise InputError(f"compare: expected another result of lit_layers.layers, got a {type(other).__name__}")
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")
-        taken = {m.run for m in self.measurements}
-        new_names: dict[str, str] = {}
+        new_names, taken = dict[str, str](), {m.run for m in self.measurements}
         for run in dict.fromkeys(m.run for m in other.measurements):
-            name, number = run, 2
-            while name in taken:
-                name, number = f"{run} ({number})", number + 1
-            taken.add(name)
-            new_names[run] = name
+            names = (run, *(f"{run} ({number})" for number in range(2, len(taken) + 3)))
+            new_names[run] = next(name for name in names if name not in taken)
+            taken.add(new_names[run])
         renamed = [replace(m, run=new_names[m.run]) for m in other.measurements]
         selected = {**self.selected}
         for name, chosen in other.selected.items():
@@ -190,10 +182,6 @@ def layers(
         Exception: what an analysis raises.
     """
     selected = metric_names.named(metrics)
-    if (expected := COUNT.expected(max_tokens)) is not None:
-        raise InputError(f"max_tokens: expected {expected}, got {max_tokens!r}")
-    if not isinstance(model, str | Path | nn.Module) or model == "":
-        raise InputError(f"model: expected a folder, a name on the Hub or a model in memory, got {model!r:.60}")
     network = model if isinstance(model, nn.Module) else load(model)
     view = LayeredModel(network)
     if batches is not None and texts is not None:
@@ -220,8 +208,7 @@ def _of_texts(
     """The batches of texts, and those for analyses that take derivatives."""
     longest = min(max_tokens, view.max_tokens or max_tokens)
     if texts is not None:
-        is_list = isinstance(texts, Sequence) and not isinstance(texts, str) and len(texts)
-        if not is_list or not all(isinstance(text, str) for text in texts):
+        if isinstance(texts, str) or not len(texts):
             raise InputError(f"texts: expected a list of texts, got {texts!r:.60}")
         batches = _encoded(tokenizer, texts, longest)
         return batches, batches

@@ -103,20 +103,17 @@ class ValueFiles:
             self._sizes.pop(other, None)
         others = [size for other, size in self._sizes.items() if other.parent == path.parent]
         if len(content) > min(self.share - sum(others), self.limit - sum(self._sizes.values())):
-            self._say_no_room(analysis, len(content))
+            if analysis not in self._said:
+                logger.warning(
+                    "values_mb: the prompts' values of %s, %.2f MB a checkpoint, are not kept: %.2f MB is what %g MB "
+                    "leave for all analyses of a checkpoint; a larger values_mb keeps them, 0 none",
+                    *(analysis, len(content) / 1e6, self.share / 1e6, self.limit / 1e6),
+                )
+            self._said.add(analysis)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
         self._sizes[path] = len(content)
-
-    def _say_no_room(self, analysis: str, size: int) -> None:
-        if analysis not in self._said:
-            self._said.add(analysis)
-            logger.warning(
-                "values_mb: the prompts' values of %s, %.2f MB a checkpoint, are not kept: %.2f MB is what %g MB leave "
-                "for all analyses of a checkpoint; a larger values_mb keeps them, 0 none",
-                *(analysis, size / 1e6, self.share / 1e6, self.limit / 1e6),
-            )
 
 
 def without_values(measurement: Measurement) -> Measurement:

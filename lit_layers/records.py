@@ -1,6 +1,8 @@
 """Numbers and where they are kept: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
 
-Both files hold one JSON object a line and only ever grow (`lit_layers.json_lines`).
+Both files hold one JSON object a line and only ever grow. A killed process costs at most its last line, and anybody may
+read while somebody writes. A last line without its newline is torn: readers pass over it, the next writer removes it.
+Any other line that does not parse is refused by name and number.
 
 A number's identity is (training, step, analysis, config hash, data hash), and the last line of it counts; which of them
 make a curve is said in `lit_layers.identity`.
@@ -9,32 +11,43 @@ make a curve is said in `lit_layers.identity`.
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
+import json
+import math
+import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
 
 import pandas as pd
 from pydantic import with_config
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError, refused
-from lit_layers.files.table_files import export as export
-from lit_layers.files.table_files import write_files as write_files
+from lit_layers.files.durable import export as export
+from lit_layers.files.durable import sync
+from lit_layers.files.durable import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
 from lit_layers.identity import Lineage, Settings, keep, of_one_training, settings_name, settings_of, shown, variant_of
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
 from lit_layers.identity import latest as latest
-from lit_layers.json_lines import RESTORE, lines_of, locked_for_append, write_line
 from lit_layers.prompt_values import ValueFiles, without_values
 from lit_layers.schema import Count, Scalar
 
 T = TypeVar("T")
 
+try:
+    import fcntl
+except ImportError:  # no advisory locks on Windows: one writer a file is then the user's care
+    fcntl = None
+
+RESTORE = "restore the file from a copy, or delete that line to go on without it"
 _OF_MEASUREMENTS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
 _OF_RECORDS = {
     "metric": "str",
@@ -220,49 +233,22 @@ def frame(
     """
     if analysis is None and (metric is not None or layer is not None):
         raise InputError("frame: metric and layer choose among the numbers of an analysis: name one")
-    choice = _Choice(analysis, metric, layer)
-    if isinstance(measurements, Measurement):
-        return _table([[measurements]], settings, choice)
-    if isinstance(measurements, str | Path):
-        return _table([read(*_files(measurements))], settings, choice)
-    given = [*measurements]
-    roots = [each for each in given if not isinstance(each, Measurement)]
-    if not roots:
-        return _table([[each for each in given if isinstance(each, Measurement)]], settings, choice)
-    return _table(map(read, _files(*roots)), settings, choice, [str(root) for root in roots])
-
-
-class _Choice(NamedTuple):
-    """Which numbers are asked for; None: all."""
-
-    analysis: str | None
-    metric: str | None
-    layer: int | None
-
-    def has(self, record: Record) -> bool:
-        return self.metric in (None, record.metric) and self.layer in (None, record.layer)
-
-
-def _files(*places: str | Path) -> list[Path]:
-    """The file of measurements of each place, which is that file or its folder."""
-    folders = [Path(place) for place in places]
-    files = [folder / "measurements.jsonl" if folder.is_dir() else folder for folder in folders]
+    given = [measurements] if isinstance(measurements, Measurement | str | Path) else [*measurements]
+    places = [each for each in given if not isinstance(each, Measurement)]
+    files = [Path(place) / "measurements.jsonl" if Path(place).is_dir() else Path(place) for place in places]
     for file, place in zip(files, places, strict=True):
         if not file.is_file():
             raise InputError(f"expected a file of measurements, or a folder with measurements.jsonl, {place} is none")
-    return files
-
-
-def _table(
-    runs: Iterable[Iterable[Measurement]], settings: Settings, choice: _Choice, roots: Sequence[str] = ()
-) -> pd.DataFrame:
-    """The numbers that are shown of each run; with `roots`, the first column says which run it is."""
+    roots = [] if isinstance(measurements, str | Path) else [str(place) for place in places]
+    runs: Iterable[Any] = map(read, files) if places else [given]
     pairs: list[tuple[Measurement, Record]] = []
     table: dict[str, Any] = {"root": []} if roots else {}
     for run, root in zip(runs, roots or [""], strict=True):
-        of_analysis = [m for m in of_one_training(run) if choice.analysis in (None, m.analysis)]
+        of_analysis = [m for m in of_one_training(run) if analysis in (None, m.analysis)]
         known = len(pairs)
-        pairs += ((m, r) for m in shown(of_analysis, settings) if m.error is None for r in m.records if choice.has(r))
+        for m in shown(of_analysis, settings):
+            found = m.records if m.error is None else []
+            pairs += [(m, r) for r in found if metric in (None, r.metric) and layer in (None, r.layer)]
         if roots:
             table["root"] += [root] * (len(pairs) - known)
     if roots:
@@ -318,7 +304,7 @@ class ScalarLog:
         if step != self._step:
             self._write_row()
         self._step = int(step)
-        self._row.update({name: _scalar(value) for name, value in scalars.items()})
+        self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
         """Closes the open row, if any, and returns when every row is in the file, `durably` on the disk: a kill takes
@@ -394,10 +380,6 @@ def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
         yield {name: value for part in parts for name, value in cast("dict[str, float]", part).items()}
 
 
-def _scalar(value: Any) -> float:
-    return int(value) if isinstance(value, int) else float(value)  # a bool is a number here, as everywhere in a table
-
-
 def _tag_text(value: str | int | float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -410,3 +392,81 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series
         kinds = {type(value) for value in values if value is not None}
         columns[name] = pd.Series(values, dtype=_TAG_TYPES.get(kinds.pop(), object) if len(kinds) == 1 else object)
     return columns
+
+
+# ------------------------------------------------------------------------------------------------ lines of JSON
+
+
+@contextmanager
+def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
+    """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
+    with refused(f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
+        with open(path, "a+b", buffering=0) as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            _repair(file)
+            file.seek(0, os.SEEK_END)
+            yield cast("BinaryIO", file)
+        if is_new:
+            sync(path.parent)
+
+
+def _repair(file: Any) -> None:
+    """Completes a last line that only lacks its newline, removes one that is torn."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+        torn = content[content.rfind(b"\n") + 1 :]
+    try:
+        if torn:
+            from_json(torn)
+            file.write(b"\n")
+    except ValueError:
+        file.truncate(size - len(torn))
+
+
+def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
+    text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    content = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair, of a file's name, is no text
+    written = file.write(content)
+    while written < len(content):  # a signal, or a full disk, which the next write then reports
+        written += file.write(content[written:])
+
+
+def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yields each whole line as `kind`."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size  # what is there now: a writer may add faster than this reads
+        for number, line in enumerate(file, start=1):
+            left -= len(line)
+            if left < 0:
+                return
+            if not line.strip():
+                continue
+            try:
+                yield schema.parse(line, kind, f"{path}, line {number}", RESTORE)
+            except schema.NotJson:
+                if not line.endswith(b"\n"):
+                    return  # torn, or being written
+                raise
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON data; floats that JSON lacks become the strings inf, -inf and nan."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    if callable(getattr(value, "item", None)):  # a scalar of NumPy or torch
+        return _plain(value.item())
+    return str(value)

@@ -241,9 +241,7 @@ def refuse_below_one(place: str = "", **counts: int | None) -> None:
     Raises:
         InputError: naming it, what is expected and what came.
     """
-    for name, count in counts.items():
-        if count is not None and (expected := COUNT.expected(count)) is not None:
-            raise InputError(f"{place}{name}: expected {expected}, got {count!r}")
+    refuse_outside(place, dict.fromkeys(counts, COUNT), counts)
 
 
 def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
@@ -269,32 +267,21 @@ def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
 RUN_FILE = "run.json"
 
 
-@with_config(OPEN)
-class _Origin(TypedDict, total=False):
-    step: Count
-    tokens: Count | None
+def _open(name: str, **types: Any) -> Any:
+    """The type of an object with these fields, of which any may be missing, and any others."""
+    return with_config(OPEN)(TypedDict(name, types, total=False))  # pyright: ignore[reportArgumentType]
 
 
-_Model = with_config(OPEN)(TypedDict("_Model", {"class": str, "parameters": Count}, total=False))
-
-
-@with_config(OPEN)
-class _Data(TypedDict, total=False):
-    corpus: str | None
-    source: Any
-    unigram_entropy: Real | None
-
-
-@with_config(OPEN)
-class _Config(TypedDict, total=False):
-    seed_everything: int | bool | None
-    corpus: str | None
-    tokenizer: str | None
-    model: dict[str, Any] | None
-    data: dict[str, Any] | None
-    trainer: dict[str, Any] | None
-    wandb: dict[str, Any] | None
-    analyses: list[Any] | None
+_Origin = _open("_Origin", step=Count, tokens=Count | None)
+_Model = _open("_Model", **{"class": str, "parameters": Count})
+_Data = _open("_Data", corpus=str | None, source=Any, unigram_entropy=Real | None)
+_Config = _open(
+    "_Config",
+    seed_everything=int | bool | None,
+    **dict.fromkeys(("corpus", "tokenizer"), str | None),
+    **dict.fromkeys(("model", "data", "trainer", "wandb"), dict[str, Any] | None),
+    analyses=list[Any] | None,
+)
 
 
 @with_config(OPEN)

@@ -125,8 +125,6 @@ def test_two_models_stand_side_by_side(result, batches):
     alone = lit_layers.layers(deeper, ["line_shape_score"], batches=batches)
     with pytest.raises(InputError, match="compare: expected an analysis that was made of both"):
         result.compare(alone)
-    with pytest.raises(InputError, match="compare: expected another result of lit_layers.layers, got a str"):
-        result.compare("tiny")
 
 
 @pytest.mark.parametrize(
@@ -137,11 +135,7 @@ def test_two_models_stand_side_by_side(result, batches):
         ({"metrics": []}, "expected a list of names"),
         ({"metrics": 5}, "metrics: expected a list of names such as .*, got 5"),
         ({"metrics": [["lens"]]}, r"metrics: expected names such as 'coupling', got \['lens'\]"),
-        ({"model": 5}, "model: expected a folder, a name on the Hub or a model in memory, got 5"),
-        ({"model": ""}, "model: expected a folder, a name on the Hub or a model in memory, got ''"),
-        ({"max_tokens": "x"}, "max_tokens: expected a whole number, got 'x'"),
-        ({"max_tokens": None}, "max_tokens: expected a whole number, got None"),
-        ({"batches": None, "tokenizer": "t", "texts": {"a": 1}}, "texts: expected a list of texts, got {'a': 1}"),
+        ({"batches": None, "tokenizer": "t", "texts": "one text"}, "texts: expected a list of texts, got 'one text'"),
         (
             {"batches": None, "tokenizer": "t", "texts": ["a", "\ud800b"]},
             "text 1: expected letters, got half of a pair",

@@ -1,4 +1,4 @@
-"""Files that survive a kill or a power cut, and temporary folders that go with their process."""
+"""Files that survive a kill or a power cut, tables among them, and temporary folders that go with their process."""
 
 import contextlib
 import json
@@ -7,16 +7,16 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from lit_layers.errors import InputError, refused
 
-_PREFIX, _LOCK = "lit_layers-", ".lock"  # of temporary folders
-_NEW = 60.0  # seconds in which a folder may have no lock yet
+if TYPE_CHECKING:
+    import pandas as pd
+
 _OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 
@@ -93,29 +93,73 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class Scratch:
-    """A new temporary folder, removed by `remove`, when nothing holds this any more, or when the process ends.
-
-    Its process holds a lock in it. A killed one leaves the folder without: the next that needs one removes it.
-    """
+    """A new temporary folder, removed by `remove`, when nothing holds this any more, or when the process ends."""
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        lock = FileLock(self.folder / _LOCK, timeout=0, thread_local=False)
-        lock.acquire()
-        self.remove = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
+        self.folder = Path(tempfile.mkdtemp(prefix="lit_layers-"))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
-def _remove(folder: Path, lock: BaseFileLock, owner: int) -> None:
-    if os.getpid() == owner:  # not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+# ------------------------------------------------------------------------------------------------ tables
 
 
-def _remove_abandoned(place: Path) -> None:
-    for lock in place.glob(f"{_PREFIX}*/{_LOCK}"):
-        folder = lock.parent
-        with contextlib.suppress(OSError, Timeout):
-            if time.time() - folder.stat().st_mtime > _NEW:
-                with FileLock(lock, timeout=0):
-                    shutil.rmtree(folder, ignore_errors=True)
+def export(frame: "pd.DataFrame", path: str | Path) -> None:
+    """Writes a table as Parquet or CSV, whole or not at all.
+
+    In CSV a text that a spreadsheet would run as a formula (it begins with = + - @, a tab or a line break, and is no
+    number) has an apostrophe before it.
+
+    Raises:
+        InputError: for another ending than .parquet or .csv, or where the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".parquet", ".csv"):
+        raise InputError(f"expected a file that ends in .parquet or .csv, got {path.name!r}")
+    if path.suffix == ".csv":
+        content = _without_formulas(frame).to_csv(index=False)
+    else:
+        mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
+        content = frame.astype(mixed).where(frame.notna(), None).to_parquet(index=False)
+    with refused(f"cannot write {path}"):
+        replace_file(path, content)
+
+
+def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:
+    """Writes files into a folder, which is made where there is none, each whole or not at all; returns their paths.
+
+    A table is written as its name ends (`export`), a text as it is, and anything else as JSON.
+
+    Raises:
+        InputError: where one cannot be written.
+    """
+    with refused(f"cannot write to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if hasattr(content, "to_csv"):
+                export(content, folder / name)
+            elif isinstance(content, str):
+                replace_file(folder / name, content)
+            else:
+                write_json(folder / name, content)
+    return [folder / name for name in files]
+
+
+# What a spreadsheet takes for a formula; a negative number is none.
+_FORMULA = re.compile(r"(?![+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$)[=+\-@\t\n]")
+
+
+def _without_formulas(frame: "pd.DataFrame") -> "pd.DataFrame":
+    from pandas.api.types import is_any_real_numeric_dtype
+
+    safe = frame.rename(columns=_no_formula)
+    for name in safe.columns:
+        if not is_any_real_numeric_dtype(safe[name]):
+            safe[name] = safe[name].map(_no_formula, na_action="ignore")
+    return safe
+
+
+def _no_formula(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    cell = cell.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote a carriage return, which ends a row
+    return f"'{cell}" if _FORMULA.match(cell) else cell

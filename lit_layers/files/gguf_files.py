@@ -5,7 +5,6 @@ those that were quantized, rounded. The package gguf is optional.
 """
 
 import functools
-import importlib
 import importlib.util
 import re
 import struct
@@ -195,19 +194,12 @@ class GgufFile:
         import transformers
 
         self._refuse_code()
-        config = transformers.AutoConfig.for_model(**self.settings)
         plain = getattr(transformers, "GgufConfig", None)  # before 5.20 nothing stays packed
-        options = {} if plain is None else {"quantization_config": plain(dequantize=True)}
+        options: dict[str, Any] = {} if plain is None else {"quantization_config": plain(dequantize=True)}
+        options |= {"config": transformers.AutoConfig.for_model(**self.settings), "dtype": dtype}
+        options |= {"trust_remote_code": False, "output_loading_info": True}
         with self._reading():
-            model, report = kind.from_pretrained(
-                self.path.parent,
-                gguf_file=self.path.name,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
+            model, report = kind.from_pretrained(self.path.parent, gguf_file=self.path.name, **options)
         self._refuse_other_weights(model, report)
         for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
             if hasattr(owner, name):  # what has been quantized cannot be saved
@@ -283,21 +275,11 @@ class GgufFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        from transformers.utils import logging
-
-        reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-        shown, bar = logging.is_progress_bar_enabled(), getattr(reader, "tqdm", None)
-        logging.disable_progress_bar()
-        reader.tqdm = lambda items, **_: items  # it asks nobody
         try:
             yield
         except _CANNOT_READ as error:
             why = " ".join(str(error).split())[:300]
             raise InputError(f"{self.path} cannot be read as a GGUF file: {type(error).__name__}: {why}") from error
-        finally:
-            reader.tqdm = bar
-            if shown:
-                logging.enable_progress_bar()
 
 
 @functools.lru_cache(maxsize=4)  # a vocabulary of 100,000 tokens takes seconds

@@ -41,14 +41,11 @@ def named_shards(content: str | bytes) -> dict[str, str]:
     try:
         shards = json.loads(content)["weight_map"]
         names = [PurePosixPath(shard) for shard in shards.values()]
-        longest = max((len(os.fsencode(part)) for name in names for part in name.parts), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("is damaged") from error
     for name in names:  # links are followed: in a cache of the Hub every file is one
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
-    if longest > 255:
-        raise ValueError("names a file that no disk can have")
     return shards
 
 
@@ -133,10 +130,6 @@ class DamagedDownload(OSError):
     """What arrived is not what the Hub lists."""
 
 
-class MovedCommit(OSError):
-    """A commit that the Hub listed is no longer there."""
-
-
 @dataclass(frozen=True)
 class Retry:
     """How often and how patiently: waits of 1, 2, 4, ... seconds, or what the server asks for."""
@@ -152,7 +145,9 @@ class Retry:
         Raises:
             InputError: `what`, the last reason and the number of attempts, in one sentence.
         """
-        for attempt in range(self.attempts):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return action()
             except InputError:
@@ -160,21 +155,22 @@ class Retry:
             except HUB_ERRORS as error:
                 if not is_transient(error):
                     raise InputError(f"{what} ({reason(error)}): {_advice(error)}") from error
-                if attempt == self.attempts - 1:
+                if attempt == self.attempts:
                     raise InputError(
-                        f"{what} after {self.attempts} attempts ({reason(error)}): run the same command again later"
+                        f"{what} after {attempt} attempts ({reason(error)}): run the same command again later"
                     ) from error
-                wait = min(self.longest_wait, self.first_wait * 2**attempt)
-                self.sleep(max(wait, min(_asked_for(error), self.longest_wait)))
-        raise AssertionError("unreachable: attempts is at least 1")
+                headers = getattr(getattr(error, "response", None), "headers", {})
+                asked = headers.get("Retry-After", "")  # seconds, or a date
+                wait = max(self.first_wait * 2 ** (attempt - 1), float(asked) if asked.isdigit() else 0.0)
+                self.sleep(min(self.longest_wait, wait))
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged or moved content."""
+    """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged content."""
     while error is not None:
         if isinstance(error, errors.OfflineModeIsEnabled):
             return False
-        if isinstance(error, DamagedDownload | MovedCommit | TimeoutError | ConnectionError):
+        if isinstance(error, DamagedDownload | TimeoutError | ConnectionError):
             return True
         if isinstance(error, errors.HTTPError):
             status = getattr(getattr(error, "response", None), "status_code", None)
@@ -193,13 +189,6 @@ def _advice(error: BaseException) -> str:
     if isinstance(error, errors.HTTPError | ValueError):
         return "check the name, the revision and your access to it"
     return "check the disk of the cache (HF_HOME)"
-
-
-def _asked_for(error: BaseException) -> float:
-    """Seconds that the server asks us to wait."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    text = headers.get("Retry-After", "")
-    return float(text) if text.isdigit() else 0.0
 
 
 @dataclass(frozen=True)
@@ -316,21 +305,15 @@ class Hub:
         """The files of a commit at its top; with `below` those in folders, too."""
         from huggingface_hub import RepoFile
 
-        rows = self._at(
-            (repo, commit, name),
-            f"cannot list the files of {repo} at {name}",
-            lambda: list(self.api.list_repo_tree(repo, revision=commit, recursive=below)),
-        )
+        what = f"cannot list the files of {repo} at {name}"
+        rows = self.retry.call(what, lambda: list(self.api.list_repo_tree(repo, revision=commit, recursive=below)))
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 
     def download(self, repo: str, commit: str, name: str, file: ListedFile) -> tuple[Path, bool]:
         """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
-        return self._at(
-            (repo, commit, name),
-            f"cannot download {file.path} of {repo} at {name}",
-            lambda: self._download(repo, commit, file.path, file.hash),
-        )
+        what = f"cannot download {file.path} of {repo} at {name}"
+        return self.retry.call(what, lambda: self._download(repo, commit, file.path, file.hash))
 
     def fetch(self, repo: str, revision: str | None, path: str, what: str) -> Path:
         """Where a file lies now; if it had to be downloaded, its hash has been compared with what the Hub says of it.
@@ -365,17 +348,3 @@ class Hub:
 
         place = try_to_load_from_cache(repo, path, revision=revision)
         return place if isinstance(place, str) else None
-
-    def _at(self, place: tuple[str, str, str], what: str, action: Callable[[], Result]) -> Result:
-        """Does something at a commit; one that is gone means that the branch was rewritten since it was listed."""
-        repo, commit, name = place
-
-        def once() -> Result:
-            try:
-                return action()
-            except errors.RevisionNotFoundError as error:
-                now = {ref.name: ref.target_commit for ref in self.api.list_repo_refs(repo).branches}.get(name)
-                there = f"now {now[:12]}" if now else "now gone"
-                raise MovedCommit(f"{name} was moved: listed at {commit[:12]}, {there}") from error
-
-        return self.retry.call(what, once)

@@ -320,18 +320,3 @@ def test_a_tokenizer_whose_end_of_text_is_none_is_refused(tmp_path):
             load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"x": 1}}))
     assert load_tokenizer(str(tmp_path)).end_of_text == "<|endoftext|>"
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (json.dumps({"weight_map": {"wte.weight": "a" * 5000}}), "a file that no disk can have"),
-        (json.dumps({"weight_map": {"wte.weight": "\ud800"}}), "is damaged"),
-    ],
-    ids=["long", "no text"],
-)
-def test_an_index_that_is_none_is_refused(content, said, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    (tmp_path / INDEX).write_text(content)
-    with pytest.raises(InputError, match=said):
-        load(tmp_path)

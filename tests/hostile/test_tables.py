@@ -62,4 +62,4 @@ def test_every_table_that_a_command_writes_goes_that_way(tmp_path, capsys):
 def test_one_place_writes_csv():
     writes = re.compile(r"to_csv\(|csv\.writer|csv\.DictWriter|write_csv")
     package = Path(records.__file__).parent
-    assert [path.name for path in package.rglob("*.py") if writes.search(path.read_text())] == ["table_files.py"]
+    assert [path.name for path in package.rglob("*.py") if writes.search(path.read_text())] == ["durable.py"]

@@ -222,11 +222,9 @@ def test_a_branch_that_moved_since_it_was_listed_is_named(hub, root, model):
     make_step(model, repository / "step1", 9.0)
     shutil.rmtree(repository / "main")  # held the old weights, too
     make_step(model, repository / "main", 9.0)
-    old = checkpoint.source.commit[:12]
-    with pytest.raises(InputError, match=rf"step1 was moved: listed at {old}, now (?!{old})[0-9a-f]{{12}}\)") as error:
+    with pytest.raises(InputError, match=r"at step1 \(RevisionNotFoundError: .*check the name, the revision"):
         checkpoint.fetch()
-    assert "after 5 attempts" in str(error.value)
-    assert waits == [1, 2, 4, 8]
+    assert waits == []
     assert HubRevisions("org/tiny").checkpoints[1].load() is not None
 
 
