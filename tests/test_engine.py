@@ -33,8 +33,8 @@ class Pretended:
     cloudpickle = pickle
 
     def __init__(self) -> None:
-        self.sent, self.asked, self.lost = [], [], ""
-        self.resources = {"CPU": 4.0, "memory": 64.0 * 2**30}
+        self.sent, self.lost = [], ""
+        self.resources = {"CPU": 4.0}
 
     def nodes(self):
         return [{"Alive": True, "Resources": self.resources}]
@@ -48,11 +48,7 @@ class Pretended:
                 self.sent.append(given[2])
                 return given[2], lambda: pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(given)))))
 
-            def options(**more):
-                self.asked.append(resources | more)
-                return SimpleNamespace(remote=call)
-
-            return SimpleNamespace(options=options)
+            return SimpleNamespace(remote=call)
 
         return made
 
@@ -88,7 +84,6 @@ def test_the_record_is_that_of_one_process_with_the_values_of_prompts(run, tmp_p
     assert (carried.num_known, carried.failures, len(carried.measurements)) == (0, [], 9)
     assert (carried.settings, carried.audit) == (alone.settings, alone.audit)
     assert ray.sent == ["step-000000000", "step-000000002", "step-000000004"]
-    assert all(asked["memory"] > engine.OF_A_PROCESS for asked in ray.asked)
     values = [
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*.parquet")}
         for root in (tmp_path / "alone", tmp_path / "carried")
@@ -141,8 +136,6 @@ def test_what_no_cluster_can_do_is_refused(run, tmp_path, ray, monkeypatch):
 
     refuses("shard: with engine ray one process hands out all, and 0/2 was given", shard=(0, 2))
     refuses("device: cuda was asked for and no machine of the Ray cluster has a GPU", device="cuda")
-    ray.resources["memory"] = 2.0**20
-    refuses("step-000000000 needs some .* GiB of memory, and no machine of Ray has more than 0.0 GiB for it")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ray", None)
     refuses(r"engine: ray is not installed: pip install 'lit_layers\[ray\]'")

@@ -59,7 +59,7 @@ class Jobs(NamedTuple):
     """Independent jobs, such as one per layer, whose results can be sent to another process.
 
     Args:
-        parts: the jobs.
+        parts: the jobs; the values of one that yields are collected in a list.
         records: makes the records from their results, in the order of the jobs; by default they are lists of records.
     """
 
@@ -114,7 +114,7 @@ class Analysis(ABC):
 
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         """Divide `compute` into jobs, which ranks share; by default one."""
-        return Jobs([lambda: list(self.compute(model, **values))])
+        return Jobs([functools.partial(self.compute, model, **values)])
 
     def first_share(self, rows: int) -> "tuple[Analysis, float] | None":
         """Return the analysis on the first rows of its data and the share of the data that they are, for a plan.

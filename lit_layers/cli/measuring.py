@@ -1,5 +1,6 @@
 """Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +15,13 @@ from lit_layers.cli.options import Steps, given
 from lit_layers.cli.refusals import refuse_beside
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
-from lit_layers.measuring.measuring_options import AUTO, MeasuringOptions
+from lit_layers.measuring import AUTO, MeasuringOptions
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.measuring.offline import SeriesResult
-    from lit_layers.measuring.targets import Make
+    from lit_layers.measuring.plan import Make
     from lit_layers.records import Measurement
     from lit_layers.series import Series
 
@@ -173,26 +174,29 @@ def outcomes(
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
         threads.tell(options.device)
-    from lit_layers.measuring.targets import targets_of
+    from lit_layers.measuring.offline import analyze_series, silent
+    from lit_layers.measuring.plan import analyses_for, plan_of, root_of
 
-    targets = targets_of(everything, make, options, tokenizer=tokenizer)
-    if options.plan:
-        for target in targets:
-            plan, number = target.plan()
-            show_table(plan.table(number), target.series.name)
+    for series in everything:
+        about: Any = {"root": root_of(series, options.root, is_only=len(everything) == 1), "tokenizer": tokenizer}
+        if options.plan:
+            plan = plan_of(series, make, options, **about)
+            show_table(plan.table(len(series.checkpoints)), series.name)
             print(*plan.notes(), sep="\n")
-        return
-    for target in targets:
-        series = target.series
+            continue
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-            result = target.measure(show)
+            tell = silent if options.engine == "ray" else functools.partial(show, None, None)
+            analyses = analyses_for(series, make, tell=tell, **about)
+            result = analyze_series(series, analyses, options, root=about["root"], progress=show)
         if not hidden and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
-        yield Outcome(root=target.root, result=result, steps=steps)
+        yield Outcome(root=about["root"], result=result, steps=steps)
+    if options.plan:
+        return
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)

@@ -1,1 +1,77 @@
-"""Analyses on models: at once, on one checkpoint, on a series, over machines, and what that will cost."""
+"""Measuring: the loop over checkpoints and analyses, in training and after it, and the options of saved checkpoints."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lit_layers.errors import InputError
+from lit_layers.schema import COUNT_OR_NONE, VALUES_MB, Device, Engine, refuse_no_shard
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """How checkpoints are measured, and where the results go.
+
+    Args:
+        allow_suspect: also measure checkpoints that the audit of the series found suspect
+        offload: for a model that does not fit into memory, a folder on a disk: its blocks are read for each batch
+            (docs/offload.md)
+        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
+        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
+            of torchrun
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
+        device: where the model runs. auto: on a GPU if there is one
+        dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
+        values_mb: most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
+            curves by; 0: none
+        engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
+            (docs/clusters.md)
+    """
+
+    allow_suspect: bool = False
+    offload: Path | None = None
+    keep_downloads: bool = True
+    shard: str = AUTO
+    root: Path | None = None
+    device: Device = "auto"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
+    engine: Engine = "process"
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which checkpoints are this process's, (i, n): every n-th from the i-th on.
+
+        Raises:
+            InputError: a shard that is none, or beside an engine that has one process alone.
+        """
+        share = shard_of(self.shard, os.environ)
+        refuse_no_shard(share, self.engine)
+        return share
+
+    @property
+    def weights_dtype(self) -> Literal["float32", "float64"]:
+        """What weights are converted to; with bfloat16 the view of an analysis converts its blocks."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether another process speaks for this one: the first one of torchrun."""
+        return self.share[0] > 0 and self.shard == AUTO
+
+
+def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Which checkpoints are this process's: (i, n) of `i/n`; `auto` is what torchrun says, alone all of them."""
+    if text == AUTO:
+        if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+            return 0, 1
+        text = f"{environment['RANK']}/{environment['WORLD_SIZE']}"
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None:
+        raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
+    return int(numbers[1]), int(numbers[2])

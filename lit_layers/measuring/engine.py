@@ -1,130 +1,85 @@
-"""Measure the checkpoints of a series on a Ray cluster: a task per checkpoint, whose results this process writes.
+"""Call a function on a Ray cluster, once for each checkpoint of a series: this process writes what comes back.
 
 Ray repeats a task if it loses the worker or the machine. If this process ends, the tasks under way are lost with it.
 """
 
 import contextlib
-import copy
 import functools
 import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.identity import code_versions, refuse_other_code
-from lit_layers.measuring.one_checkpoint import Measurer, Tell, device_of, silent
-from lit_layers.models.saved import outline
-from lit_layers.records import Measurement, UnwrittenStore
-from lit_layers.series import Checkpoint
-from lit_layers.series.auditing import read_weights
-from lit_layers.series.checkpoint import fetched_ahead
-from lit_layers.series.weight_files import Fingerprint
 
 RETRIES = 3  # of a task that loses its worker
-OF_A_PROCESS = 2**30  # bytes of torch and the other libraries
-COPIES = 3  # of the weights: a checkpoint, and what analyses hold beside it
 PASSED_ON = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
-
 
 _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions of the code, number of threads
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The measurements of a task, or its failure; `weights` are read for the audit; `code`: the worker's versions."""
-
-    measurements: tuple[Measurement, ...] = ()
-    failure: InputError | None = None
-    weights: Fingerprint | None = None
-    code: Mapping[str, str] | None = None
-
-
-def measured_on_ray(
-    measurer: Measurer, due: Sequence[tuple[Checkpoint, Sequence[Analysis]]], tell: Tell, unread: set[str]
-) -> Iterator[tuple[Checkpoint, Outcome]]:
-    """Yield each checkpoint with its outcome, in the order in which they end.
-
-    Args:
-        unread: the names of the checkpoints whose weights the audit needs.
+def on_ray(
+    task: Callable[..., Any],
+    calls: Mapping[str, Sequence[Any]],
+    device: str,
+    tell: Callable[[int, int, str], None],
+) -> Iterator[tuple[str, Any]]:
+    """Yield each name with what `task(name, *arguments)` returns or the InputError that it raises, as they end.
 
     Raises:
-        InputError: Ray or its cluster is missing, a machine is too small or has other versions of the code.
+        InputError: Ray or its cluster is missing, or a machine has other versions of the code.
     """
-    if not due:
+    if not calls:
         return
     with cluster() as ray:
-        earlier = copy.copy(measurer.earlier)
-        earlier.store = UnwrittenStore(earlier.store.path, [])
-        carried = ray.put(ray.cloudpickle.dumps(replace(measurer, earlier=earlier, tell=silent, fitting=set())))
+        carried = ray.put(ray.cloudpickle.dumps(task))
         sender = [*sys.path], code_versions(), torch.get_num_threads()
-        resources = _resources(ray, measurer.options.device)
-        remote = ray.remote(max_retries=RETRIES, **resources)(_measured_by_worker)
-        pending: dict[Any, Checkpoint] = {}
-        for checkpoint, analyses in due:
-            room = {} if "num_gpus" in resources else {"memory": _memory(ray, measurer, checkpoint)}
-            of_run = [each for each in measurer.earlier.store if each.run == measurer.earlier.run_of(checkpoint)]
-            known = [each for each in of_run if each.step == checkpoint.step or measurer.series.is_alone]
-            what = [each.name for each in analyses], known, checkpoint.name in unread
-            pending[remote.options(**room).remote(carried, sender, checkpoint.name, *what)] = checkpoint
+        remote = ray.remote(max_retries=RETRIES, **_resources(ray, device))(_called_by_worker)
+        pending = {remote.remote(carried, sender, name, *arguments): name for name, arguments in calls.items()}
         try:
             while pending:
-                tell(len(due) - len(pending), len(due), "measuring on Ray")
+                tell(len(calls) - len(pending), len(calls), "measuring on Ray")
                 done, _ = ray.wait([*pending], num_returns=1, timeout=1)
-                for task in done:
-                    yield pending.pop(task), _outcome(ray, task)
+                for each in done:
+                    yield pending.pop(each), _reply(ray, each)
         finally:
-            for task in pending:
-                ray.cancel(task, force=True)
-    tell(len(due), len(due), "")
+            for each in pending:
+                ray.cancel(each, force=True)
+    tell(len(calls), len(calls), "")
 
 
-def _outcome(ray: Any, task: Any) -> Outcome:
+def _reply(ray: Any, task: Any) -> Any:
     try:
-        outcome: Outcome = ray.get(task)
+        reply, code = ray.get(task)
     except ray.exceptions.RayTaskError:  # a fault of ours: it would come again
         raise
     except ray.exceptions.RayError as error:
         why = f"{RETRIES + 1} workers were lost that measured it; it may need more memory than they have"
-        return Outcome(failure=InputError(f"{why}: {' '.join(str(error).split())[:300]}"))
-    refuse_other_code(outcome.code or {}, "engine: a worker")
-    return outcome
+        return InputError(f"{why}: {' '.join(str(error).split())[:300]}")
+    refuse_other_code(code, "engine: a worker")
+    return reply
 
 
-def _measured_by_worker(
-    carried: bytes, where: _Sender, name: str, analyses: Sequence[str], known: Sequence[Measurement], is_unread: bool
-) -> Outcome:
-    """Measure one checkpoint in a worker of Ray, and write nothing."""
+def _called_by_worker(carried: bytes, where: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
+    """Return the reply, and the versions of the code that made it."""
     path, code, threads = where
     sys.path += [each for each in path if each not in sys.path]  # after all others: modules of --code
     if code_versions() != code:  # what was sent is of other classes
-        return Outcome(code=code_versions())
-    measurer = _unpickled(carried)
-    checkpoint = next(one for one in measurer.series.checkpoints if one.name == name)
+        return None, code_versions()
+    torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
     try:
-        torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
-        measurer.device = device_of(measurer.options.device)
-        measurer.earlier.store = UnwrittenStore(measurer.earlier.store.path, known)
-        mine = [one for one in measurer.analyses[name] if one.name in analyses]
-        _, fetched = next(_held := fetched_ahead([checkpoint]))  # a download stops if nothing holds it
-        measured = measurer.measure(checkpoint, fetched, mine)
-        return Outcome(tuple(measured), weights=read_weights(checkpoint) if is_unread else None, code=code)
+        return _unpickled(carried)(*arguments), code
     except InputError as error:
-        return Outcome(failure=error, code=code)
-    finally:
-        measurer.release()
-        if checkpoint.source.is_copied or not measurer.options.keep_downloads:
-            checkpoint.source.drop()
+        return error, code
 
 
 @functools.lru_cache(maxsize=1)
-def _unpickled(carried: bytes) -> Measurer:
+def _unpickled(carried: bytes) -> Callable[..., Any]:
     return pickle.loads(carried)  # from the process that started this one
 
 
@@ -180,16 +135,3 @@ def _resources(ray: Any, device: str) -> dict[str, int]:
     if device != "cpu" and _most(ray, "GPU"):
         return {"num_cpus": 1, "num_gpus": 1}
     return {"num_cpus": min(torch.get_num_threads(), int(_most(ray, "CPU"))) or 1}
-
-
-def _memory(ray: Any, measurer: Measurer, checkpoint: Checkpoint) -> int:
-    """Return the bytes of memory that a task on CPUs asks for."""
-    weights = 0
-    with contextlib.suppress(InputError):  # loading it says why
-        if measurer.options.offload is None and (config := checkpoint.config()):
-            weights = sum(4 * each.numel() for each in outline(config, checkpoint.name).parameters())
-    asked = OF_A_PROCESS + COPIES * weights
-    if asked > (most := _most(ray, "memory")):
-        gib = f"some {asked / 2**30:.1f} GiB of memory, and no machine of Ray has more than {most / 2**30:.1f} GiB"
-        raise InputError(f"engine: {checkpoint.name} needs {gib} for it")
-    return asked

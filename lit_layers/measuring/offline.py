@@ -4,31 +4,61 @@ One checkpoint is in memory at a time, while the next one is fetched.
 """
 
 import contextlib
+import copy
+import functools
+import gc
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
 from lit_layers.errors import InputError, given_root, is_full
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
-from lit_layers.measuring import one_model
-from lit_layers.measuring.engine import measured_on_ray
-from lit_layers.measuring.measuring_options import MeasuringOptions
-from lit_layers.measuring.one_checkpoint import DoesNotFit, Dtype, Measurer, Tell, device_of, silent
+from lit_layers.measuring import MeasuringOptions, one_model
+from lit_layers.measuring.engine import on_ray
+from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done, not_done
+from lit_layers.models.build import weights_hash
+from lit_layers.models.offload import Offload
+from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
-from lit_layers.records import Measurement
+from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.schema import COUNT_OR_NONE, Device, refuse_no_shard, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import at_once
+from lit_layers.series.opening import UNAUDITED
 from lit_layers.series.weight_files import Fingerprint, Memory
 
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
+Dtype = Literal["float32", "float64", "bfloat16"]
+Tell = Callable[[int | None, int | None, str], None]  # done, of how many, what comes next: checkpoints, or analyses
 ALONE = MeasuringOptions(shard="0/1")  # whatever torchrun says
+
+
+def silent(*_: Any) -> None:
+    """Show nothing."""
+
+
+def device_of(name: Device) -> torch.device:
+    """Return the device that an option names.
+
+    Raises:
+        InputError: a GPU where torch sees none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+class DoesNotFit(InputError):
+    """An analysis that does not fit a model that was loaded."""
 
 
 @dataclass
@@ -119,21 +149,24 @@ def analyze_series(
         changed["shard"] = "{}/{}".format(*changed["shard"])
     options = replace(options, **changed)
     refuse_outside("", {"values_mb": COUNT_OR_NONE}, vars(options))
-    tell = progress or silent
     root = given_root(root)
-    measurer = Measurer(
-        series=series,
-        root=root,
-        options=options,
-        device=device_of("cpu" if options.engine == "ray" else options.device),  # each worker has its own
-        earlier=SeriesMeasurements(root),
-        tell=tell if series.is_alone else silent,  # of a series its checkpoints are counted, not their analyses
-    )
-    measuring = _Measuring(measurer=measurer, tell=tell, grows=beside_training)
-    measuring.choose(analyses)
-    part = "measuring" if beside_training else "all"
-    with run_lock.writing(root, shard=options.share, part=part):
-        return measuring.run()
+    # On Ray each worker has a device of its own.
+    device = device_of("cpu" if options.engine == "ray" else options.device)
+    work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
+    work.choose(analyses)
+    values = ValueFiles(root, options.values_mb, checkpoints=len(series.checkpoints), insist=True)
+    work.earlier.store.values = values
+    with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
+        audited = work.audited(grows=beside_training)
+        if options.engine == "ray":
+            found = work.on_ray(audited)
+        else:
+            found = measure_unless_done(
+                work.visits(audited), work.earlier.store, starting=work.starting, failed=work.failed
+            )
+        for measurement in found:
+            work.result.measurements.append(measurement)
+        return work.finished(audited)
 
 
 def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
@@ -141,61 +174,46 @@ def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequenc
     return [in_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
-def _named(checkpoint: Checkpoint, error: InputError) -> str:
-    return str(error) if checkpoint.name in str(error) else f"{checkpoint.name}: {error}"
+def _named(name: str, error: InputError) -> str:
+    return str(error) if name in str(error) else f"{name}: {error}"
 
 
-def _unlisted(series: Series) -> dict[str, str]:
-    """The checkpoints whose files cannot even be listed, each with why: not for them shall the others wait."""
-
-    def reason(checkpoint: Checkpoint) -> str | None:
-        try:
-            checkpoint.source.files  # noqa: B018
-        except InputError as error:
-            return str(error)
-        return None
-
-    reasons = at_once(reason, series.checkpoints)
-    return {one.name: why for one, why in zip(series.checkpoints, reasons, strict=True) if why is not None}
-
-
-@dataclass(kw_only=True)
+@dataclass
 class _Measuring:
-    """One call on one series."""
+    """One call on one series. A copy of it goes to the workers of Ray."""
 
-    measurer: Measurer
+    series: Series
+    root: Path
+    options: MeasuringOptions
+    device: torch.device
+    earlier: SeriesMeasurements
     tell: Tell
-    grows: bool
-
-    def __post_init__(self) -> None:
-        self.series, self.earlier, self.options = self.measurer.series, self.measurer.earlier, self.measurer.options
-        checkpoints, root = len(self.series.checkpoints), self.measurer.root
-        self.earlier.store.values = ValueFiles(root, self.options.values_mb, checkpoints=checkpoints, insist=True)
-        self.memory = self.series.memory or Memory(root)
-        self.analyses, self.verdicts = self.measurer.analyses, self.measurer.verdicts
-        self.unmeasured: dict[str, str] = {}  # names of checkpoints that cannot be measured, each with why
-        self.result = SeriesResult(Audit(self.series.name, 0, ()))
-        self._is_read = False  # whether weights were, for the audit
+    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by the name of the checkpoint
+    verdicts: dict[str, str] = field(default_factory=dict)  # likewise
+    unmeasured: dict[str, str] = field(default_factory=dict)  # why a checkpoint cannot be measured
+    fitting: set[int] = field(default_factory=set)  # lists of analyses that fit a model of this series
+    read: dict[str, Fingerprint] = field(default_factory=dict)  # weights that were downloaded to be measured
+    broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
+    has_read: bool = False  # whether weights were, for the audit
+    varied: bool = False  # whether each checkpoint has analyses of its own
+    result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
 
     def choose(self, analyses: Analyses) -> None:
-        """Refuses what is wrong with the analyses whatever the model is, before one is opened or downloaded.
+        """Refuse what is wrong with the analyses whatever the model is, before one is opened or downloaded.
 
-        Where each checkpoint has data of its own, in the tokens of its own tokenizer, those are left out that have
-        none.
+        If each checkpoint has data of its own, in the tokens of its own tokenizer, those without any are left out.
         """
         self.varied = callable(analyses)
         if not callable(analyses):
-            analyses = in_dtype(analyses, self.options)
-            self._refuse(analyses)
+            self._refuse(analyses := in_dtype(analyses, self.options))
             self.analyses.update({one.name: analyses for one in self.series})
             return
         for one in self.series:
             try:
-                self.analyses[one.name] = made = in_dtype(analyses(one), self.options)
-                self._refuse(made)
+                self._refuse(made := in_dtype(analyses(one), self.options))
+                self.analyses[one.name] = made
             except InputError as error:
-                self.analyses.pop(one.name, None)
-                self.unmeasured[one.name] = _named(one, error)
+                self.unmeasured[one.name] = _named(one.name, error)
         if not self.analyses:
             raise InputError(next(iter(self.unmeasured.values())))
 
@@ -208,82 +226,18 @@ class _Measuring:
         for analysis in analyses:
             analysis.check_data()
 
-    def run(self) -> SeriesResult:
-        """Measures in this process or over workers, as the engine says."""
-        audited = self._mine()
-        if not self.series.is_alone:
-            self.measurer.refuse_another(lambda one: ("weight_files", one.source.weights()))
-            audited = self._audited(audited)
-        due = [one for one in audited if not self._is_known(one)]
-        self.result.num_known = sum(len(self.analyses[one.name]) for one in audited if one not in due)
-        for run in dict.fromkeys(self.earlier.run_of(one) for one in due if one.step is not None):
-            warn_of_other_versions(self.earlier.store, run, one_model.versions())
-        if self.options.engine == "ray":
-            self._over_workers(due)
-        else:
-            self._one_by_one(due, len(audited) - len(due), len(audited))
-        if self._is_read:  # judged once more, by the weights that were downloaded to be measured
-            self._judge(audited)
-        for each in {id(each): each for analyses in self.analyses.values() for each in analyses}.values():
-            with contextlib.suppress(InputError):
-                self.result.settings.append(settings_name(each.config_hash(), each.data_hash()))
-        return self.result
-
-    def _mine(self) -> list[Checkpoint]:
-        """The checkpoints of this shard."""
+    def audited(self, *, grows: bool) -> list[Checkpoint]:
+        """Audit the series, and return which checkpoints of this shard are to be measured."""
         index, count = self.options.share
-        if not self.grows:
-            return [*self.series.checkpoints[index::count]]
-        return [one for one in self.series if zlib.crc32(one.name.encode()) % count == index]
-
-    def _one_by_one(self, due: Sequence[Checkpoint], num_before: int, total: int) -> None:
-        tell = silent if self.series.is_alone else self.tell
-        for number, (checkpoint, fetched) in enumerate(fetched_ahead(due), start=num_before):
-            tell(number, total, checkpoint.name)
-            try:
-                measured = self.measurer.measure(checkpoint, fetched)
-            except InputError as error:
-                self._failed(checkpoint, error)
-            else:
-                self._measured(checkpoint, measured, self.analyses[checkpoint.name])
-                if self._is_unread(checkpoint):
-                    self._remember(checkpoint, read_weights(checkpoint))
-            finally:
-                self.measurer.release()
-                if checkpoint.source.is_copied or not self.options.keep_downloads:
-                    checkpoint.source.drop()
-        tell(total, total, "")
-
-    def _over_workers(self, due: Sequence[Checkpoint]) -> None:
-        left = {checkpoint.name: (checkpoint, self._not_known(checkpoint)) for checkpoint in due}
-        self.result.num_known += sum(len(self.analyses[name]) - len(mine) for name, (_, mine) in left.items())
-        unread = {checkpoint.name for checkpoint in due if self._is_unread(checkpoint)}
-        for checkpoint, outcome in measured_on_ray(self.measurer, [*left.values()], self.tell, unread):
-            if outcome.failure is not None:
-                self._failed(checkpoint, outcome.failure)
-                continue
-            self.measurer.fitting |= {id(self.analyses[checkpoint.name])}
-            store, (_, mine) = self.earlier.store, left[checkpoint.name]
-            self._measured(checkpoint, [store.add(each) for each in outcome.measurements], mine)
-            self._remember(checkpoint, outcome.weights)
-
-    def _measured(self, checkpoint: Checkpoint, measured: list[Measurement], of: Sequence[Any]) -> None:
-        self.result.measurements += measured
-        self.result.num_known += len(of) - len(measured)
-
-    def _is_unread(self, checkpoint: Checkpoint) -> bool:
-        return WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ())
-
-    def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
-        """Keeps what was read of weights that were downloaded to be measured, for the audit."""
-        if weights is not None:
-            self.memory.put(checkpoint.name, checkpoint.source.identity(), weights)
-            self._is_read = True
-
-    def _audited(self, mine: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Audits the series, and returns which checkpoints of this shard are to be measured."""
-        self.unmeasured = {**_unlisted(self.series), **self.unmeasured}
-        listed = [checkpoint for checkpoint in mine if checkpoint.name not in self.unmeasured]
+        mine = [*self.series.checkpoints[index::count]]
+        if grows:
+            mine = [one for one in self.series if zlib.crc32(one.name.encode()) % count == index]
+        self.result.audit = Audit(self.series.name, 0, ())
+        if self.series.is_alone:
+            return mine
+        self._refuse_another(lambda one: ("weight_files", one.source.weights()))
+        self.unmeasured = {**self._unlisted(), **self.unmeasured}
+        listed = [one for one in mine if one.name not in self.unmeasured]
         self._judge(listed)
         findings = self.result.audit.findings
         damaged = {name: each.message for each in findings if each.kind == "damaged" for name in each.names}
@@ -295,9 +249,22 @@ class _Measuring:
         ]
         return [one for one in listed if one not in suspects]
 
+    def _unlisted(self) -> dict[str, str]:
+        """Return the checkpoints whose files cannot even be listed, each with why: the others do not wait for them."""
+
+        def reason(checkpoint: Checkpoint) -> str | None:
+            try:
+                checkpoint.source.files  # noqa: B018
+            except InputError as error:
+                return str(error)
+            return None
+
+        reasons = at_once(reason, self.series.checkpoints)
+        return {one.name: why for one, why in zip(self.series.checkpoints, reasons, strict=True) if why is not None}
+
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Audits the series, and corrects what the numbers of these checkpoints say of it."""
-        self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self.memory)
+        """Audit the series, and correct what the numbers of these checkpoints say of it."""
+        self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self._memory)
         everything = self.series.listing.checkpoints
         # Only where every step of the series was audited a suspicion can be taken back.
         whole = self.result.audit.num_checked == len(everything) and all(one.step is not None for one in everything)
@@ -306,31 +273,178 @@ class _Measuring:
         for one in checkpoints:
             self.earlier.correct_verdicts(one, self.verdicts[one.name])
 
-    def _is_known(self, checkpoint: Checkpoint) -> bool:
-        """Whether all is known from weight files of these very hashes, without loading any."""
-        return not self._not_known(checkpoint)
+    @property
+    def _memory(self) -> Memory:
+        return self.series.memory or Memory(self.root)
 
-    def _not_known(self, checkpoint: Checkpoint) -> list[Analysis]:
-        """The analyses of which that cannot be said."""
-        analyses = [*self.analyses[checkpoint.name]]
+    def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
+        """Refuse a series that is not the one of the root, unless it lies there: then it is its own under any name."""
+        place: Path | None = getattr(self.series, "root", None)
+        if place is None or place.resolve() != self.root.resolve():
+            self.earlier.refuse_another(self.series.checkpoints, weights)
+
+    def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
+        """Return the checkpoints of which weight files with these hashes lack an analysis, without loading any."""
+        due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._unknown(one))}
+        for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
+            warn_of_other_versions(self.earlier.store, run, one_model.versions())
+        return due
+
+    def _unknown(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
+        analyses = self.analyses[checkpoint.name]
         if self.series.is_alone:  # its files are not hashed, as nothing is compared with them
             return analyses
         try:
-            facts = {
-                "weight_files": checkpoint.source.weights(),
-                "dtype": self.options.weights_dtype,
-                "model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint),
-            }
+            files, tokenizer = checkpoint.source.weights(), self.earlier.tokenizer_hash(checkpoint)
         except InputError:  # its tokenizer cannot be had: fetching says why
             return analyses
-        place = self.earlier.run_of(checkpoint), checkpoint.step
-        return [each for each in analyses if not self.earlier.store.is_done(*place, each, **facts)]
+        facts = {"weight_files": files, "dtype": self.options.weights_dtype, "model_tokenizer_hash": tokenizer}
+        return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
-    def _failed(self, checkpoint: Checkpoint, why: InputError) -> None:
-        """Notes what cannot be measured; refuses what no other checkpoint can be measured with either."""
+    def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
+        """Yield the checkpoints of which something is not known; the next one is fetched meanwhile."""
+        due, is_alone = self._due(audited), self.series.is_alone
+        of_due = [checkpoint for checkpoint, _ in due.values()]
+        for number, (checkpoint, fetched) in enumerate(fetched_ahead(of_due), start=len(audited) - len(due)):
+            if not is_alone:  # of one model the analyses are counted
+                self.tell(number, len(audited), checkpoint.name)
+            yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
+            self._release()
+            self._remember(checkpoint, self.read.pop(checkpoint.name, None))
+        total = len(self.analyses[audited[0].name]) if is_alone else len(audited)
+        self.tell(total, total, "")
+
+    def _release(self) -> None:
+        if self.options.offload is not None:
+            gc.collect()  # accelerate's hooks and their model hold each other
+
+    def _visit(self, checkpoint: Checkpoint, fetched: "Future[Path]", analyses: Sequence[Analysis]) -> Visit:
+        return Visit(
+            name=checkpoint.name,
+            run=self.earlier.run_of(checkpoint),
+            step=checkpoint.step,
+            tokens=checkpoint.tokens,
+            analyses=analyses,
+            opened=functools.partial(self._opened, checkpoint, fetched),
+        )
+
+    def starting(self, visit: Visit, analysis: Analysis) -> None:
+        if self.series.is_alone:
+            self.tell(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
+
+    @contextlib.contextmanager
+    def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
+        """Hold a checkpoint in memory, on the device or with its blocks on the disk.
+
+        Raises:
+            InputError: a checkpoint that cannot be had, loaded or held.
+            DoesNotFit: an analysis that does not fit it.
+        """
+        try:
+            try:
+                fetched.result()
+            except OSError as error:  # a disk that is full
+                raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
+            view = LayeredModel(self._loaded(checkpoint))
+            self._check(view, self.analyses[checkpoint.name])
+            weights = weights_hash(view.model)
+            yield Opened(view, weights, *self._provenance(checkpoint, weights))
+            if self._is_unread(checkpoint) and (content := read_weights(checkpoint)) is not None:
+                self.read[checkpoint.name] = content
+        except torch.OutOfMemoryError as error:
+            why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
+            raise InputError(why) from error
+        finally:
+            if checkpoint.source.is_copied or not self.options.keep_downloads:
+                checkpoint.source.drop()
+
+    def _loaded(self, checkpoint: Checkpoint) -> Any:
+        dtype = getattr(torch, self.options.weights_dtype)
+        if self.options.offload is None:
+            return checkpoint.load(dtype=dtype).to(self.device)
+        return checkpoint.load(dtype=dtype, offload=Offload(self.options.offload, self.device))
+
+    def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
+        """Refuse what does not fit before the first number."""
+        if id(analyses) in self.fitting:
+            return
+        try:
+            for analysis in analyses:
+                analysis.check(view)
+        except InputError as error:
+            raise DoesNotFit(str(error)) from error.__cause__
+        self.fitting.add(id(analyses))
+
+    def _provenance(self, checkpoint: Checkpoint, weights: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return where a checkpoint comes from, and the part of it by which a measurement counts as done."""
+        source = checkpoint.provenance() | ({} if self.options.offload is None else {"offloaded": True})
+        if self.series.is_alone:
+            self._refuse_another(lambda _: ("weights_hash", weights))
+            return {**source, "audit": UNAUDITED}, {}
+        same = {"model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint)}
+        known = {name: value for name, value in same.items() if value is not None}
+        return {**source, "audit": self.verdicts[checkpoint.name], **known}, same
+
+    def _is_unread(self, checkpoint: Checkpoint) -> bool:
+        return WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ())
+
+    def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
+        """Keep what was read of weights that were downloaded to be measured, for the audit."""
+        if weights is not None:
+            self._memory.put(checkpoint.name, checkpoint.source.identity(), weights)
+            self.has_read = True
+
+    def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
+        """Have workers measure what is not known, and yield it once the store has it."""
+        due = self._due(audited)
+        earlier = copy.copy(self.earlier)
+        earlier.store = UnwrittenStore(earlier.store.path, [])
+        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(self.result.audit))
+        calls = {name: ([each.name for each in analyses], self._known(one)) for name, (one, analyses) in due.items()}
+        for name, reply in on_ray(carried.in_worker, calls, self.options.device, self.tell):
+            checkpoint, analyses = due[name]
+            if isinstance(reply, InputError):
+                self.failed(self._visit(checkpoint, Future(), analyses), reply)
+                continue
+            measured, weights = reply
+            self.fitting.add(id(self.analyses[name]))
+            yield from map(self.earlier.store.add, measured)
+            self._remember(checkpoint, weights)
+
+    def _known(self, checkpoint: Checkpoint) -> list[Measurement]:
+        run = self.earlier.run_of(checkpoint)
+        of_step = (each for each in self.earlier.store if self.series.is_alone or each.step == checkpoint.step)
+        return [each for each in of_step if each.run == run]
+
+    def in_worker(
+        self, name: str, analyses: Sequence[str], known: Sequence[Measurement]
+    ) -> tuple[list[Measurement], Fingerprint | None]:
+        """Measure one checkpoint in a worker of Ray, which writes nothing."""
+        checkpoint = next(one for one in self.series.checkpoints if one.name == name)
+        self.device = device_of(self.options.device)
+        self.earlier.store = store = UnwrittenStore(self.earlier.store.path, known)
+        chosen = [one for one in self.analyses[name] if one.name in analyses]
+        _, fetched = next(_held := fetched_ahead([checkpoint]))  # a download stops if nothing holds it
+        measured = [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], store)]
+        self._release()
+        return measured, self.read.pop(name, None)
+
+    def failed(self, visit: Visit, why: InputError) -> None:
+        """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
         is_loaded = isinstance(why, DoesNotFit)
-        if self.series.is_alone or is_full(why) or (is_loaded and not self.measurer.fitting and not self.varied):
+        if self.series.is_alone or is_full(why) or (is_loaded and not self.fitting and not self.varied):
             raise why from why.__cause__
-        sentence = _named(checkpoint, why)
-        if sentence not in self.result.failures:  # each of its tasks may say so
-            self.result.failures.append(sentence)
+        self.broken.add((visit.run, visit.step))
+        self.result.failures.append(_named(visit.name, why))
+
+    def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
+        """Judge once more by the weights that were downloaded to be measured, and count what was known."""
+        if self.has_read:
+            self._judge(audited)
+        whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
+        measured = [each for each in self.result.measurements if (each.run, each.step) not in self.broken]
+        self.result.num_known = sum(len(self.analyses[one.name]) for one in whole) - len(measured)
+        for each in {id(each): each for analyses in self.analyses.values() for each in analyses}.values():
+            with contextlib.suppress(InputError):
+                self.result.settings.append(settings_name(each.config_hash(), each.data_hash()))
+        return self.result

@@ -1,5 +1,6 @@
-"""Analyses of one model in memory: all in one pass over each set of rows, in this process or several."""
+"""The loop that measures what is not done, and the analyses of one model in memory: one pass for all, on any ranks."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -10,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,30 +84,72 @@ def refuse_same_names(analyses: Iterable[Analysis]) -> None:
         raise InputError(f"analyses: two are named {double!r}; give each a name of its own")
 
 
-def measure_missing(
-    model: Any,
-    analyses: Sequence[Analysis],
+class Opened(NamedTuple):
+    """A checkpoint in memory: its model and the hash of its weights.
+
+    Args:
+        provenance: what its measurements say of where it comes from.
+        same: what the provenance of a measurement must also say for it to count as done.
+    """
+
+    model: Any
+    weights_hash: str
+    provenance: Mapping[str, Any] = {}
+    same: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A checkpoint that is to be measured; `opened` holds its model in memory."""
+
+    run: str
+    step: int | None
+    analyses: Sequence[Analysis]
+    name: str = ""
+    opened: Callable[[], contextlib.AbstractContextManager[Opened]]
+    tokens: int | None = None
+
+
+def not_done(store: Store, run: str, step: int | None, analyses: Sequence[Analysis], **facts: Any) -> list[Analysis]:
+    """Return the analyses that the store lacks at a step, with these options, data and facts of the weights."""
+    return [each for each in analyses if not store.is_done(run, step, each, **facts)]
+
+
+def measure_unless_done(
+    visits: Iterable[Visit],
     store: Store,
     *,
-    run: str,
-    step: int | None,
-    weights_hash: str,
     ranks: OneProcess | Ranks | None = None,
-    starting: Callable[[Analysis], None] = lambda analysis: None,
-    same: Mapping[str, Any] | None = None,
-    **facts: Any,
+    starting: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
+    failed: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure what is not done on one checkpoint, and yield each measurement once the store has it.
+    """Measure what the store lacks, checkpoint by checkpoint, and yield each measurement once the store has it.
 
-    Whatever measures a checkpoint goes this way: in training and after it, in one process or several, of which the
-    first yields. `same` is what provenance must say besides of what counts as done.
+    Training and `analyze` both run this loop, in one process, on several ranks, of which the first yields, or in a
+    worker of Ray.
+
+    Args:
+        failed: takes the error of a checkpoint that cannot be measured, and the next one is; by default it is raised.
     """
-    due = [a for a in analyses if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]
-    for outcome in outcomes(model, due, ranks, starting, weights_hash=weights_hash):
-        measurement = outcome.measurement(run=run, step=step, **facts)
-        about = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
-        logger.info("%s at step %s: %s", measurement.analysis, step, measurement.error or about)
-        yield store.add(measurement)
+    for visit in visits:
+        try:
+            with visit.opened() as opened:
+                weights = opened.weights_hash
+                due = not_done(store, visit.run, visit.step, visit.analyses, weights_hash=weights, **opened.same)
+                begin = functools.partial(starting, visit)
+                for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
+                    about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
+                    measurement = outcome.measurement(**about, provenance=opened.provenance)
+                    del outcome  # its failure holds the model
+                    took = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
+                    logger.info("%s at step %s: %s", measurement.analysis, visit.step, measurement.error or took)
+                    yield store.add(measurement)
+        except InputError as error:
+            if failed is None:
+                raise
+            failed(visit, error)
+        finally:
+            opened = None  # before the next model is loaded
 
 
 @dataclass
@@ -122,16 +165,16 @@ class Outcome:
     rows: dict[str, Rows] = field(default_factory=dict)
     values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument and number of the update
 
-    def attempt(self, view: LayeredModel, action: Callable[[], Any]) -> Any:
-        """Return what an action gives, which must leave no trace of itself in the model, or keep why it failed."""
+    @contextlib.contextmanager
+    def attempted(self, view: LayeredModel) -> Iterator[None]:
+        """Run what is inside, which must leave no trace of itself in the model, and keep why it failed."""
         started = time.perf_counter()
         try:
             with undisturbed(view.model):
-                return action()
+                yield
         except Exception as failure:
             logger.debug("%s failed", self.analysis.name, exc_info=True)
             self.error, self.failure = kind_and_words(failure), failure
-            return None
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -200,15 +243,12 @@ class _Views:
 
 def _prepared(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -> Outcome:
     outcome = Outcome(analysis)
-
-    def prepare() -> None:
+    with outcome.attempted(view):
         analysis.adopt_batches_()
         outcome.facts = describe_run(view, analysis, weights_hash)
         analysis.check_options(view)
         outcome.analysis = analysis.resolved(view)
         outcome.rows = outcome.analysis.reads(view)
-
-    outcome.attempt(view, prepare)
     return outcome
 
 
@@ -261,36 +301,33 @@ class _Group:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Pass a microbatch and show it to the analyses, to each a copy; anew after one that changed the model."""
+        """Pass a microbatch and show it to the analyses, to each a copy; pass it again after one changed the model."""
         seen: Trajectory | None = None
-        for place, (reader, number, start, stop) in enumerate(due):
+        for position, (reader, number, start, stop) in enumerate(due):
             outcome, view = reader.outcome, views[self.precision]
             if outcome.error is not None:
                 continue
             if seen is None:
-                sharing = {id(other.outcome): other.outcome for other, *_ in due[place:] if other.outcome.error is None}
-                seen = _passed(view, batch, [*sharing.values()])
+                left = (other.outcome for other, *_ in due[position:])
+                seen = _passed(view, batch, [*{id(each): each for each in left if each.error is None}.values()])
                 if seen is None:
                     return
-            values = outcome.attempt(view, functools.partial(_updated, outcome.analysis, seen, batch, start, stop))
-            if outcome.error is None:
-                outcome.values.setdefault(reader.argument, {})[number] = values
-            elif isinstance(outcome.failure, DisturbedError):
+            with outcome.attempted(view):
+                part, some = seen, batch
+                if (start, stop) != (0, count):
+                    part, some = seen.rows(start, stop), _some(batch, slice(start, stop), count)
+                part = replace(part, hidden=part.hidden.clone(), mask=part.mask.clone())  # it may write to them
+                outcome.values.setdefault(reader.argument, {})[number] = outcome.analysis.update(part, some)
+            if isinstance(outcome.failure, DisturbedError):
                 seen = None
                 views.renew()
 
 
-def _updated(analysis: Analysis, seen: Trajectory, batch: Batch, start: int, stop: int) -> Values:
-    """Return what an analysis makes of some rows of a microbatch, whose states it may write to."""
-    if (start, stop) != (0, count := len(seen.mask)):
-        seen, batch = seen.rows(start, stop), _some(batch, slice(start, stop), count)
-    return analysis.update(replace(seen, hidden=seen.hidden.clone(), mask=seen.mask.clone()), batch)
-
-
 def _passed(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
     """Pass a microbatch for some analyses, which bear the time in equal parts, or the failure."""
-    shared = Outcome(sharing[0].analysis)
-    seen = shared.attempt(view, lambda: view.trajectory(batch))
+    shared, seen = Outcome(sharing[0].analysis), None
+    with shared.attempted(view):
+        seen = view.trajectory(batch)
     for outcome in sharing:
         outcome.seconds += shared.seconds / len(sharing)
         outcome.error, outcome.failure = shared.error, shared.failure
@@ -302,28 +339,26 @@ def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, number:
     everyone = ranks.gather(outcome.error, outcome.values)
     outcome.values = {}
     outcome.error = next((error for error, _ in everyone if error), None)
-    made = Jobs([])
-
-    def own_jobs() -> dict[int, Any]:
-        nonlocal made
-        values = {
-            name: _in_order(outcome.analysis, [of_rank[name] for _, of_rank in everyone if name in of_rank])
-            for name in outcome.rows
-        }
-        everyone.clear()
-        made = outcome.analysis.jobs(views[outcome.analysis.PRECISION], **values)
-        mine = (job for job in range(len(made.parts)) if (job + number) % ranks.size == ranks.rank)
-        return {job: made.parts[job]() for job in mine}
-
-    done = None if outcome.error else outcome.attempt(views[outcome.analysis.PRECISION], own_jobs)
-    everyone = ranks.gather(outcome.error, (done, outcome.seconds))
+    analysis, made, done = outcome.analysis, Jobs([]), dict[int, Any]()
+    if outcome.error is None:
+        with outcome.attempted(view := views[analysis.PRECISION]):
+            values = {
+                name: _in_order(analysis, [of_rank[name] for _, of_rank in everyone if name in of_rank])
+                for name in outcome.rows
+            }
+            everyone.clear()
+            made = analysis.jobs(view, **values)
+            for job, part in enumerate(made.parts):
+                if (job + number) % ranks.size == ranks.rank:
+                    result = part()
+                    done[job] = [*result] if isinstance(result, Iterator) else result
+    everyone = ranks.gather(outcome.error, ({} if outcome.error else done, outcome.seconds))
     outcome.error = next((error for error, _ in everyone if error), None)
     outcome.seconds = max([outcome.seconds, *(found[1] for _, found in everyone if found is not None)])
     if outcome.error is None and ranks.rank == 0:
         results = {job: result for _, (of_rank, _) in everyone for job, result in of_rank.items()}
-        in_order = [results[job] for job in sorted(results)]
-        records = outcome.attempt(views.own, lambda: collect(outcome.analysis, made.records(in_order)))
-        outcome.records = records or []
+        with outcome.attempted(views.own):
+            outcome.records = collect(analysis, made.records([results[job] for job in sorted(results)]))
     if isinstance(outcome.failure, DisturbedError):
         views.renew()
 

@@ -1,19 +1,34 @@
-"""What a command will take: its analyses run on a first share of their data, and their seconds are multiplied.
+"""What commands measure: the analyses that are made for a model or a series, and what these will take.
 
-Everything that a plan says is an extrapolation from that share, on this machine.
+All that a plan says is an extrapolation, from the seconds of a first share of the data on this machine.
 """
 
 import contextlib
+import copy
+import functools
 import math
+import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from lit_layers.analyses.base import Analysis
+from lit_layers.data import EvalText
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.files.gguf_files import is_gguf
+from lit_layers.measuring import MeasuringOptions
+from lit_layers.measuring.offline import Analyses, analyze_series, silent
 from lit_layers.models.costs import most_ever
 from lit_layers.records import Measurement
+from lit_layers.series import Checkpoint, Series
+from lit_layers.series.local_series import training_of
+from lit_layers.series.weight_files import Memory
 
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 ROWS, GROWTH = 4, 2  # of data in the first round, and how many times more in each next one
 LONGEST = 60.0  # seconds of all rounds together; half as much again for analyses that were not measured twice by then
 
@@ -167,3 +182,173 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * factor:
             return f"{seconds / factor:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What analyses are made for: a model, or all checkpoints of a series.
+
+    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
+    the one that was named; `tell` shows what an analysis says of itself.
+    """
+
+    name: str
+    root: Path
+    series: Series
+    checkpoint: Checkpoint
+    trained: Mapping[str, Any]
+    tokenizer: str | None
+    tell: Callable[[str], None]
+
+    @functools.cached_property
+    def carried(self) -> str | None:
+        """The tokenizer that the checkpoints carry.
+
+        Raises:
+            InputError: it cannot be had.
+        """
+        return self.series.tokenizer(self.checkpoint)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        return self.checkpoint.config()
+
+    @property
+    def length_limit(self) -> int | None:
+        """How many tokens its models take."""
+        return length_limit(self.config)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether its models take images alone, by the config.json of transformers or of timm."""
+        return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
+
+    def own_tokenizer(self) -> str:
+        """Its tokenizer: the one that was named, or that it carries.
+
+        Raises:
+            InputError: neither.
+        """
+        named = self.trained.get("tokenizer")
+        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        if tokenizer is None:
+            raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
+        return tokenizer
+
+
+Make = Callable[[Target], Sequence[Analysis]]
+
+
+def plan_of(series: Series, make: Make, options: MeasuringOptions, *, root: Path, tokenizer: str | None) -> Plan:
+    """Measure the first checkpoint on a share of the data, and return what one checkpoint takes.
+
+    Raises:
+        InputError: what measuring raises.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        series = copy.copy(series)
+        series.memory = series.memory and Memory(Path(folder))
+        vars(series).pop("listing", None)
+        vars(series)["checkpoints"] = series.checkpoints[:1]
+        options = replace(options, engine="process", shard="0/1", keep_downloads=True)
+
+        def measure(analyses: Sequence[Analysis]) -> Sequence[Measurement]:
+            place = Path(tempfile.mkdtemp(dir=folder)) / root.name
+            result = analyze_series(series, analyses, options, root=place)
+            if result.failures:
+                raise InputError(result.failures[0])
+            return result.measurements
+
+        analyses = analyses_for(series, make, root=Path(folder) / root.name, tokenizer=tokenizer)
+        return sampled(analyses(series.checkpoints[0]) if callable(analyses) else analyses, measure)
+
+
+def analyses_for(
+    series: Series, make: Make, *, root: Path, tokenizer: str | None, tell: Callable[[str], None] = silent
+) -> Analyses:
+    """Make the analyses of all checkpoints of a series, or a function that makes those of one.
+
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
+    each of these, and for all steps of one training together.
+
+    Raises:
+        InputError: a tokenizer that is not the models' own, texts longer than a model reads.
+    """
+    folder = _folder_of(series)
+    trained = training_of(folder) if folder else {}
+
+    def target(checkpoint: Checkpoint, name: str) -> Target:
+        about: Any = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer}
+        return Target(name=name, checkpoint=checkpoint, tell=tell, **about)
+
+    last = series.listing.checkpoints[-1]
+    if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
+        whole = target(last, series.name)
+        return _fitting(make(whole), whole)
+    _refuse_a_foreign_tokenizer(tokenizer, series)
+    return lambda checkpoint: make(target(checkpoint, checkpoint.name))
+
+
+def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
+    """Refuses texts that are longer than what the model reads, before it is opened or downloaded."""
+    for analysis in analyses:
+        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
+            limit = target.length_limit
+            if limit is not None and text.num_tokens > limit:
+                raise InputError(
+                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
+                    f"ask for {limit} or fewer"
+                )
+    return analyses
+
+
+def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
+    if name is None:
+        return
+    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for checkpoint in series.listing.checkpoints:
+        try:
+            carried = series.tokenizer(checkpoint)
+        except InputError:  # said of it when its turn comes
+            continue
+        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
+            raise InputError(
+                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
+                "it out, and each model is measured with its own"
+            )
+
+
+def _folder_of(series: Series) -> Path | None:
+    """Where the training that the checkpoints come from lies, if on this machine."""
+    if series.is_alone:
+        place = Path(series.name).resolve()
+        return place.parent if place.is_dir() else None
+    return getattr(series, "root", None)
+
+
+def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
+    """Return the folder of a series' results: the one that was named, of several each below it, or a run's own."""
+    if series.is_alone:
+        seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
+        return root or Path("checkpoints") / f"{name_of(series.name)}{seed}"
+    name = re.sub(r"[^\w.-]+", "-", series.name)
+    if root:
+        return root if is_only else root / name
+    return _folder_of(series) or Path("checkpoints") / name
+
+
+def name_of(model: str) -> str:
+    """The name of the folder, the file or the repository; step-000001000 alone would not say of which run."""
+    path = Path(model).resolve()
+    if is_gguf(path):
+        return path.stem
+    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
+
+
+def length_limit(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
+    named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
+    limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
+    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit

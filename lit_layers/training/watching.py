@@ -19,6 +19,7 @@ from lit_layers.errors import InputError, first_line, first_sentence, given_root
 from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, logged_name, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
+from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done
 from lit_layers.measuring.ranks import RENDEZVOUS, OneProcess, Ranks, ranks_of
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
@@ -143,7 +144,7 @@ class StepMeasurer:
         """
         refusals: list[str] = []
 
-        def starting(analysis: Analysis) -> None:
+        def starting(visit: Visit, analysis: Analysis) -> None:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
@@ -151,18 +152,9 @@ class StepMeasurer:
             self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
             return
         fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # of weights that are the same
-        for measurement in one_model.measure_missing(
-            model,
-            self.analyses,
-            self._store,
-            run=self.run,
-            step=step,
-            tokens=tokens,
-            provenance=provenance,
-            weights_hash=fingerprint,
-            ranks=self.ranks,
-            starting=starting,
-        ):
+        opened = functools.partial(contextlib.nullcontext, Opened(model, fingerprint, provenance or {}))
+        visit = Visit(run=str(self.run), step=step, tokens=tokens, analyses=self.analyses, opened=opened)
+        for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, starting=starting):
             self.tell(measurement, loggers)
             kind, _, sentence = (measurement.error or "").partition(": ")
             if kind == InputError.__name__:

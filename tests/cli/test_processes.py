@@ -9,7 +9,7 @@ import torch
 
 from lit_layers.cli.measuring import take_own_gpu, wait_for_the_others
 from lit_layers.errors import InputError
-from lit_layers.measuring.measuring_options import shard_of
+from lit_layers.measuring import shard_of
 from tests.support.forked import meeting_place
 
 

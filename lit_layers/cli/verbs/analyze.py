@@ -16,7 +16,8 @@ from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.follow import follow as follow_folder
-from lit_layers.measuring.targets import Target, targets_of
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.measuring.plan import Target, analyses_for, root_of
 from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
@@ -77,8 +78,10 @@ def analyze(
         return _follow(command, checkpoints, measured.named_tokenizer, patience)
     everything = command.series(checkpoints)
     results = outcomes(everything, checkpoints, command.analyses, tokenizer=measured.named_tokenizer)
-    failed = [_tell(outcome) for outcome in results]
-    return FAILED if any(failed) else 0
+    failed = 0
+    for outcome in results:
+        failed += _tell(outcome)
+    return FAILED if failed else 0
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:
@@ -90,9 +93,11 @@ def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, pat
 
     def measure(steps: list[int]) -> None:
         everything = command.series(replace(options, steps=steps))
-        for target in targets_of(everything, command.analyses, options, tokenizer=tokenizer):
-            result = target.measure(lambda *_: None, beside_training=True)
-            failed.append(_tell(Outcome(root=target.root, result=result)))
+        for series in everything:
+            root = root_of(series, options.root, is_only=len(everything) == 1)
+            analyses = analyses_for(series, command.analyses, root=root, tokenizer=tokenizer)
+            result = analyze_series(series, analyses, options, root=root, beside_training=True)
+            failed.append(_tell(Outcome(root=root, result=result)))
 
     follow_folder(folder, measure, patience)
     wait_for_the_others(os.environ)

@@ -30,7 +30,7 @@ from lit_layers.schema import COUNT
 
 if TYPE_CHECKING:
     from lit_layers.analyses.base import Analysis
-    from lit_layers.measuring.targets import Target
+    from lit_layers.measuring.plan import Target
 
 T = TypeVar("T")
 RESULTS = "intervene"
@@ -159,8 +159,10 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     everything = checkpoints.opened(model)
     make = functools.partial(_analyses, model, options, recipes)
     results = outcomes(everything, checkpoints, lambda target: [*make(target)], tokenizer=options.tokenizer)
-    failed = [_tell(outcome) for outcome in results]
-    return FAILED if any(failed) else 0
+    failed = 0
+    for outcome in results:
+        failed += _tell(outcome)
+    return FAILED if failed else 0
 
 
 def _training_recipes(options: Interventions) -> dict[str, Any]:

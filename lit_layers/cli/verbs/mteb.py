@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lit_layers.analyses.base import Analysis
-    from lit_layers.measuring.targets import Target
+    from lit_layers.measuring.plan import Target
     from lit_layers.tasks.catalogue import ScoredTask
     from lit_layers.tasks.mteb_scores import Averages
 
@@ -108,8 +108,10 @@ def mteb(
         )
 
     results = outcomes(checkpoints.opened(model), checkpoints, analyses, tokenizer=tokenizer)
-    failed = [_tell(outcome, resolved) for outcome in results]
-    return FAILED if any(failed) else 0
+    failed = 0
+    for outcome in results:
+        failed += _tell(outcome, resolved)
+    return FAILED if failed else 0
 
 
 def _tell(outcome: Outcome, tasks: "list[ScoredTask]") -> bool:

@@ -200,7 +200,7 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
     Raises:
         InputError: of several models, options that are for one, or two that have one name.
     """
-    from lit_layers.measuring.targets import name_of
+    from lit_layers.measuring.plan import name_of
 
     names = [name_of(model) for model in models]
     if len(models) > 1:
@@ -276,7 +276,7 @@ def _measured(by: str, model: str, revision: str | None) -> "tuple[str, dict[int
         plainest_variant,
         read_run_models,
     )
-    from lit_layers.measuring.targets import name_of
+    from lit_layers.measuring.plan import name_of
     from lit_layers.select.choosing import Score
 
     query = MetricQuery.of(by, "by")
@@ -386,7 +386,7 @@ def _opened(
     import torch
 
     from lit_layers.analyses.states import at_least_float32
-    from lit_layers.measuring.one_checkpoint import device_of
+    from lit_layers.measuring.offline import device_of
     from lit_layers.models.saved import load
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import of_images, of_texts
