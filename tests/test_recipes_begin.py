@@ -13,7 +13,7 @@ import yaml
 from lit_layers import records
 from lit_layers.analyses import NextTokenProbe, Probe
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.probes.task_probes import OnTask
+from lit_layers.analyses.probes.task_probes import TaskTexts
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText, prepare
@@ -126,7 +126,7 @@ def told(paths: tuple[str, ...], key: str, default: str) -> str:
 
 def begin(analyses: list[Analysis], realdata: Path) -> None:
     for analysis in analyses:
-        if isinstance(analysis, OnTask):
+        if isinstance(analysis, TaskTexts):
             analysis.folder = str(realdata)
         analysis.check_data()
 

@@ -24,77 +24,71 @@ from lit_layers.functional.jacobian.block_call import Unsupported
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
+PATTERNS = attention_entropy, sink_mass, previous_token_score
 BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also have a record of the best head
 
 
-@dataclass(kw_only=True)
-class HeadAnalysis(Analysis):
-    """Scores of attention heads: for each block the mean over heads, the best head, and each head.
+Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
 
-    `random_METRIC` is the score of uniform attention on the same tokens. `best_METRIC` is the head whose mean over
-    prompts is the highest, of a block and (without a layer) of the whole model.
+
+def _scores_of_heads(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
+    """Return scores (heads, prompts) by name and block, and those of uniform attention on the same tokens."""
+    values, reasons = Values(), list[str]()
+    for layer in range(1, seen.num_layers + 1):
+        try:
+            attention = read_attention(seen.block(layer), seen.hidden[layer - 1])
+        except Unsupported as error:
+            reasons.append(str(error))
+            continue
+        found: dict[str, list[Tensor]] = {}
+        for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
+            weights = attention.map_of(prompt)[:, :length, :length]  # real tokens come before padding
+            for kind, each in (("", weights), ("random_", _chance(weights))):
+                for score in scores:
+                    given = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
+                    of_heads = score(each, undefined="nan", **given).cpu()
+                    found.setdefault(kind + score.__name__, []).append(of_heads)
+        values |= {(score, layer): torch.stack(of_prompts, -1) for score, of_prompts in found.items()}
+    if not values:
+        raise InputError(
+            f"{name}: {type(seen.model.model).__name__} has no attention weights to read ({reasons[0]}): "
+            "leave this analysis out"
+        )
+    return values
+
+
+def _records_of_heads(
+    model: LayeredModel, values: Values, scores: Sequence[Score], heads: bool, tags: Tags
+) -> Iterator[Record]:
+    """Yield for each block the mean over heads, the best head and, with `heads`, each head; and the whole model's.
+
+    The best head is the one whose mean over prompts is the highest, of a block and (without a layer) of the model.
     """
-
-    METRICS: ClassVar[Sequence[Callable[..., Tensor]]]  # (heads,) from weights (heads, tokens, tokens)
-    OF_TOKENS: ClassVar = False  # whether they also take the token ids
-
-    heads: bool = True
-
-    def tags(self, model: LayeredModel) -> Tags:
-        """Return what all records say."""
-        return {}
-
-    def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the scores (heads, prompts) by metric and block."""
-        values, reasons = Values(), list[str]()
-        for layer in range(1, seen.num_layers + 1):
-            try:
-                attention = read_attention(seen.block(layer), seen.hidden[layer - 1])
-            except Unsupported as error:
-                reasons.append(str(error))
-                continue
-            found: dict[str, list[Tensor]] = {}
-            for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
-                weights = attention.map_of(prompt)[:, :length, :length]  # real tokens come before padding
-                given = {"input_ids": batch["input_ids"][prompt]} if self.OF_TOKENS else {}
-                for kind, each in (("", weights), ("random_", _chance(weights))):
-                    for score in self.METRICS:
-                        of_heads = score(each, undefined="nan", **given).cpu()
-                        found.setdefault(kind + score.__name__, []).append(of_heads)
-            values |= {(name, layer): torch.stack(of_prompts, -1) for name, of_prompts in found.items()}
-        if not values:
-            raise InputError(
-                f"{self.name}: {type(seen.model.model).__name__} has no attention weights to read ({reasons[0]}): "
-                "leave this analysis out"
-            )
-        return values
-
-    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        by_key = {key: of_block.T.contiguous() for key, of_block in batches.items()}
-        layers, tags = range(1, model.num_layers + 1), self.tags(model)
-        nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
-        for metric in (score.__name__ for score in self.METRICS):
-            # (prompts, heads) of each block
-            values, chance = ([by_key.get((kind + metric, n), nothing) for n in layers] for kind in ("", "random_"))
-            yield from _mean_over_heads(metric, values, tags)
-            samples: list[Sample] = []
-            if metric in BEST:
-                best = [each[:, each.nanmean(0).nan_to_num(-1).argmax()] for each in values]
-                samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
-                missing = left_out("layers", sum(bool(each.isnan().all()) for each in best))
-                whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
-                whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer: another number
-                samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
-            for layer, each in enumerate(values if self.heads else (), start=1):
-                samples += [
-                    Sample(metric, column, layer, tags={"head": head, **tags}) for head, column in enumerate(each.mT)
-                ]
-            yield from summarize_all(samples)
-            yield from _mean_over_heads(f"random_{metric}", chance, tags)
+    by_key = {key: of_block.T.contiguous() for key, of_block in values.items()}
+    nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
+    layers = range(1, model.num_layers + 1)
+    for metric in (score.__name__ for score in scores):
+        # (prompts, heads) of each block
+        blocks, chance = ([by_key.get((kind + metric, n), nothing) for n in layers] for kind in ("", "random_"))
+        yield from _mean_over_heads(metric, blocks, tags)
+        samples: list[Sample] = []
+        if metric in BEST:
+            best = [each[:, each.nanmean(0).nan_to_num(-1).argmax()] for each in blocks]
+            samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
+            missing = left_out("layers", sum(bool(each.isnan().all()) for each in best))
+            whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
+            whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer: another number
+            samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
+        for layer, each in enumerate(blocks if heads else (), start=1):
+            samples += [
+                Sample(metric, column, layer, tags={"head": head, **tags}) for head, column in enumerate(each.mT)
+            ]
+        yield from summarize_all(samples)
+        yield from _mean_over_heads(f"random_{metric}", chance, tags)
 
 
 @dataclass(kw_only=True)
-class AttentionPatterns(HeadAnalysis):
+class AttentionPatterns(Analysis):
     """What each head attends to: `attention_entropy`, `sink_mass` and `previous_token_score`.
 
     Of each prompt, the mean over the queries of its real tokens after the first, then over prompts, with intervals. At
@@ -112,14 +106,19 @@ class AttentionPatterns(HeadAnalysis):
         heads: whether each head has numbers of its own.
     """
 
-    METRICS: ClassVar = (attention_entropy, sink_mass, previous_token_score)
-
     batches: Batches
     name: str = "attention"
+    heads: bool = True
+
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return _scores_of_heads(self.name, seen, batch, PATTERNS)
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        return _records_of_heads(model, batches, PATTERNS, self.heads, {})
 
 
 @dataclass(kw_only=True)
-class Induction(HeadAnalysis):
+class Induction(Analysis):
     """Which heads continue a repeated sequence: `prefix_matching_score` of each head.
 
     Measured on `num_prompts` sequences of `num_tokens` different random tokens of the model's vocabulary, each repeated
@@ -141,13 +140,12 @@ class Induction(HeadAnalysis):
     SEES: ClassVar = "text"
     NEXT_TOKEN = True
     LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 2, "repeats": 2}
-    METRICS: ClassVar = (prefix_matching_score,)
-    OF_TOKENS = True
 
     name: str = "induction"
     num_prompts: int = 16
     num_tokens: int = 25
     repeats: int = 4
+    heads: bool = True
     seed: int = 0
 
     def check_options(self, model: LayeredModel) -> None:
@@ -164,8 +162,12 @@ class Induction(HeadAnalysis):
         drawn = [usable[torch.randperm(len(usable), generator=generator)[:period]] for _ in range(self.num_prompts)]
         return torch.stack(drawn).repeat(1, self.repeats)
 
-    def tags(self, model: LayeredModel) -> Tags:
-        return {"num_tokens": self._period(model), **self.tags_of("repeats")}
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return _scores_of_heads(self.name, seen, batch, [prefix_matching_score])
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        tags = {"num_tokens": self._period(model), **self.tags_of("repeats")}
+        return _records_of_heads(model, batches, [prefix_matching_score], self.heads, tags)
 
     def _period(self, model: LayeredModel) -> int:
         longest = min(self.num_tokens, (model.max_tokens or 2**31) // self.repeats)

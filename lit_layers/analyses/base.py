@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import sys
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.states import States, at_least_float32, first_rows, in_convention
+from lit_layers.analyses.states import States, first_rows, in_convention
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
@@ -24,7 +24,6 @@ from lit_layers.data.prompt_texts import GivenTexts, Texts
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
-from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -312,60 +311,29 @@ class Analysis(ABC):
         return ", ".join(dict.fromkeys(filter(None, hashes))) or None
 
 
-class StatesAnalysis(Analysis):
-    """An analysis that computes values of each prompt at every layer, then records of all prompts.
-
-    Subclasses have the field `states` beside `batches`.
-    """
-
-    states: States
-
-    @abstractmethod
-    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """Return the values (..., prompts) by key, of one layer's states (prompts, tokens, dim)."""
-
-    def update(self, seen: Trajectory, batch: Batch) -> Values:
-        rows: dict[Key, list[Tensor]] = {}
-        for layer, hidden in enumerate(seen.hidden):
-            states = in_convention(seen.model, self.states, layer, hidden)
-            for key, row in self.of_layer(states, seen.mask).items():
-                rows.setdefault(key, []).append(row.cpu())
-        return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
-
-
-@dataclasses.dataclass(kw_only=True)
-class RoundedAnalysis(Analysis):
-    """An analysis whose blocks may multiply in bfloat16: its numbers are then checked in float32 on a sample.
-
-    All its records are tagged `dtype` then, and `bf16_difference` with `bf16_largest_difference` stand beside them.
-
-    Args:
-        dtype: bfloat16: products of matrices within blocks are (`BFloat16View`), of a copy of the weights.
-    """
-
-    dtype: Dtype = "float32"
-
-    def precision_of(self, model: LayeredModel) -> str:
-        """What the blocks of a model compute in."""
-        return model.precision if self.dtype == "float32" else self.dtype
-
-    def in_bfloat16(self, model: LayeredModel) -> BFloat16View:
-        """The view to run, with the one to check it by."""
-        return BFloat16View(at_least_float32(model))
+def values_of_layers(
+    seen: Trajectory, states: States, of_layer: Callable[[Tensor, Tensor], dict[Key, Tensor]]
+) -> Values:
+    """Return the values (layers + 1, ..., prompts) by key that a function of states and mask gives of each layer."""
+    rows: dict[Key, list[Tensor]] = {}
+    for layer, hidden in enumerate(seen.hidden):
+        for key, row in of_layer(in_convention(seen.model, states, layer, hidden), seen.mask).items():
+            rows.setdefault(key, []).append(row.cpu())
+    return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
 
 
 def in_bfloat16(analysis: Analysis) -> Analysis:
-    """The analysis with its blocks in bfloat16.
+    """Return the analysis with its option `dtype` set to bfloat16.
 
     Raises:
-        InputError: it has to run in float32 or wider.
+        InputError: it has no such option: it runs in float32 or wider.
     """
-    if not isinstance(analysis, RoundedAnalysis):
+    if not hasattr(analysis, "dtype"):
         raise InputError(
             f"dtype: {analysis.name} ({type(analysis).__name__}) is measured in float32 or wider alone; bfloat16 is "
             "for Lens, Interventions and scores of tasks: leave one of them out"
         )
-    return dataclasses.replace(analysis, dtype="bfloat16")
+    return dataclasses.replace(cast("Any", analysis), dtype="bfloat16")
 
 
 def _choices(kind: Any) -> list[Any]:

@@ -83,14 +83,12 @@ class Invariance(Analysis):
         alpha, alpha2, normalizations: of the entropies of `lidar` and `dime`.
         permutations, side: of `dime`.
         seed: of views and permutations.
-        cache: a folder in which features are kept and found again; None: nowhere.
     """
 
     SEES = "text"
     LEAST: ClassVar = {"num_views": 1, "max_tokens": 1, "permutations": 1}
     POSITIVE = ("temperature", "alpha", "delta")
     LISTS = ("normalizations",)
-    UNMEASURED = ("cache",)
     PRESETS: ClassVar = {
         "released_code": {**_RELEASED, "pooling": "centered_unit_mean", "form": "ntxent"},
         "released_code_later": {**_RELEASED, "pooling": "mean", "rescale": "centered_unit", "form": "cross"},
@@ -120,7 +118,6 @@ class Invariance(Analysis):
     seed: int = 0
     num_halves: int = 20
     preset: Literal["released_code", "released_code_later"] | None = None
-    cache: str | None = None
     _views: Views | None = field(default=None, init=False, repr=False, compare=False)
     _encoded: dict[int, EncodedTexts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -137,21 +134,17 @@ class Invariance(Analysis):
         return self._encode(self.max_tokens).tokenizer_hash
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the views; nothing if their vectors are cached, or too large to send between ranks."""
-        num_texts = len(self.texts.texts()) * self.num_views
-        if self.cache is not None or bytes_of_vectors(model, num_texts) > MOST_SENT:
-            return {}
-        return {"views": Rows(rows_of_texts(self._of(model)))}
+        """Return the views; nothing if their vectors are too large to send between ranks."""
+        is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
+        return {} if is_large else {"views": Rows(rows_of_texts(self._of(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pooled_texts(seen, batch, self.pooling, self.states)
 
     def jobs(self, model: LayeredModel, views: Values | None = None) -> Jobs:
         encoded = self._of(model)
-        self._views = self.make()
         if views is None:
-            how: dict[str, Any] = {"pooling": self.pooling, "states": self.states, "cache": self.cache}
-            features = text_features(model, encoded, **how, undefined="nan")
+            features = text_features(model, encoded, pooling=self.pooling, states=self.states, undefined="nan")
         else:
             features = features_of_texts(views)
         layers, kept = self._kept(features)

@@ -54,8 +54,7 @@ class Coupling(Analysis):
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
     `tolerance`: what a pair's value at p = 2 is certain to be within, unless `num_tied` says otherwise
-    (`lit_layers.functional.coupling`); below 1e-5 singular vectors are kept in float64. `warm_start` no longer
-    does anything: singular vectors are found directly.
+    (`lit_layers.functional.coupling`); below 1e-5 singular vectors are kept in float64.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
@@ -81,7 +80,6 @@ class Coupling(Analysis):
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
     tolerance: float = 1e-3
-    warm_start: bool = False
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)

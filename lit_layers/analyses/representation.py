@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Key, StatesAnalysis, Values
+from lit_layers.analyses.base import Analysis, Key, Values, values_of_layers
 from lit_layers.analyses.states import States, without_first
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
@@ -47,7 +47,7 @@ MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 
 
 @dataclass(kw_only=True)
-class Representation(StatesAnalysis):
+class Representation(Analysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L (no layer).
 
     Of each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`), `effective_rank`,
@@ -104,7 +104,10 @@ class Representation(StatesAnalysis):
     states: States = "resid"
     preset: Literal["released_code", "released_code_later"] | None = None
 
-    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return values_of_layers(seen, self.states, self._of_layer)
+
+    def _of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
         values: dict[Key, Tensor] = {}
         for dropped in self.drop_first if self._by_entries() else ():
@@ -234,7 +237,7 @@ _LAYERS, _POINTS = 3, 64
 
 
 @dataclass(kw_only=True)
-class StateMetric(StatesAnalysis):
+class StateMetric(Analysis):
     """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
 
     The function takes the states of one layer in float64, `(points, dim) -> ()`, or of several with a value for each,
@@ -297,14 +300,14 @@ class StateMetric(StatesAnalysis):
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         self._several = self._takes_layers(seen.model.dim)
-        return super().update(seen, batch)
+        return values_of_layers(seen, self.states, self._of_layer)
 
     def tags(self) -> dict[str, str | int | float]:
         """What a result of other than the default options must say of itself."""
         tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
         return tags | self.tags_of("points", "states", "pooling" if self.points == "prompts" else "drop_first")
 
-    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+    def _of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         if self.points == "prompts":
             return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
         kept = without_first(mask, self.drop_first)

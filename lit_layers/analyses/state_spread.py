@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, Key, StatesAnalysis, Values
+from lit_layers.analyses.base import Analysis, Values, values_of_layers
 from lit_layers.analyses.representation import POOLED, pooled_vectors, vectors_of_prompts
 from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
 from lit_layers.analyses.statistics import (
@@ -164,7 +164,7 @@ def _values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -
 
 
 @dataclass(kw_only=True)
-class PooledStates(StatesAnalysis):
+class PooledStates(Analysis):
     """The pooled state of each prompt at every layer, and on about how many dimensions the prompts lie.
 
     `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim): (sum l)^2 / sum l^2 of
@@ -194,8 +194,10 @@ class PooledStates(StatesAnalysis):
     num_halves: int = 10
     states: States = "resid"
 
-    def of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        return values_of_layers(
+            seen, self.states, lambda hidden, mask: {POOLED: pooled_vectors(hidden, mask, self.pooling)}
+        )
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         pooled = vectors_of_prompts(batches[POOLED].double())

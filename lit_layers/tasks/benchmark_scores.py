@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
 from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
 from lit_layers.identity import hash_of
+from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
@@ -59,7 +60,7 @@ def refuse_no_task(task: str, folder: Path | None) -> None:
 
 
 @dataclass(kw_only=True)
-class BenchmarkScores(WithTokenizer, RoundedAnalysis):
+class BenchmarkScores(WithTokenizer, Analysis):
     """The score of one task for the full model and for each variant of its running order.
 
     `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
@@ -111,6 +112,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
     limit: int | None = None
     batch_size: int = 16
     max_new_tokens: int | None = None
+    dtype: Dtype = "float32"
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     _local: LocalRows | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -189,7 +191,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         missing = [schedule for schedule in earlier if schedule not in scored]
         failed: dict[Schedule, str] = {}
         scorer, start = self._scorer(model), time.perf_counter()
-        model = self.in_bfloat16(model) if missing and self.dtype == "bfloat16" else model
+        model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
         likelihoods: OrderLikelihoods | None = None
         with contextlib.suppress(InputError):  # said of each variant
             likelihoods = (
@@ -282,7 +284,7 @@ class BenchmarkScores(WithTokenizer, RoundedAnalysis):
         """Over all that decides a result beside the schedule."""
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _CHOOSING}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
-        options |= {"dtype": self.precision_of(model), "attention": model.attention}
+        options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
         if self._is_local:  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}

@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, Analysis, RoundedAnalysis
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
 from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.state_spread import PooledStates
-from lit_layers.analyses.states import States
+from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
@@ -44,7 +44,7 @@ _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 
 
 @dataclass(kw_only=True)
-class MtebTask(WithTokenizer, RoundedAnalysis):
+class MtebTask(WithTokenizer, Analysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
@@ -86,6 +86,7 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
     seed: int = SEED
     encoder: SentenceEncoder | None = None
     modules: Literal["last", "all"] = "last"
+    dtype: Dtype = "float32"
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
             prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
             last = None if self.encoder is None else self.encoder.pooling
             embedding = Embedding(self.words, limit, self.pooling, self.states, last)
-            view = self.in_bfloat16(model) if self.dtype == "bfloat16" else model
+            view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
             exact: LayerFeatures | None = None
             with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
                 for place, layer in enumerate(missing):
@@ -195,7 +196,8 @@ class MtebTask(WithTokenizer, RoundedAnalysis):
         """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
         # the path of a tokenizer decides nothing, the tokenizer does
-        options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": self.precision_of(model)}
+        dtype = self.dtype if self.dtype == "bfloat16" else model.precision
+        options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": dtype}
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hash_of(options)
 

@@ -299,15 +299,14 @@ def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
 
 
 def test_wide_blocks_have_the_values_of_whole_decompositions(monkeypatch):
-    """Wide enough for the leading singular vectors alone; an option of earlier releases changes no number."""
+    """Wide enough for the leading singular vectors only."""
     model, prompts = LayeredModel(tiny("gpt2", n_embd=264, n_layer=2)), Fixed(tiny_batch("gpt2", batch=2, tokens=6))
 
-    def measured(**options) -> dict:
-        analysis = Coupling(batches=prompts, k=(20,), **options)
+    def measured() -> dict:
+        analysis = Coupling(batches=prompts, k=(20,))
         return {(r.metric, r.layer, r.other_layer): r.value for r in records_of(analysis, model)}
 
-    leading, warm = measured(), measured(warm_start=True)
-    assert warm == leading
+    leading = measured()
     monkeypatch.setattr(singular, "MIN_DIM", 1000)
     whole = measured()
     assert sum(name[0] == "coupling_pair" for name in whole) == 4

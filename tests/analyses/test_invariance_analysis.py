@@ -172,13 +172,13 @@ def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, re
     assert rank.tags.items() >= {"delta": 0.01, "states": "normed"}.items()
 
 
-def test_config_and_hashes_tell_texts_and_options_but_neither_words_nor_cache(folder, tmp_path):
+def test_config_and_hashes_tell_texts_and_options_but_no_words(folder):
     def make(texts=TEXTS, **options):
         return Invariance(texts=GivenTexts(texts), tokenizer=str(folder), **(OPTIONS | options))
 
     plain = make()
     assert TEXTS[0] not in json.dumps(plain.config())
-    assert plain.config_hash() == make(cache=str(tmp_path)).config_hash() != make(seed=1).config_hash()
+    assert plain.config_hash() == make().config_hash() != make(seed=1).config_hash()
     assert plain.data_hash() != make(TEXTS[1:]).data_hash()
     assert plain.data_hash() != make(seed=1).data_hash()
     assert plain.tokenizer_hash()
@@ -191,30 +191,27 @@ def test_it_is_measured_like_every_analysis(model, folder):
     assert {"infonce", "lidar", "dime"} <= {record.metric for record in found.records}
 
 
-def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch, tmp_path):
+def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch):
     monkeypatch.setattr(task_features, "BATCH_TOKENS", 100)  # some three texts
     options = {"preset": "released_code_later", **OPTIONS}
     analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
     alone = list(records_of(analysis, view))
     (found,), _ = found_by_ranks(model, [analysis], 3)
     assert [repr(record) for record in found.records] == [repr(record) for record in alone]
-    # What is too large to be sent, or cached, each process computes by itself.
-    cached = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), cache=str(tmp_path), **options)
-    assert cached.reads(view) == {}
+    # Each process computes for itself what is too large to be sent.
     monkeypatch.setattr(changed_texts, "MOST_SENT", 0)
     assert analysis.reads(view) == {}
-    for whole in (analysis, cached):
-        others = list(records_of(whole, view))
-        assert [(each.metric, each.layer, each.n, each.tags) for each in others] == [
-            (each.metric, each.layer, each.n, each.tags) for each in alone
-        ]
-        # in batches of another size float64 is rounded in other places
-        for ends in ("value", "low", "high"):
-            wanted = [getattr(each, ends) for each in alone]
-            found = [getattr(each, ends) for each in others]
-            assert [each is None for each in found] == [each is None for each in wanted]
-            numbers = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
-            assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)
+    others = list(records_of(analysis, view))
+    assert [(each.metric, each.layer, each.n, each.tags) for each in others] == [
+        (each.metric, each.layer, each.n, each.tags) for each in alone
+    ]
+    # in batches of another size float64 is rounded in other places
+    for ends in ("value", "low", "high"):
+        wanted = [getattr(each, ends) for each in alone]
+        found = [getattr(each, ends) for each in others]
+        assert [each is None for each in found] == [each is None for each in wanted]
+        numbers = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
+        assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,7 @@ def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(spli
 
 @pytest.mark.parametrize(("model_is_on", "fitted_on"), [("mps", "cpu"), ("cuda", "cuda")])
 @pytest.mark.parametrize("estimator", ["logistic", "watch"])
-def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
-    estimator, model_is_on, fitted_on, split, monkeypatch
-):
+def test_probes_are_fitted_where_the_model_is_if_that_has_float64(estimator, model_is_on, fitted_on, monkeypatch):
     name = {"logistic": "fit_logistic_probes", "watch": "fit_watching_probes"}[estimator]
     fitter = getattr(probe_fits, name)
 
@@ -152,10 +150,9 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(
 
     monkeypatch.setattr(probe_fits, name, fit)
     model, labels = SimpleNamespace(device=torch.device(model_is_on)), torch.arange(20) % 2
-    probe, features = analysis(*split, estimator=estimator), torch.randn(2, 20, 3)
-    layers = torch.tensor([True, True])
+    features, layers = torch.randn(2, 20, 3), torch.tensor([True, True])
     fitting = probe_fits.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
-    probes = probe.probes(model, [], [fitting])
+    probes = probe_fits.probe_jobs(model, [], [fitting], probe_fits.ProbeOptions(estimator=estimator), None)
     assert [len(job()) for job in probes.parts] == [int(estimator == "watch")] * 2  # which c
 
 

@@ -179,11 +179,7 @@ def every_analysis() -> set[str]:
         found |= more
     shared = {
         "Analysis",
-        "HeadAnalysis",
-        "OnTask",
         "ProbeAnalysis",
-        "RoundedAnalysis",
-        "SplitProbe",
         *(name for name in found if name.startswith("_")),
     }  # parents of several
     return found - abstract - shared

@@ -35,7 +35,6 @@ PLACES = {  # each wrote there
     "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
     "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
     "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
-    "analyses.cache": spec("lit_layers.analyses.Probe", task="banking77", tokenizer="t", corpus="c", cache="OUTSIDE"),
     "analyses.root": spec(f"{TRAINING}.tuning.finetuning.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
     "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
 }  # fmt: skip
@@ -100,10 +99,10 @@ def test_no_program_is_advised_and_none_is_imported_for_the_sentence():
 
 def test_analyze_writes_no_further(tmp_path, capsys):
     file = tmp_path / "recipe.yaml"
-    for place in ("analyses.cache", "analyses.results"):
-        file.write_text(yaml.safe_dump({"analyses": [PLACES[place]]}).replace("OUTSIDE", str(tmp_path / "outside")))
-        said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
-        assert said.startswith(f"{place}: a recipe reaches only its root"), said
+    analysis = yaml.safe_dump({"analyses": [PLACES["analyses.results"]]})
+    file.write_text(analysis.replace("OUTSIDE", str(tmp_path / "outside")))
+    said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
+    assert said.startswith("analyses.results: a recipe reaches only its root"), said
 
 
 def test_a_relative_place_lies_below_the_root_and_a_default_is_not_judged(tmp_path, monkeypatch):
@@ -124,7 +123,7 @@ def test_a_relative_place_lies_below_the_root_and_a_default_is_not_judged(tmp_pa
                     {**spec(WANDB), "dict_kwargs": {"dir": Path("deep/er")}},
                 ],
             ),
-            analyses=[spec("lit_layers.analyses.Probe", task="/data/task.csv", cache="features")],
+            analyses=[spec("lit_layers.analyses.Probe", task="/data/task.csv")],
             model=spec("lit_layers.training.LitCausalLM", init_from="/models/gpt2"),
         )
         trainer = placed(options, "run", typed).trainer

@@ -87,7 +87,7 @@ def of_prompts(batches: Any) -> list[Analysis]:
         lit_layers.analyses.StateMetric(metric=effective_rank, batches=batches, options={"undefined": "nan"}),
         lit_layers.analyses.Coupling(batches=batches, k=(2, 5), num_prompts=3),
         lit_layers.analyses.Coupling(
-            name="coupling/hf", batches=batches, k=(2,), num_prompts=3, warm_start=True, states="hf", sign="absolute"
+            name="coupling/hf", batches=batches, k=(2,), num_prompts=3, states="hf", sign="absolute"
         ),
         lit_layers.analyses.TokenCoupling(batches=batches, k=(2,), num_tokens=2, num_prompts=2),
         lit_layers.analyses.CouplingMatrices(batches=batches, pairs=[(1, 2)], k=3, num_prompts=2),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
-from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
 from lit_layers.analyses.representation import vectors_of_prompts
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
@@ -29,7 +29,7 @@ Pooling = Literal["cls", "mean", "last"]
 
 
 @dataclass(kw_only=True)
-class LabelProbe(SplitProbe):
+class LabelProbe(ProbeAnalysis):
     """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
 
     The feature of a row is one vector per layer, tag `pooling`: "mean" of its real tokens (of an image the patches
@@ -51,8 +51,11 @@ class LabelProbe(SplitProbe):
     0.1 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
     """
 
+    train: Batches
+    test: Batches
     name: str = "label_probe"
     pooling: Pooling | tuple[Pooling, ...] = "mean"
+    random_labels: bool = True
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -79,7 +82,8 @@ class LabelProbe(SplitProbe):
                 features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
             scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
-        return self.probes(model, [*self.majority(problem)], fittings)
+        seed = self.seed if self.random_labels else None
+        return probe_jobs(model, [*self.majority(problem)], fittings, self.probe_options(), seed)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)

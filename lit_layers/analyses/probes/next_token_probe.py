@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Jobs
 from lit_layers.analyses.base import Rows as RowsRead
-from lit_layers.analyses.probes.probe_fits import Fitting, SplitProbe
+from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio, without_texts
 from lit_layers.data.batches import Batches
@@ -129,7 +129,7 @@ MAX_LOGITS = 2**28  # of one forward pass: 1 GB in float32
 
 
 @dataclass(kw_only=True)
-class NextTokenProbe(SplitProbe):
+class NextTokenProbe(ProbeAnalysis):
     """A logistic probe per layer that predicts the next token among the most frequent ones.
 
     One position is drawn from each text (`positions_per_sequence` for more), uniformly over those with `min_context`
@@ -152,12 +152,15 @@ class NextTokenProbe(SplitProbe):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, **SplitProbe.LEAST}
+    LEAST: ClassVar = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, **ProbeAnalysis.LEAST}
 
+    train: Batches
+    test: Batches
     name: str = "next_token_probe"
     num_classes: int = 1000
     min_context: int = 16
     positions_per_sequence: int = 1
+    random_labels: bool = True
     _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check_data(self) -> None:
@@ -190,7 +193,8 @@ class NextTokenProbe(SplitProbe):
 
         labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
         fitting = Fitting(train, labels, test, layers, num_classes, tags, scores, groups)
-        return self.probes(model, references, [fitting])
+        seed = self.seed if self.random_labels else None
+        return probe_jobs(model, references, [fitting], self.probe_options(), seed)
 
     def _alike(self, text: Tensor) -> Tensor:
         """Numbers (n,) equal for rows to be held out together: of one document where none has more rows than a fold

@@ -12,7 +12,6 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.probes.task_features import permuted
 from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summarize
-from lit_layers.data.batches import Batches
 from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
@@ -94,9 +93,8 @@ class ProbeAnalysis(Analysis):
     estimator: Estimator = "logistic"
 
     def probe_options(self) -> ProbeOptions:
-        return ProbeOptions(
-            self.c, tolerance=self.tolerance, max_iterations=self.max_iterations, estimator=self.estimator
-        )
+        penalty = getattr(self, "penalty", ProbeOptions.penalty)  # regressions have one
+        return ProbeOptions(self.c, penalty, self.tolerance, self.max_iterations, self.estimator)
 
 
 class Fitting(NamedTuple):
@@ -112,53 +110,50 @@ class Fitting(NamedTuple):
     groups: Tensor | None = None  # (rows,): rows of one number are held out together
 
 
-@dataclass(kw_only=True)
-class SplitProbe(ProbeAnalysis):
-    """Logistic probes of all layers, fitted on rows of `train` and scored on rows of `test`.
+def probe_jobs(
+    model: LayeredModel,
+    references: list[Record],
+    fittings: Sequence[Fitting],
+    options: ProbeOptions,
+    seed_of_control: int | None,
+) -> Jobs:
+    """Return logistic probes of all layers, a job each, of the labels and, given a seed, of permuted labels.
 
-    With `estimator` "watch" the record `probe_c` says which c each layer has, and `n` of how many rows.
+    With the estimator "watch" the record `probe_c` says which c each layer has, and `n` of how many rows.
     """
+    device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
-    train: Batches
-    test: Batches
-    random_labels: bool = True
-
-    def probes(self, model: LayeredModel, references: list[Record], fittings: Sequence[Fitting]) -> Jobs:
-        """Return the probes of all layers, a job each: every rank holds the features of all."""
-        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
-
-        def of_layer(number: int, place: int, layer: int) -> list[tuple[int, Record]]:
-            return [(number, record) for record in self._of_layer(fittings[number], place, layer, device)]
-
-        jobs = [
-            partial(of_layer, number, place, layer)
-            for number, fitting in enumerate(fittings)
-            for place, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
-        ]
-
-        def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
-            """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
-            yield from references
-            of_layers = [each for result in results for each in result]
-            of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
-            yield from (record for _, record in of_layers)
-
-        return Jobs(jobs, records)
-
-    def _of_layer(self, fitting: Fitting, place: int, layer: int, device: torch.device) -> Iterator[Record]:
-        """Of one layer's probes of the labels and of the control; its features stand at a place of all layers'."""
+    def of_layer(number: int, row: int, layer: int) -> list[tuple[int, Record]]:
+        fitting, found = fittings[number], list[tuple[int, Record]]()
         controls, labellings = [dict(fitting.tags)], [fitting.labels]
-        if self.random_labels:
+        if seed_of_control is not None:
             controls.append({**fitting.tags, "control": "random_labels"})
-            labellings.append(permuted(fitting.labels, self.seed))
+            labellings.append(permuted(fitting.labels, seed_of_control))
         how: dict[str, Any] = {"num_classes": fitting.num_classes, "groups": fitting.groups, "device": device}
-        probes = fit_labellings(fitting.features[place], labellings, self.probe_options(), **how)
+        probes = fit_labellings(fitting.features[row], labellings, options, **how)
         for probe, tags in zip(probes, controls, strict=True):
             assert isinstance(probe, LogisticProbes), "labels are classes"
             flag = {} if probe.converged.all() else {"num_not_converged": 1}
-            yield from fitting.scores(probe.log_proba(fitting.test[[place]])[0], {**tags, **flag}, layer)
-            if self.estimator == "watch":
-                yield Record(metric="probe_c", value=probe.c.item(), layer=layer, n=len(fitting.labels), tags=tags)
+            scores = fitting.scores(probe.log_proba(fitting.test[[row]])[0], {**tags, **flag}, layer)
+            found += [(number, record) for record in scores]
+            if options.estimator == "watch":
+                about: dict[str, Any] = {"layer": layer, "n": len(fitting.labels), "tags": tags}
+                found.append((number, Record(metric="probe_c", value=probe.c.item(), **about)))
+        return found
+
+    def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
+        """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
+        yield from references
+        of_layers = [each for result in results for each in result]
+        of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
+        yield from (record for _, record in of_layers)
+
+    jobs = [
+        partial(of_layer, number, row, layer)
+        for number, fitting in enumerate(fittings)
+        for row, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
+    ]
+    return Jobs(jobs, records)
 
 
 RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Jobs, Values
-from lit_layers.analyses.probes.probe_fits import fit_layer, score_rows
+from lit_layers.analyses.probes.probe_fits import ProbeAnalysis, fit_layer, score_rows
 from lit_layers.analyses.probes.task_features import TaskRows
-from lit_layers.analyses.probes.task_probes import OnTask
+from lit_layers.analyses.probes.task_probes import TaskTexts
 from lit_layers.analyses.statistics import in_range, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -22,7 +22,7 @@ SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
 @dataclass(kw_only=True)
-class SampleSizeSweep(OnTask):
+class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     """The test score of each layer's probe with a 32nd, a 16th, ... and all of the training rows.
 
     The subsets of a seed are nested: the first rows of one permutation. Test rows and classes stay. Per layer and size,
@@ -34,8 +34,8 @@ class SampleSizeSweep(OnTask):
     ours.
 
     Args:
-        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator, cache:
-            as for `Probe`, whose features a shared `cache` saves making again.
+        task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator: as for
+            `Probe`.
         name: of the analysis; sample_sizes/TASK by default.
         layers: which layers; None: all, with layer 0.
         num_seeds: permutations.
@@ -43,7 +43,7 @@ class SampleSizeSweep(OnTask):
     """
 
     kind = "sample_sizes"
-    LEAST: ClassVar = {**OnTask.LEAST, "num_seeds": 1}
+    LEAST: ClassVar = {**TaskTexts.LEAST, "num_seeds": 1}
 
     layers: list[int] | None = None
     num_seeds: int = 5
@@ -57,7 +57,6 @@ class SampleSizeSweep(OnTask):
             raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
 
     def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
-        self.check(model)
         rows = self._rows(model)
         parts = self._features_of(model, rows, parts_read)
         defined, kept = self._complete(parts)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import (
     MOST_SENT,
     ProbeAnalysis,
-    ProbeOptions,
     RowScores,
     bytes_of_vectors,
     curve_records,
@@ -34,7 +32,6 @@ from lit_layers.analyses.probes.task_features import (
     text_features,
 )
 from lit_layers.analyses.statistics import TagDict, Tags, complete, left_out, nothing_defined
-from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
@@ -43,14 +40,14 @@ from lit_layers.tasks.probe_task import ProbeTask
 
 
 @dataclass(kw_only=True)
-class OnTask(ProbeAnalysis):
-    """Linear probes on a downstream task.
+class TaskTexts:
+    """The texts of a downstream task as a probe reads them.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
     at another layer is left out of every part and layer, and counted in `num_undefined`.
 
-    Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors, and with `cache`, each
-    process passes all texts, or finds their vectors in that folder, as each does for the control of new weights.
+    Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors each process passes all
+    texts, as each does for the control of new weights.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -66,12 +63,11 @@ class OnTask(ProbeAnalysis):
         estimator: "logistic", or "watch", near the best c of each layer in a fraction of the work
             (`fit_watching_probes`). With "watch" a regression has the penalty that is best as each row is left out, and
             `c`, `penalty`, `tolerance` and `max_iterations` have no meaning.
-        cache: a folder in which features are kept and found again; None: nowhere.
     """
 
     kind: ClassVar[str]  # first part of the name
+    SEES: ClassVar = "text"
     LEAST: ClassVar = {**ProbeAnalysis.LEAST, "penalty": 0}
-    UNMEASURED = ("cache",)
 
     task: str | ProbeTask
     tokenizer: str
@@ -81,18 +77,11 @@ class OnTask(ProbeAnalysis):
     pooling: TextPooling = "last"
     max_tokens: int = 512
     penalty: float = 1.0
-    cache: str | None = None
     _reader: TaskReader | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name:
             self.name = f"{self.kind}/{self.task if isinstance(self.task, str) else self.task.name}"
-
-    def check(self, model: LayeredModel) -> None:
-        self.check_options(model)
-        if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
-            raise InputError(f"{self.name}: expected cache to be a folder, {self.cache} is a file")
-        self._rows(model)
 
     def data_hash(self) -> str | None:
         return self._read().content_hash()
@@ -105,12 +94,12 @@ class OnTask(ProbeAnalysis):
         numbers = len(data.train_and_validation().texts), len(data.test.texts)
         share = sum(min(rows, number) for number in numbers) / sum(numbers)
         cut = {"num_train": min(rows, numbers[0]), "num_test": min(rows, numbers[1])} if share < 1 else {}
-        return replace(self, task=replace(self._read().task, **cut), cache=None), share
+        return cast("Analysis", replace(self, task=replace(self._read().task, **cut))), share
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts of each part; none if their vectors are cached, or too large to send between ranks."""
+        """Return the texts of each part; none if their vectors are too large to send between ranks."""
         texts = self._rows(model).texts
-        if self.cache is not None or bytes_of_vectors(model, sum(map(len, texts.values()))) > MOST_SENT:
+        if bytes_of_vectors(model, sum(map(len, texts.values()))) > MOST_SENT:
             return {}
         return {part: Rows(rows_of_texts(each)) for part, each in texts.items()}
 
@@ -131,7 +120,7 @@ class OnTask(ProbeAnalysis):
 
     def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
         return {
-            part: text_features(model, texts, pooling=self.pooling, cache=self.cache, undefined="nan")
+            part: text_features(model, texts, pooling=self.pooling, undefined="nan")
             for part, texts in rows.texts.items()
         }
 
@@ -148,9 +137,6 @@ class OnTask(ProbeAnalysis):
             raise nothing_defined(self.name)
         return layers, dict(zip(defined, parts, strict=True))
 
-    def probe_options(self) -> ProbeOptions:
-        return replace(super().probe_options(), penalty=self.penalty)
-
     def _read(self) -> TaskReader:
         if self._reader is None:
             self._reader = TaskReader(
@@ -165,7 +151,7 @@ class OnTask(ProbeAnalysis):
 
 
 @dataclass(kw_only=True)
-class Probe(OnTask):
+class Probe(TaskTexts, ProbeAnalysis):
     """A linear probe per layer, 0 to L, on a downstream task: logistic for classes, ridge for numbers.
 
     The feature of a text is one vector per layer: its "last" real token, the "mean" of its tokens, or the first
@@ -188,7 +174,7 @@ class Probe(OnTask):
         untrained: whether to measure new weights too; a series has its step 0 for that.
         seed: of permuted labels and of new weights.
 
-    The other arguments are those of every analysis on a task (`OnTask`).
+    The other arguments are those of every analysis on a task (`TaskTexts`).
     """
 
     kind = "probe"
@@ -198,7 +184,6 @@ class Probe(OnTask):
     untrained: bool = False
 
     def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
-        self.check(model)
         rows = self._rows(model)
         features = self._features_of(model, rows, parts_read)
         layers, kept = self._complete(features)

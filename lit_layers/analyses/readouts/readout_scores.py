@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import NUM_CHECKED, RoundedAnalysis, Values
+from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype, Values
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readouts.judged_rows import Rows, Sums, check_head, rows_of
 from lit_layers.analyses.statistics import Tags, exponential, rounding_records, summarize_ratio
@@ -96,13 +96,19 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class ReadoutAnalysis(RoundedAnalysis):
-    """What several readouts of the same tokens predict; with `dtype` bfloat16 also of the first prompts in float32.
+class ReadoutAnalysis(Analysis):
+    """What several readouts of the same tokens predict.
 
     The model runs in its own precision: what a rounding costs is little beside what a block in another place does.
+
+    Args:
+        dtype: bfloat16: of products within blocks (`BFloat16View`). All records then have the tag `dtype`, and the
+            first prompts, measured in float32 also, give `bf16_difference` and `bf16_largest_difference`.
     """
 
     PRECISION = "own"
+
+    dtype: Dtype = "float32"
 
     @abstractmethod
     def sums(self, seen: Trajectory, batch: Batch) -> Sums:
