@@ -9,8 +9,7 @@ from lit_layers.analyses.layer_similarity import LayerSimilarity, OrderStates
 from lit_layers.analyses.probes.label_probe import AttentiveProbe, LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
-from lit_layers.analyses.probes.sample_sizes import SampleSizeSweep
-from lit_layers.analyses.probes.task_probes import Probe
+from lit_layers.analyses.probes.task_probes import Probe, SampleSizeSweep
 from lit_layers.analyses.readouts.jacobian_lens import JacobianLens
 from lit_layers.analyses.readouts.ngram_agreement import NgramAgreement
 from lit_layers.analyses.readouts.readout_scores import Interventions, Lens

@@ -17,7 +17,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
 from lit_layers.analyses.probes import task_features, task_probes
-from lit_layers.analyses.probes.sample_sizes import over_seeds, sizes, subsets
+from lit_layers.analyses.probes.task_probes import over_seeds, sizes, subsets
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError

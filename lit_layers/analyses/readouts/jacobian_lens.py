@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
-from lit_layers.analyses.readouts.judged_rows import Rows, check_head, rows_of
-from lit_layers.analyses.readouts.readout_scores import FullModel
+from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
 from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
