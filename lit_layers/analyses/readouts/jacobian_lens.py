@@ -19,10 +19,8 @@ from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.jacobian.block_attention import Expansion, record_attention, sum_heads
-from lit_layers.functional.jacobian.block_call import Call, Unsupported, as_call, evaluating, pull_back
-from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic, warn_once
-from lit_layers.functional.jacobian.linear_cut import CutBlock, Linear, Link, links_of
+from lit_layers.functional.jacobian.block_call import pull_back
+from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -50,9 +48,8 @@ class JacobianLens(Analysis):
 
     The first `num_prompts` prompts fit the Jacobians, the rest is held out. The model runs in float32 or wider.
 
-    Cost: about three quarters of `dim` backward passes through all blocks at the positions of the `num_prompts`. 8
-    prompts x 111 positions of a model of width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 3/4 x 2 x
-    302e6 x 111 x 8 x 1,024 = 4.1e14 FLOP, and 4% more for the weights of the attention.
+    Cost: `dim` backward passes through all blocks for each of the `num_prompts`. 8 prompts x 128 tokens of a model of
+    width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 2 x 302e6 x 128 x 8 x 1,024 = 6.3e14 FLOP.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026.
@@ -253,20 +250,6 @@ class FittedLens(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------- the Jacobians
-#
-# Cotangents of all `dim` directions at every position of a prompt go down block by block. Three things make that
-# cheaper than backward passes through the model, and leave it exact:
-#
-# - In a causal model no effect goes to an earlier position. So positions before the first that is asked for are
-#   constants, as keys and values in a cache are, and positions after the last have no cotangent.
-# - A block is cut at its linear maps (`CutBlock`), so that its positions are rows of products with their weights. Only
-#   the attention stands between two positions, and its derivative is written out (`block_attention` has the formulas).
-# - Two linear maps with an elementwise function between them, as in an MLP, are multiplied with one another once for
-#   each position. All directions then go through one product of dim x dim.
-#
-# For GPT-2, in operations a block and position: 10 dim^3 through the MLP (8 for its product, 2 for the directions)
-# where reverse mode by autograd has 16 dim^3, 8 dim^3 through the maps of the attention, 6 dim^2 tokens through its
-# weights. Through an MLP with a gate, as in Llama, 12.7 dim^3 instead of 16.
 
 
 def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions: Tensor) -> Tensor:
@@ -274,11 +257,8 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
 
     `J[l] @ h` carries h to the last layer: J[l] = 1/|V| sum over t in V and t' in V of d h_L[t'] / d h_l[t], where V
     are the `positions`. Effects on all of them are summed for each position that is moved, and averaged over these. In
-    a causal model the terms with t' < t are 0. Exact, all `dim` directions, in the states' own dtype. A linear model
+    a causal model the terms with t' < t are 0. Exact, by reverse mode, in the states' own dtype. A linear model
     h_L = A h_l at each token gives A; blocks that add nothing give the identity.
-
-    The result is compared with one backward pass through the blocks themselves in a random direction. If it differs, a
-    warning says so, and the result is computed by reverse mode over all tokens.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026, and its reference implementation, which leaves out layer 0, the embedding.
@@ -288,178 +268,29 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
         hidden: (1, tokens, dim), the input of the first block.
         positions: different ones, at least one.
     """
-    alignment = getattr(next(iter(blocks), None), "alignment", None)
-    if alignment is not None:  # a text with padding before it
-        blocks = [block.aligned() for block in blocks]  # pyright: ignore[reportFunctionMemberAccess]
-        hidden, positions = alignment.moved(hidden), alignment.ranks[0, positions]
+    tokens, dim = hidden.shape[1:]
     with torch.inference_mode(False), torch.no_grad(), exact_arithmetic(hidden.device):
         states = [hidden.detach().clone()]
         for block in blocks[:-1]:
             states.append(block(states[-1]))
-        live = torch.arange(int(positions.min()), int(positions.max()) + 1, device=hidden.device)
-        jacobians = _carried_down(blocks, states, positions, live, _cut_or_whole)
-        error = _disagreement(blocks, hidden, positions, jacobians)
-        if error <= (1e-4 if hidden.dtype == torch.float32 else 1e-6):  # parts of some models are always in float32
-            return jacobians
-        if not math.isnan(error):  # the NaN of a model that has diverged shows nothing
-            warn_once(getattr(blocks[-1], "module", blocks[-1]), f"they differ from its own derivative by {error:.1e}")
-        every = torch.arange(hidden.shape[1], device=hidden.device)
-        return _carried_down(blocks, states, positions, every, _Whole)
+        jacobians = hidden.new_empty(len(blocks), dim, dim)
+        # Rows of J at a time: on a CPU 8,192 cotangents stay near the cache, a GPU wants long products.
+        rows_at_once = max(1, (2**13 if hidden.device.type == "cpu" else 2**14) // tokens)
+        for rows in torch.arange(dim, device=hidden.device).split(rows_at_once):
+            # One unit vector at all positions of the last layer, (rows, 1, tokens, dim), carried down block by block.
+            cotangents = hidden.new_zeros(len(rows), 1, tokens, dim)
+            cotangents[torch.arange(len(rows))[:, None], 0, positions, rows[:, None]] = 1
+            for layer in reversed(range(len(blocks))):
+                cotangents = _pulled_back(blocks[layer], states[layer], cotangents)
+                jacobians[layer, rows] = cotangents[:, 0, positions].mean(1)
+    return jacobians
 
 
-def _carried_down(
-    blocks: Sequence[_Block], states: Sequence[Tensor], positions: Tensor, live: Tensor, prepare: Callable[..., Any]
-) -> Tensor:
-    """Carry cotangents from the last layer down to each layer, some rows of the Jacobians at a time."""
-    dim, chosen = states[0].shape[-1], (live[:, None] == positions).any(1)  # (live,)
-    # On a CPU 8,192 rows keep what a block makes of them near the cache, a GPU wants long products. With 128 positions
-    # all directions wait together between two blocks up to a width of 1,448, 1 GB in float32, on a GPU to 2,896, 4 GB.
-    on_cpu = live.device.type == "cpu"
-    chunk = max(1, min(dim, (2**13 if on_cpu else 2**14) // len(live)))
-    group = max(chunk, min(dim, (2**28 if on_cpu else 2**30) // (len(live) * dim)))
-    result = states[0].new_empty(len(blocks), dim, dim)
-    for start in range(0, dim, group):
-        rows = range(dim)[start : start + group]
-        cotangents = states[0].new_zeros(len(rows), len(live), dim)
-        cotangents.diagonal(start, 0, 2)[:] = chosen[:, None].to(cotangents)
-        for layer in reversed(range(len(blocks))):
-            block = prepare(blocks[layer], states[layer], live, len(rows))
-            for first in range(0, len(rows), chunk):
-                part = cotangents[first : first + chunk]
-                part.copy_(block.pulled(part))
-                result[layer, start + first : start + first + len(part)] = part[:, chosen].mean(1)
-    return result
-
-
-def _disagreement(blocks: Sequence[_Block], hidden: Tensor, positions: Tensor, jacobians: Tensor) -> float:
-    """Largest relative error over layers of a random combination of rows against the blocks' own derivative."""
-    probe = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
-    probe = probe.to(hidden.device)
-    with torch.enable_grad():
-        states = [hidden.detach().clone().requires_grad_()]
-        for block in blocks:
-            states.append(block(states[-1]))
-        moved = states[-1][0, positions].sum(0)
-        if not moved.requires_grad:
-            return 0.0 if not jacobians.any() else torch.inf
-        own = torch.autograd.grad(moved, states[:-1], probe, allow_unused=True, materialize_grads=True)
-    exact = torch.stack([grad[0, positions].mean(0) for grad in own])
-    apart = (probe @ jacobians - exact).norm(dim=-1)
-    return float(torch.where(apart > 0, apart / exact.norm(dim=-1), apart).max())
-
-
-def _cut_or_whole(block: _Block, hidden: Tensor, live: Tensor, num_rows: int) -> "_Cut | _Whole":
-    call = as_call(block)
-    if call is not None and hidden.shape[1] > 1:
-        try:
-            return _Cut(call, hidden, live, num_rows)
-        except torch.OutOfMemoryError:
-            raise
-        except (Unsupported, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
-            pass  # a block of another kind, without attention for instance
-    return _Whole(block, hidden, live, num_rows)
-
-
-class _Whole:
-    """A block by reverse mode over the whole prompt, with cotangents only at the positions `live`."""
-
-    def __init__(self, block: _Block, hidden: Tensor, live: Tensor, num_rows: int) -> None:
-        self.live = live
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
-            self.leaf = hidden.detach().clone().requires_grad_()
-            self.output = block(self.leaf)[:, live]
-
-    def pulled(self, cotangents: Tensor) -> Tensor:
-        """Pull cotangents (rows, live, dim) of the output back to the input."""
-        if not self.output.requires_grad:  # a block that detaches its input
+def _pulled_back(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
+    """Return the cotangents (rows, 1, tokens, dim) of a block's input, given those of its output."""
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
+        leaf = hidden.detach().clone().requires_grad_()
+        output = block(leaf)
+        if not output.requires_grad:  # a block that detaches its input
             return torch.zeros_like(cotangents)
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            (grads,) = pull_back([self.output], [self.leaf], [cotangents[:, None]])
-        return grads[:, 0, self.live]
-
-
-class _Cut(CutBlock):
-    """A block that is cut at its linear maps, at consecutive positions `live` of one prompt."""
-
-    def __init__(self, call: Call, hidden: Tensor, live: Tensor, num_rows: int) -> None:
-        with evaluating(call.module):
-            attention = record_attention(call, hidden)
-            heads, head_dim = attention.query.shape[1], attention.query.shape[3]
-            size = max(1, 2**24 // (hidden.shape[1] * heads * head_dim))
-            pieces = [(torch.zeros_like(each), each) for each in live.split(size)]
-            expansions = [attention.expansion(*piece) for piece in pieces]
-            expansion = Expansion(*(torch.cat(fields) for fields in zip(*expansions, strict=True)))
-            weights = [[part[:, :, live] for part in attention.weights(*piece)] for piece in pieces]
-            # (heads, out, in): from every live position to every other
-            self.p, self.w = (torch.cat(parts).transpose(0, 1) for parts in zip(*weights, strict=True))
-            alone = call.at(torch.zeros_like(live), live, hidden.shape[:2])
-            super().__init__(alone, attention, expansion, hidden[0, live])
-        self.before = sorted({link.leaf for end in self.ends for link in links_of(end, self.leaves)})
-        self.joint = {leaf: made for leaf in range(1, len(self.leaves)) if (made := self._joint(leaf, num_rows))}
-
-    def _joint(self, leaf: int, num_rows: int) -> tuple[int, Tensor] | None:
-        """Return the joint product d output / d input of a linear map and the maps that feed it entry by entry.
-
-        With it comes the leaf of one of the feeding maps, which all share an input. None if one map after the other
-        takes fewer operations for so many rows.
-        """
-        node, terms, links = self.nodes[leaf - 1], list[tuple[Tensor, Tensor]](), self.links[leaf]
-        shared = self._feeding(links[0]) if links else None
-        if node is None or shared is None:
-            return None
-        for link in links:
-            feeding = self._feeding(link)
-            if feeding is None or link.slopes is None or feeding.input is not shared.input:
-                return None
-            terms.append((link.slopes, feeding.weight))
-        out, inner, width = *node.weight.shape, shared.weight.shape[1]
-        if len(terms) * out * inner * width + num_rows * out * width >= num_rows * inner * (out + len(terms) * width):
-            return None
-        product = node.weight.new_zeros(self.picked, out, width)
-        size = 1 if product.device.type == "cpu" else max(1, 2**27 // (out * inner))
-        for part in torch.arange(self.picked, device=product.device).split(size):
-            for slopes, weight in terms:
-                product[part] += (node.weight * slopes[part, None]) @ weight
-        return links[0].leaf, product
-
-    def _feeding(self, link: Link) -> Linear | None:
-        """Return the linear map whose output the leaf of a link is."""
-        return self.nodes[link.leaf - 1] if link.leaf else None
-
-    def pulled(self, cotangents: Tensor) -> Tensor:
-        """Pull cotangents (rows, live, dim) of the output back to the input."""
-        of_leaves: dict[int, Tensor] = {}
-        with torch.enable_grad():
-            self._push(of_leaves, self.output, self.links[0], cotangents)
-            for leaf in range(len(self.nodes), 0, -1):
-                node, rest = self.nodes[leaf - 1], of_leaves.pop(leaf, None)
-                if rest is None:
-                    continue
-                if node is None:
-                    self._push_attention(of_leaves, rest)
-                elif leaf in self.joint:
-                    first, product = self.joint[leaf]
-                    feeding = self.nodes[first - 1]
-                    assert feeding is not None
-                    carried = (rest.transpose(0, 1) @ product).transpose(0, 1)
-                    self._push(of_leaves, feeding.input, self.links[first], carried)
-                else:
-                    carried = (rest.flatten(0, 1) @ node.weight).unflatten(0, rest.shape[:2])
-                    self._push(of_leaves, node.input, self.links[leaf], carried)
-        return of_leaves.get(0, torch.zeros_like(cotangents))
-
-    def _push_attention(self, of_leaves: dict[int, Tensor], cotangents: Tensor) -> None:
-        """Add what comes through queries, keys and values, by the derivative in `block_attention`."""
-        of, heads = self.expansion, self.expansion.out.shape[1]
-        query, value, out = (each[:, :, 0].transpose(0, 1) for each in (of.query, of.value, of.out))
-        into = cotangents.unflatten(-1, (heads, -1)).transpose(1, 2)  # (rows, heads, live, head_dim)
-        slopes = self.w * (into @ value.mT - (into * out).sum(-1, keepdim=True))  # (rows, heads, out, in)
-        to_query = torch.einsum("rhtj,thij->rthi", into, of.query_map)
-        full = [to_query.reshape(len(into), *self.ends[0].shape)]
-        for part, end in zip((slopes.mT @ query, self.p.mT @ into), self.ends[1:], strict=True):
-            by_head = part.transpose(1, 2)[:, :, :, None]  # (rows, live, heads, 1, head_dim)
-            full.append(sum_heads(by_head, end.shape[1]).reshape(len(into), *end.shape))
-        grads = pull_back(self.ends, [self.leaves[leaf] for leaf in self.before], full)
-        for leaf, grad in zip(self.before, grads, strict=True):
-            grad = grad.reshape(len(grad), self.picked, -1)
-            of_leaves[leaf] = of_leaves[leaf] + grad if leaf in of_leaves else grad
+        return pull_back([output], [leaf], [cotangents])[0]
