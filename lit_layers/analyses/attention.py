@@ -180,7 +180,7 @@ class Induction(Analysis):
 
 
 def _chance(weights: Tensor) -> Tensor:
-    """Uniform attention (1, tokens, tokens) on the tokens of a prompt; NaN if its weights are not finite."""
+    """Return uniform attention (1, tokens, tokens) on the tokens of a prompt; NaN if its weights are not finite."""
     causal = not bool((weights.triu(1) > 0).any())
     chance = uniform_attention(weights.shape[-1], causal=causal).to(weights.device)
     return chance.masked_fill(~weights.isfinite().all(), torch.nan)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.states import States, first_rows, in_convention
+from lit_layers.analyses.states import States, first_rows, states_of_layers
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.given_batches import GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
@@ -137,7 +137,7 @@ class Analysis(ABC):
         return (self, 1.0) if share == 1 else (dataclasses.replace(cast("Any", self), **changes), share)
 
     def adopt_batches_(self) -> None:
-        """Makes `Batches` of data loaders, data sets and lists among the fields that are batches.
+        """Turn data loaders, data sets and lists in the fields of type `Batches` into `Batches`.
 
         Raises:
             InputError: something else there.
@@ -150,7 +150,7 @@ class Analysis(ABC):
                     raise InputError(f"{self.name}: {str(error).replace('batches', field.name, 1)}") from error
 
     def check(self, model: LayeredModel) -> None:
-        """Refuses, before the first step, options that do not fit the model and data that is not there.
+        """Refuse, before the first step, options that do not fit the model and missing data.
 
         Raises:
             InputError: one sentence naming the option. The default loads every field that is data, and refuses images
@@ -182,7 +182,7 @@ class Analysis(ABC):
                     raise InputError(f"{self.name}: batches: {error}") from error
 
     def check_options(self, model: LayeredModel) -> None:
-        """Refuses options that do not fit, whatever the data; a subclass adds what depends on the model.
+        """Refuse options that do not fit, whatever the data; a subclass adds checks that depend on the model.
 
         Raises:
             InputError: one sentence naming the option. The default is `check_fields`, `SEES`, `NEXT_TOKEN` and
@@ -199,7 +199,7 @@ class Analysis(ABC):
         self.resolved(model)
 
     def resolved(self, model: LayeredModel) -> Self:
-        """The analysis with the options of its preset in place; itself where it has none.
+        """Return the analysis with the options of its preset in place; itself without a preset.
 
         Raises:
             InputError: an option given that the preset sets otherwise.
@@ -223,11 +223,11 @@ class Analysis(ABC):
         return resolved
 
     def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
-        """What a preset sets for a model."""
+        """Return the options that a preset sets for a model."""
         return self.PRESETS[preset]
 
     def tags_of(self, *options: str) -> dict[str, str | int | float]:
-        """What a result of other than the default options must say of itself: those of some names, as tags."""
+        """Return as tags those of the named options that differ from their defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(cast("Any", self))}
         tags: dict[str, str | int | float] = {}
         for option in options:
@@ -238,7 +238,7 @@ class Analysis(ABC):
         return tags
 
     def check_fields(self) -> None:
-        """Refuses options that are none of those that their `Literal` names, or not as the class says they have to be.
+        """Refuse options outside their `Literal` or outside the bounds that the class declares.
 
         Raises:
             InputError: naming the option and what it may be.
@@ -274,7 +274,7 @@ class Analysis(ABC):
             raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {num_halves}")
 
     def check_data(self) -> None:
-        """Refuses data that is not there or not enough, for which no model is needed.
+        """Refuse missing or insufficient data, as far as that needs no model.
 
         Raises:
             InputError: one sentence. The default loads every field that is data.
@@ -282,7 +282,7 @@ class Analysis(ABC):
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
-        """The class and its options, ready for JSON: equal configs measure the same thing."""
+        """Return the class and its options, ready for JSON: equal configs measure the same thing."""
         config = describe(self)
         options = {name: value for name, value in config["init_args"].items() if name not in self.UNMEASURED}
         return {**config, "init_args": options}
@@ -292,19 +292,19 @@ class Analysis(ABC):
 
         A tokenizer counts by its content, wherever its files are.
         """
-        return hash_of(_with_tokenizer_hashes(self.config()))
+        return hash_of(_hash_tokenizers(self.config()))
 
     def data_hash(self) -> str | None:
-        """Hash of the data measured on, over every field that has a `content_hash()`; None where there is none."""
+        """Return a hash of the data that is measured, over every field with a `content_hash()`; None without such a
+        field."""
         parts = [
             value.content_hash() for value in vars(self).values() if callable(getattr(value, "content_hash", None))
         ]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
 
     def tokenizer_hash(self) -> str | None:
-        """Hash of the tokenizer that made the data, over every field that has a `tokenizer_hash()`; None where there
-        is none. Of several tokenizers the hashes stand side by side.
-        """
+        """Return a hash of the tokenizer that made the data, over every field with a `tokenizer_hash()`; None without
+        one. Hashes of several tokenizers are joined by commas."""
         hashes = [
             value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
         ]
@@ -316,8 +316,8 @@ def values_of_layers(
 ) -> Values:
     """Return the values (layers + 1, ..., prompts) by key that a function of states and mask gives of each layer."""
     rows: dict[Key, list[Tensor]] = {}
-    for layer, hidden in enumerate(seen.hidden):
-        for key, row in of_layer(in_convention(seen.model, states, layer, hidden), seen.mask).items():
+    for hidden in states_of_layers(seen, states):
+        for key, row in of_layer(hidden, seen.mask).items():
             rows.setdefault(key, []).append(row.cpu())
     return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
 
@@ -337,20 +337,20 @@ def in_bfloat16(analysis: Analysis) -> Analysis:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """What a type's `Literal` names; None first where the type allows it; none where it has no `Literal`."""
+    """Return the values that a type's `Literal` allows, None first if the type allows it; empty without a `Literal`."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     choices = list(dict.fromkeys(choice for part in get_args(kind) for choice in _choices(part)))
     return [None, *choices] if choices and type(None) in get_args(kind) else choices
 
 
-def _with_tokenizer_hashes(config: Any) -> Any:
+def _hash_tokenizers(config: Any) -> Any:
     """Return a config that has hashes in place of the paths of tokenizers."""
     if isinstance(config, list):
-        return [_with_tokenizer_hashes(each) for each in config]
+        return [_hash_tokenizers(each) for each in config]
     if not isinstance(config, dict):
         return config
-    made = {name: _with_tokenizer_hashes(value) for name, value in config.items()}
+    made = {name: _hash_tokenizers(value) for name, value in config.items()}
     if isinstance(place := config.get("tokenizer"), str) and os.path.exists(place):
         made["tokenizer"] = _tokenizer_hash(os.path.abspath(place))
     return made
@@ -362,7 +362,8 @@ def _tokenizer_hash(place: str) -> str:
 
 
 def describe(value: Any, *, in_data: bool = False) -> Any:
-    """`value` as plain JSON data: objects become class path and public fields, arrays that are not data a hash."""
+    """Return `value` as plain JSON data: an object is its class path and public fields, an array outside data is its
+    hash."""
     nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, str | int | float | bool):

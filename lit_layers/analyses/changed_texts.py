@@ -20,7 +20,7 @@ from lit_layers.analyses.probes.task_features import (
     rows_of_texts,
     text_features,
 )
-from lit_layers.analyses.states import States, in_convention, special_tokens
+from lit_layers.analyses.states import States, special_tokens, states_of_layers
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -123,10 +123,10 @@ class Invariance(Analysis):
 
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
-        self._of(model)
+        self._encoded_for(model)
 
     def data_hash(self) -> str | None:
-        """Over the texts and the token ids of their views."""
+        """Return a hash of the texts and of the token ids of their views."""
         ids = self._encode(self.max_tokens).content_hash()
         return hashlib.sha256(f"{self.texts.content_hash()}/{ids}".encode()).hexdigest()[:16]
 
@@ -136,13 +136,13 @@ class Invariance(Analysis):
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views; nothing if their vectors are too large to send between ranks."""
         is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
-        return {} if is_large else {"views": Rows(rows_of_texts(self._of(model)))}
+        return {} if is_large else {"views": Rows(rows_of_texts(self._encoded_for(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pooled_texts(seen, batch, self.pooling, self.states)
 
     def jobs(self, model: LayeredModel, views: Values | None = None) -> Jobs:
-        encoded = self._of(model)
+        encoded = self._encoded_for(model)
         if views is None:
             features = text_features(model, encoded, pooling=self.pooling, states=self.states, undefined="nan")
         else:
@@ -151,17 +151,17 @@ class Invariance(Analysis):
         halves = random_halves(len(kept), self.num_halves)
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
-        def of_layer(layer: int) -> _OfLayer:
+        def layer_values(layer: int) -> _OfLayer:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
-            return layer, self._of_layer(vectors.to(device), halves)
+            return layer, self._values_of_sets(vectors.to(device), halves)
 
         def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
             return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
 
-        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
+        return Jobs([partial(layer_values, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def make(self) -> Views:
-        """The views; made on the first call."""
+        """Return the views, which the first call makes."""
         if self._views is None:
             self._views = make_views(
                 self.texts.texts(),
@@ -173,8 +173,8 @@ class Invariance(Analysis):
             )
         return self._views
 
-    def _of(self, model: LayeredModel) -> EncodedTexts:
-        """Token ids, view after view, at the model's own limit where that is lower."""
+    def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
+        """Return token ids, view after view, cut at the model's own limit if that is lower."""
         return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
 
     def _encode(self, limit: int) -> EncodedTexts:
@@ -184,7 +184,8 @@ class Invariance(Analysis):
         return self._encoded[limit]
 
     def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
-        """Which layers are no gap, and the prompts (kept,) all of whose views have a vector at each of these."""
+        """Return which layers are measured, and the prompts (kept,) all of whose views have a vector at each of
+        them."""
         layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
             raise nothing_defined(self.name)
@@ -194,8 +195,9 @@ class Invariance(Analysis):
             )
         return layers, prompts.nonzero().squeeze(-1)
 
-    def _of_layer(self, vectors: Tensor, halves: Sequence[Tensor]) -> dict[_Metric, list[float]]:
-        """Of all prompts' vectors (views, prompts, dim), then of halves of them."""
+    def _values_of_sets(self, vectors: Tensor, halves: Sequence[Tensor]) -> dict[_Metric, list[float]]:
+        """Return the values of one layer by metric, for all prompts' vectors (views, prompts, dim) and then for each
+        half."""
         vectors = self._rescaled(vectors)
         of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
         return {key: [values[key] for values in of_sets] for key in of_sets[0]}
@@ -203,7 +205,7 @@ class Invariance(Analysis):
     def _records(
         self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int, has_halves: bool
     ) -> Iterator[Record]:
-        """Of the layers that are no gap, by their numbers."""
+        """Yield the records, given the values of the measured layers by layer index."""
         views = self.make()
         num_texts = len(views.texts[0])
         missing = left_out("", num_texts - n)
@@ -215,8 +217,8 @@ class Invariance(Analysis):
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
         values: dict[_Metric, Tensor] = {}  # (layers + 1, all prompts and halves of them)
-        for layer, of_layer in of_layers.items():
-            for key, columns in of_layer.items():
+        for layer, layer_values in of_layers.items():
+            for key, columns in layer_values.items():
                 whole = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
                 values.setdefault(key, whole)[layer] = torch.tensor(columns, dtype=torch.float64)
         within = values.pop(_WITHIN)[:, 0]
@@ -230,14 +232,15 @@ class Invariance(Analysis):
             yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
 
     def _rescaled(self, vectors: Tensor) -> Tensor:
-        """Of (views, prompts, dim), as `rescale` says."""
+        """Return the vectors (views, prompts, dim) rescaled as the option `rescale` says."""
         if self.rescale == "none":
             return vectors
         vectors = vectors.double() - vectors.double().mean(1, keepdim=True)
         return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
 
     def _values(self, vectors: Tensor) -> dict[_Metric, float]:
-        """Of one layer's vectors (views, prompts, dim), by metric and how it is normalized; NaN where undefined."""
+        """Return the values of one layer's vectors (views, prompts, dim) by metric and normalization; NaN if
+        undefined."""
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
         values: dict[tuple[str, Normalization], float] = {("infonce", "raw"): loss}
@@ -257,7 +260,7 @@ class Invariance(Analysis):
         return values
 
     def _tags(self, metric: str, normalization: Normalization = "raw") -> dict[str, Any]:
-        """What a result of other than the default options must say of itself."""
+        """Return tags for the options that differ from their defaults."""
         kind, is_chance = metric.split("_")[0], "chance" in metric
         options = {"infonce": ["temperature"], "lidar": ["delta", "num_views"], "dime": ["permutations"]}.get(kind, [])
         options += [] if is_chance else ["share", "max_words", "actions"]
@@ -328,8 +331,7 @@ class PromptStudies(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return entropies (layers + 1, prompts) by normalization and first tokens left out."""
         entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
-        for layer, hidden in enumerate(seen.hidden):
-            states = in_convention(seen.model, self.states, layer, hidden)
+        for states in states_of_layers(seen, self.states):
             of_rows = spectra(states, seen.mask, drop_first=self.drop_first)
             for dropped, sets in zip(self.drop_first, of_rows, strict=True):
                 single = seen.mask.sum(-1) - dropped < 2
@@ -356,7 +358,7 @@ class PromptStudies(Analysis):
                 yield from summarize_layers("prompt_entropy", entropies[key], tags=tags)
 
     def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
-        """The batch at every level of a study; `first` is the number of its first prompt."""
+        """Yield the batch at every level of a study; `first` is the index of its first prompt."""
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
         if study == "length":
@@ -380,7 +382,7 @@ class PromptStudies(Analysis):
             yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
 
     def _ordinary(self, model: LayeredModel) -> np.ndarray:
-        """The numbers of the vocabulary's tokens without the special ones."""
+        """Return the ids of the vocabulary without the special tokens."""
         size = model.vocab_size or model.model.config.vocab_size
         special = special_tokens(model) | set(self.special_tokens)
         ordinary = np.array(sorted(set(range(size)) - special), dtype=np.int64)

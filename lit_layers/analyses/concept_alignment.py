@@ -66,14 +66,14 @@ class ConceptAlignment(Analysis):
         categories = self.words.by_category()
         values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
         for column, category in enumerate(categories):
-            for record in self._of_category(states, category, covariance):
+            for record in self._category_records(states, category, covariance):
                 values[METRICS.index(record.metric), record.layer, column] = record.value
                 yield record
         for metric, by_layer in zip(METRICS, values, strict=True):
             for layer, row in enumerate(by_layer):
                 yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
 
-    def _of_category(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
+    def _category_records(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
         kept = _two_points(states, category)  # (layers + 1, pairs)
         patterns, pattern = kept.unique(dim=0, return_inverse=True)
         for number, stays in enumerate(patterns):
@@ -95,7 +95,7 @@ class ConceptAlignment(Analysis):
                 yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
 
     def _covariance(self, model: LayeredModel) -> Tensor | None:
-        """Of the unembedding's rows, those of real tokens."""
+        """Return the covariance (dim, dim) of the unembedding's rows of real tokens; None without whitening."""
         if not self.whiten:
             return None
         rows = model.model.get_output_embeddings().weight[: true_vocab_size(model.model)].detach().cpu().double()
@@ -110,7 +110,7 @@ class ConceptAlignment(Analysis):
 
 
 def _two_points(states: Tensor, category: Category) -> Tensor:
-    """Which pairs are two points, and finite, (*layers, pairs), of states (*layers, words, dim)."""
+    """Return which pairs are two different finite points, (*layers, pairs), of states (*layers, words, dim)."""
     first, second = states[..., category.first, :], states[..., category.second, :]
     return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
 
@@ -118,7 +118,7 @@ def _two_points(states: Tensor, category: Category) -> Tensor:
 def _alignment_records(
     alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
 ) -> Iterator[Record]:
-    """Of one layer and category; a value that is undefined there is left out."""
+    """Yield the records of one layer and category, without undefined values."""
     mean = alignment.mean[row]
     if mean.isfinite():
         yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)

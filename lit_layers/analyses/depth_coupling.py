@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
-from lit_layers.analyses.states import evenly_spread, final_norm, in_convention
+from lit_layers.analyses.states import convert_states, evenly_spread, final_norm
 from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,
@@ -95,7 +95,7 @@ class Coupling(Analysis):
             raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        at_once = _at_once(model, len(self.tokens(model)))
+        at_once = _prompts_at_once(model, len(self.tokens(model)))
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
@@ -105,21 +105,22 @@ class Coupling(Analysis):
         num_tokens = len(self.tokens(model))
         samples: list[Sample | Record] = []
         for position, count in enumerate(self.counts(model)):
-            samples += _of_pairs(batches, position, {"k": count}, num_tokens)
-        samples += _of_blocks(batches, self.fit_from, num_tokens)
+            samples += _pair_samples(batches, position, {"k": count}, num_tokens)
+        samples += _block_samples(batches, self.fit_from, num_tokens)
         yield from summarize_all(samples)
 
     def counts(self, model: LayeredModel) -> list[int]:
-        """The different numbers of directions, in order."""
+        """Return the different numbers of directions in ascending order."""
         return sorted({functional.num_directions(k, model.dim) for k in self.k})
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
-        """The script for images takes the blocks' own outputs, without the final norm, of its batch's first image."""
+        """Return the options of a preset. The script for images takes the blocks' own outputs, without the final norm,
+        of the first image of its batch."""
         of_images = {"states": "resid", "token": "last_patch", "num_prompts": 1}
         return {**self.PRESETS[preset], **(of_images if model.family.sees_images else {})}
 
     def tokens(self, model: LayeredModel) -> list[int]:
-        """The tokens over which every metric of a prompt is averaged: one, or the patches of "mean_patch"."""
+        """Return the tokens that every metric of a prompt is averaged over: one, or the patches of "mean_patch"."""
         if self.token != "mean_patch":
             return [TOKENS[self.token] if isinstance(self.token, str) else self.token]
         side = next(iter(self.batches))["pixel_values"].shape[-1]
@@ -127,8 +128,8 @@ class Coupling(Analysis):
         return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
 
 
-def _at_once(model: LayeredModel, num_tokens: int) -> int:
-    """How many prompts' Jacobians are held together."""
+def _prompts_at_once(model: LayeredModel, num_tokens: int) -> int:
+    """Return how many prompts' Jacobians are held at a time."""
     # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
     entries = 2**28 if model.device.type == "cuda" else 2**23
     return max(1, entries // (model.num_layers * model.dim**2 * num_tokens))
@@ -147,15 +148,16 @@ class _Blocks:
         self.tokens = options.tokens(model)
 
     def values(self) -> dict[str, Tensor]:
-        """Per block what the records need, float64 on the CPU, prompts last and within them their tokens."""
+        """Return the values that the records need, a row per block, in float64 on the CPU. The last dimension is
+        prompts, and within them their tokens."""
         rows: dict[str, list[Tensor]] = {}
         jacobians: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {name: [] for name in _KEPT}
-        carried = self._at_token(self.trajectory.hidden[0]).double()
+        carried = self._token_states(self.trajectory.hidden[0]).double()
         for layer in range(1, self.model.num_layers + 1):
             jacobian = self._jacobian(layer)
             cosines, carried = self._carry(layer, jacobian, carried)
-            finite, factors, of_block = self._of_block(jacobian)
+            finite, factors, of_block = self._factors_and_values(jacobian)
             jacobians.append(finite)
             for name in _KEPT:
                 parts[name].append(getattr(factors, name))
@@ -164,11 +166,11 @@ class _Blocks:
         bases = functional.Factors(**kept, bounds=kept["values"])  # whose bounds play no part
         undefined = torch.stack(rows["undefined"], 1).bool().to(bases.left.device)  # (prompts, blocks)
         for number, jacobian in enumerate(jacobians):
-            _append(rows, self._with_others(number, jacobian, bases, undefined))
+            _append(rows, self._coupling_with_others(number, jacobian, bases, undefined))
         return {name: torch.stack(of_blocks) for name, of_blocks in rows.items()}
 
-    def _of_block(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
-        """The Jacobian with zeros where it is undefined, its leading factors, and values of the block by itself."""
+    def _factors_and_values(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
+        """Return the Jacobian with zeros where it is undefined, its leading factors, and values of this block."""
         options = self.options
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
@@ -188,8 +190,10 @@ class _Blocks:
         }
         return finite, factors, values
 
-    def _with_others(self, number: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
-        """The block, by number from 0, in the bases of all blocks."""
+    def _coupling_with_others(
+        self, number: int, jacobian: Tensor, bases: Factors, undefined: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the coupling of one block, by index from 0, in the bases of all blocks."""
         no_direction = undefined[:, number]
         both = functional.miscoupling_with_error(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
@@ -205,27 +209,30 @@ class _Blocks:
         named = zip(("miscoupling", "estimates"), rows, strict=True)  # (k, prompts, blocks) each
         return {name: row.movedim(1, -1) for name, row in named}
 
-    def _at_token(self, hidden: Tensor) -> Tensor:
+    def _token_states(self, hidden: Tensor) -> Tensor:
         places = token_places(self.tokens, self.trajectory.mask)
         return hidden[torch.arange(len(places))[:, None], places].flatten(0, 1)  # (prompts x tokens, dim)
 
     def _jacobian(self, layer: int) -> Tensor:
-        """The block's same-token Jacobian, in the convention; the final norm then belongs to the last block."""
+        """Return the block's same-token Jacobian; in the convention "hf" the last block includes the final norm."""
         block, before, mask = self.trajectory.block(layer), self.trajectory.hidden[layer - 1], self.trajectory.mask
         jacobian = block_jacobian(block, before, out_tokens=self.tokens, mask=mask).flatten(0, 1)
         norm = final_norm(self.model)
         if self.options.states == "resid" or norm is None or layer < self.model.num_layers:
             return jacobian
-        last = self._at_token(self.trajectory.hidden[layer])[:, None]  # (prompts, 1, dim): a norm acts on each token
+        last = self._token_states(self.trajectory.hidden[layer])[
+            :, None
+        ]  # (prompts, 1, dim): a norm acts on each token
         outer = block_jacobian(norm, last, residual=False)
         # d norm(x + f(x)) / dx - I, by the chain rule
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines of the carried vectors with the states, and those moved one block on: `linearized_rollout`."""
+        """Return the cosines of the carried vectors with the states, and the vectors one block on:
+        `linearized_rollout`."""
         is_last = layer == self.model.num_layers
-        after = in_convention(self.model, self.options.states, layer, self.trajectory.hidden[layer])
-        states = torch.stack([carried, self._at_token(after).double()])
+        after = convert_states(self.model, self.options.states, layer, self.trajectory.hidden[layer])
+        states = torch.stack([carried, self._token_states(after).double()])
         skip = self.options.skip_last and is_last
         cosines = linearized_rollout(jacobian[None], states, skip_last=skip, undefined="nan")[0]
         return cosines, carried + (jacobian.double() @ carried[..., None])[..., 0]
@@ -236,8 +243,8 @@ def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
         rows.setdefault(name, []).append(row.double().cpu())
 
 
-def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
-    """What there is at one K: means over pairs per prompt first, then over prompts."""
+def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
+    """Yield the numbers at one K: means over pairs within each prompt, to be averaged over prompts."""
     pairs = 1 - of_prompts["miscoupling"][:, position].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = of_prompts["random"][:, position].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
@@ -249,11 +256,11 @@ def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: 
         ("excess_coupling", functional.off_diagonal_mean(excess), different),
         ("coupling_with_diagonal", pairs.nanmean((1, 2)), different | ~different),
     ):
-        yield _of_all(metric, values, pairs[:, chosen], "pairs", tags, tokens)
-    yield _of_all("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
+        yield _complete_means(metric, values, pairs[:, chosen], "pairs", tags, tokens)
+    yield _complete_means("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
     for distance, values in enumerate(functional.mean_by_distance(pairs).T):
         at = {**tags, "distance": distance}
-        yield _of_all("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
+        yield _complete_means("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
@@ -263,7 +270,7 @@ def _of_pairs(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: 
     yield from accuracy_records(gaps[defined], errors[~errors.isnan()], defined.shape[-1] // tokens, counted)
 
 
-def _of_blocks(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:
+def _block_samples(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:
     blocks = len(of_prompts["norms"])
     for block in range(blocks):
         yield _means("jacobian_norm", of_prompts["norms"][block], layer=block + 1, tokens=tokens)
@@ -277,14 +284,14 @@ def _of_blocks(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Ite
         yield _means("spectrum_r_squared", r_squared, tokens=tokens)
 
 
-def _of_all(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> Sample:
-    """Of the means (prompts,) of sets of pairs or blocks (prompts, members): those of the sets that are complete."""
+def _complete_means(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> Sample:
+    """Return the means (prompts,) over sets of pairs or blocks (prompts, members), NaN for incomplete sets."""
     missing = members.isnan()
     return _means(metric, means.masked_fill(missing.any(1), math.nan), tokens, tags={**tags, **left_out(what, missing)})
 
 
 def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> Sample:
-    """The mean over each prompt's defined tokens, then over prompts."""
+    """Return the mean over each prompt's defined tokens, to be averaged over prompts."""
     values = values.unflatten(0, (-1, tokens))
     counts = left_out("tokens", values.isnan()) if tokens > 1 else {}
     return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Values
-from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
+from lit_layers.analyses.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.analyses.statistics import (
     complete,
     gap,
@@ -75,10 +75,9 @@ class LayerSimilarity(Analysis):
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the cosines of each prompt's layers, and the rows of the alignment (layers + 1, dim, rows)."""
-        mask = without_first(seen.mask, self.drop_first)
+        mask = drop_first_tokens(seen.mask, self.drop_first)
         left = mask.any(-1)
-        layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
-        hidden, mask = torch.stack([states[left] for states in layers]), mask[left]
+        hidden, mask = torch.stack([states[left] for states in states_of_layers(seen, self.states)]), mask[left]
         values = {mode: _cosines(hidden, mask, mode) for mode in MODES}
         values["finite"] = (hidden.isfinite().all(-1) | ~mask).all(-1)
         rows, values["num_rows"] = self._rows(hidden, mask)
@@ -217,7 +216,7 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Each variant, its steps before the blocks after the middle, and the layer that these begin at."""
+        """Return each variant, its steps up to the end of the middle, and the layer at which the ending begins."""
         chosen = variants_of(self, model, f"{self.name}: ")
         behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in chosen]
         return [
@@ -227,7 +226,7 @@ class OrderStates(Analysis):
 
     @torch.no_grad()
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        mask = without_first(seen.mask, self.drop_first)
+        mask = drop_first_tokens(seen.mask, self.drop_first)
         orders = self._orders(seen.model)
         values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
         shared = SharedPrefixes([order for _, order, _ in orders], seen.num_layers)
@@ -253,8 +252,8 @@ ENDING = ("ending_input_cosine", "ending_input_norm_ratio")
 
 
 def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
-    """Cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens); NaN with one that has
-    none."""
+    """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens). One undefined
+    token makes the mean NaN."""
     mask = mask.to(states.device)  # where there is no float64, states are on the CPU
     norms, of_usual = states.norm(dim=-1), usual.norm(dim=-1)
     cosines = (states * usual).sum(-1) / (norms * of_usual)

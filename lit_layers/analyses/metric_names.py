@@ -46,7 +46,7 @@ _ELSEWHERE |= {"best_prefix_matching_score", "random_prefix_matching_score"}
 
 
 def metric_names() -> dict[str, str]:
-    """Each metric that can be asked for by its name, with the name of the analysis that gives it."""
+    """Return the metrics that can be asked for by name, with the name of the analysis that measures each."""
     return {
         metric: analysis.name
         for analysis, groups in _ANALYSES.items()
@@ -57,7 +57,7 @@ def metric_names() -> dict[str, str]:
 
 
 def named(names: Sequence[str]) -> dict[str, set[str] | None]:
-    """The analyses that names of analyses and of metrics mean, each with the metrics that were named; None: all of it.
+    """Return the analyses that names of analyses and metrics stand for, with the named metrics; None for all of them.
 
     Raises:
         InputError: no name, or one that is neither, with those that are near.
@@ -81,7 +81,7 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
 
 
 def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
-    """The analyses that names mean, with their default options; those that are costly look at `few` batches.
+    """Return the analyses that names stand for, with default options; costly ones read the `few` batches.
 
     Raises:
         InputError: as `named`.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Key, Values, values_of_layers
-from lit_layers.analyses.states import States, without_first
+from lit_layers.analyses.states import States, drop_first_tokens
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
@@ -105,12 +105,12 @@ class Representation(Analysis):
     preset: Literal["released_code", "released_code_later"] | None = None
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return values_of_layers(seen, self.states, self._of_layer)
+        return values_of_layers(seen, self.states, self._layer_values)
 
-    def _of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """The values (batch,) of (metric, normalization, drop_first), and the pooled vectors."""
+    def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+        """Return the values (batch,) by (metric, normalization, drop_first), and the pooled vectors."""
         values: dict[Key, Tensor] = {}
-        for dropped in self.drop_first if self._by_entries() else ():
+        for dropped in self.drop_first if self._needs_entries() else ():
             values |= self._entropies(hidden, mask, dropped)
         if not self.preset:
             values |= self._ranks(hidden, mask)
@@ -134,7 +134,7 @@ class Representation(Analysis):
             yield from summarize_layers(metric, rows, tags=tags, counts=counts)
         yield from self.dataset_records(pooled)
 
-    def _by_entries(self) -> bool:
+    def _needs_entries(self) -> bool:
         """Whether entropies need more than the singular values."""
         return self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
 
@@ -146,7 +146,7 @@ class Representation(Analysis):
             undefined="nan",
             center=self.center,
             unit=self.unit,
-            **self._of_matrix(),
+            **self._matrix_options(),
         )
         num_rows = (mask.sum(-1) - dropped).clamp(min=0)
         single = num_rows < 2
@@ -165,7 +165,7 @@ class Representation(Analysis):
         of_dropped = spectra(states, mask, center=self.center, unit=self.unit, drop_first=self.drop_first)
         for dropped, sets in zip(self.drop_first, of_dropped, strict=True):
             single = mask.sum(-1) - dropped < 2
-            for normalization in () if self._by_entries() else self.normalizations:
+            for normalization in () if self._needs_entries() else self.normalizations:
                 entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
                 values["prompt_entropy", normalization, dropped] = entropies.masked_fill(
                     single.to(entropies.device), math.nan
@@ -174,16 +174,16 @@ class Representation(Analysis):
                 values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
         return values
 
-    def _of_matrix(self) -> dict[str, Any]:
+    def _matrix_options(self) -> dict[str, Any]:
         return {"alpha": self.alpha} | {name: getattr(self, name) for name in ("alpha2", "clamp", "side")}
 
     def _excess(self, num_rows: Tensor) -> Tensor:
-        """What dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
+        """Return what dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
         off = self.preset == "released_code_later" and self.alpha == 2
         return 2 * num_rows.clamp(min=1).double().log() * off
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
-        """Of the pooled vectors (layers + 1, prompts, dim)."""
+        """Yield the records of pooled vectors (layers + 1, prompts, dim)."""
         _, kept = complete(~pooled.isnan().any(-1))
         pooled, dim = pooled[:, kept], pooled.shape[-1]
         n = pooled.shape[1]
@@ -206,12 +206,12 @@ class Representation(Analysis):
             center=self.center_pooled,
             unit=self.unit_pooled,
             undefined="nan",
-            **self._of_matrix(),
+            **self._matrix_options(),
         )
         return values + self._excess(torch.tensor(pooled.shape[-2])).to(values.device)
 
     def tags(self, metric: str) -> dict[str, Any]:
-        """What a result of other than the default options must say of itself."""
+        """Return tags for the options that differ from their defaults."""
         options = ["alpha"] if "entropy" in metric else []
         if self.preset:
             return self.tags_of(*options, "preset")
@@ -224,7 +224,7 @@ class Representation(Analysis):
 
 
 def _most(normalization: Normalization, n: int, dim: int) -> float:
-    """What a value is a share of; 0 where that is nothing."""
+    """Return the maximum that a value is a share of; 0 if the share is undefined."""
     one, rows = torch.ones((), dtype=torch.float64), torch.tensor(n)
     share = divided(
         "dataset_entropy", one, {}, num_rows=rows, dim=dim, normalization=normalization, undefined="nan"
@@ -284,7 +284,8 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """The options; of a function that is not the package's own its source, too: another one is another metric."""
+        """Return the options, with the source of a function from outside the package: another source is another
+        metric."""
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
@@ -300,17 +301,17 @@ class StateMetric(Analysis):
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         self._several = self._takes_layers(seen.model.dim)
-        return values_of_layers(seen, self.states, self._of_layer)
+        return values_of_layers(seen, self.states, self._layer_values)
 
     def tags(self) -> dict[str, str | int | float]:
-        """What a result of other than the default options must say of itself."""
+        """Return tags for the options that differ from their defaults."""
         tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
         return tags | self.tags_of("points", "states", "pooling" if self.points == "prompts" else "drop_first")
 
-    def _of_layer(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+    def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         if self.points == "prompts":
             return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
-        kept = without_first(mask, self.drop_first)
+        kept = drop_first_tokens(mask, self.drop_first)
         prompts = zip(hidden, kept, strict=True)
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 
@@ -323,14 +324,14 @@ class StateMetric(Analysis):
         rows = vectors_of_prompts(rows)
         _, kept = complete(~rows.isnan().any(-1))
         pooled, tags = rows[:, kept], tags | left_out("", ~kept)
-        of_halves = values_of_halves(self._of_layers, pooled, self.num_halves)
-        return records_of_layers(metric, self._of_layers(pooled), of_halves, pooled.shape[1], tags)
+        of_halves = values_of_halves(self._values_of_layers, pooled, self.num_halves)
+        return records_of_layers(metric, self._values_of_layers(pooled), of_halves, pooled.shape[1], tags)
 
-    def _of_layers(self, states: Tensor) -> Tensor:
+    def _values_of_layers(self, states: Tensor) -> Tensor:
         return torch.stack([self._value_of_layer(points) for points in states])
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
-        """The function's value of (points, dim); NaN without any point."""
+        """Return the function's value of points (points, dim); NaN without any point."""
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
         points = widened("states", points)
@@ -362,14 +363,14 @@ class StateMetric(Analysis):
         )
 
     def _tried(self, states: Tensor) -> tuple[Tensor | None, str]:
-        """What the function gives, or None and why there is nothing."""
+        """Return what the function returns, or None and the reason."""
         try:
             return self.value(states), ""
         except Exception as failure:  # of anyone's code
             return None, kind_and_words(failure)
 
     def value(self, states: Tensor) -> Tensor:
-        """What the function gives, in float64.
+        """Return what the function returns, in float64.
 
         Raises:
             TypeError: no floating-point number.
@@ -388,7 +389,7 @@ def _parameters(function: Callable[..., Any]) -> Collection[str]:
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """The text of a function, or what it is compiled to where that cannot be read."""
+    """Return the source of a function, or its bytecode if the source cannot be read."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

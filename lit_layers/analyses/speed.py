@@ -27,7 +27,8 @@ def measure_speed(
     num_rounds: int = 20,
     num_warm_up: int = 3,
 ) -> Iterator[Record]:
-    """The records of `Speed`, of variants of a model on its device; the first is the full model, which runs as it is.
+    """Yield the records of `Speed` for variants of a model on its device; the first is the full model, which runs as it
+    is.
 
     In each round every variant runs the first row of the batch and then the whole batch, and each round begins with
     another variant, so that whatever else the machine does meets all of them alike. Changing the order is not timed.
@@ -75,15 +76,15 @@ def measure_speed(
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
-    """Bytes of the parameters of the blocks in the schedule. Embedding and head are not counted."""
+    """Return the bytes of the parameters of the blocks in the schedule, without embedding and head."""
     used = {number for step in schedule for number in members(step)}
     parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
     return sum(each.numel() * each.element_size() for each in parameters.values())
 
 
 def peak_of_call(call: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocators hold during a call above what they held before, on all devices together;
-    what the call returns is counted."""
+    """Return the most bytes that torch's allocators hold during a call above those before, over all devices, including
+    what the call returns."""
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise

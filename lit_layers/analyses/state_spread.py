@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Values, values_of_layers
 from lit_layers.analyses.representation import POOLED, pooled_vectors, vectors_of_prompts
-from lit_layers.analyses.states import States, evenly_spread, in_convention, without_first
+from lit_layers.analyses.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -95,12 +95,11 @@ class StateGeometry(Analysis):
         real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
         pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
         prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(seen.hidden.device).T
-        kept = without_first(mask, self.drop_first).cpu()
+        kept = drop_first_tokens(mask, self.drop_first).cpu()
         moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
         missing, before = moved[0], None
         rows: dict[str, list[Tensor]] = {}
-        for layer, hidden in enumerate(seen.hidden):
-            states = in_convention(seen.model, self.states, layer, hidden)
+        for states in states_of_layers(seen, self.states):
             if before is not None:
                 steps = [each(before, states, undefined="nan").cpu() for each in (block_influence, step_ratio)]
                 of_tokens = torch.stack(steps).masked_fill(~kept, torch.nan)
@@ -121,10 +120,10 @@ class StateGeometry(Analysis):
         for metric in OF_PROMPTS:
             counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
             yield from summarize_layers(metric, batches[metric], tags=self.tags(metric), counts=counts)
-        yield from self._of_sets(vectors_of_prompts(batches["rows"]), batches["num_rows"])
+        yield from self._set_records(vectors_of_prompts(batches["rows"]), batches["num_rows"])
 
-    def _of_sets(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
-        """Of the rows (layers + 1, rows, dim), so many of each prompt."""
+    def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
+        """Yield the records of rows (layers + 1, rows, dim), given how many belong to each prompt."""
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
         broken = (~rows.isfinite().all(-1)).double()  # (layers + 1, rows)
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
@@ -148,7 +147,7 @@ class StateGeometry(Analysis):
 
 
 def _values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
-    """Of some choices of one layer's points, each (choices,); what chance gives of the first alone."""
+    """Return values of some choices of one layer's points, (choices,) each; the baselines only for the first choice."""
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
     apart, number = apart_of_different(points, computed_in)

@@ -58,7 +58,7 @@ def summarize(
     statistic: Statistic = "mean",
     rows: Tensor | None = None,
 ) -> list[Record]:
-    """The mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
+    """Return the mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
     tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
@@ -69,7 +69,7 @@ def summarize(
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
-    """`summarize` of many in their order, which together take a tenth of the time; records stand as they come."""
+    """Summarize many samples in their order, ten times faster than one by one; records pass unchanged."""
     everything = [
         each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
         for each in samples
@@ -91,7 +91,8 @@ Interval = tuple[float | None, float | None]
 
 
 def _intervals(rows: Sequence[Tensor], statistics: Sequence[Statistic]) -> list[Interval]:
-    """Of each row (prompts,); rows that are defined for the same prompts are resampled by one product."""
+    """Return an interval for each row (prompts,). Rows that are defined for the same prompts are resampled by one
+    product."""
     intervals: list[Interval] = [(None, None)] * len(rows)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
     for place, (row, statistic) in enumerate(zip(rows, statistics, strict=True)):
@@ -126,7 +127,7 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
 
 
 def by_prompt(values: Tensor, rows: Tensor | None = None) -> NDArray[np.float32]:
-    """The values (prompts,) as a record has them; of those that are True in `rows`, with NaN for the other prompts."""
+    """Return the values (prompts,) as a record holds them; with `rows` NaN for the prompts that are False in it."""
     if rows is None:
         return values.detach().cpu().float().numpy()
     everyone = torch.full(rows.shape, math.nan)
@@ -137,7 +138,7 @@ def by_prompt(values: Tensor, rows: Tensor | None = None) -> NDArray[np.float32]
 def summarize_layers(
     metric: str, values: Tensor, *, tags: Tags | None = None, counts: Mapping[str, Tensor] | None = None
 ) -> Iterator[Record]:
-    """The mean over prompts of each layer's values (layers + 1, prompts), and that over layers 1..L.
+    """Yield the mean over prompts of each layer's values (layers + 1, prompts), and of their mean over layers 1..L.
 
     The latter is the mean over layers within each prompt, then over the prompts that have all of them; the tag
     `num_undefined_layers` counts layers that no prompt has. `counts` (layers + 1, prompts) are tags, summed.
@@ -157,12 +158,12 @@ def summarize_layers(
 
 
 def gap(metric: str, *, tags: Tags | None = None) -> Record:
-    """A value of the whole model that is undefined, as a record."""
+    """Return a NaN record for an undefined value of the whole model."""
     return Record(metric=metric, value=math.nan, n=0, tags=dict(tags or {}))
 
 
-def with_a_value(name: str, records: Iterable[Record]) -> list[Record]:
-    """The records, all of them made now.
+def require_a_value(name: str, records: Iterable[Record]) -> list[Record]:
+    """Return the records as a list.
 
     Raises:
         ValueError: none has a value that is defined.
@@ -174,7 +175,7 @@ def with_a_value(name: str, records: Iterable[Record]) -> list[Record]:
 
 
 def nothing_defined(name: str) -> ValueError:
-    """The failure of an analysis none of whose values is defined."""
+    """Return the error of an analysis that has no defined value."""
     return ValueError(
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
         "constant, not finite or of too few tokens"
@@ -183,7 +184,7 @@ def nothing_defined(name: str) -> ValueError:
 
 @contextmanager
 def without_texts(num_left_out: int) -> Iterator[None]:
-    """What is refused inside also says how many texts the broken model leaves out."""
+    """Add to an `InputError` raised inside how many texts a broken model leaves out."""
     try:
         yield
     except InputError as error:
@@ -193,13 +194,13 @@ def without_texts(num_left_out: int) -> Iterator[None]:
 
 
 def left_out(what: str, undefined: Tensor | int) -> dict[str, int]:
-    """The tag `num_undefined_<what>` with the number of True in `undefined`; none where that is 0."""
+    """Return the tag `num_undefined_<what>` with the number of True in `undefined`; no tag for 0."""
     number = int(undefined.sum()) if isinstance(undefined, Tensor) else undefined
     return {f"num_undefined_{what}" if what else "num_undefined": number} if number else {}
 
 
 def complete(defined: Tensor) -> tuple[Tensor, Tensor]:
-    """Which layers, and which prompts, of what is to be compared on the same prompts at every layer.
+    """Return which layers and which prompts to compare, so that every layer is measured on the same prompts.
 
     Of `defined` (layers, prompts): the layers (layers,) at which at least half of the prompts have a value, and the
     prompts (prompts,) that have one at each of these. The other layers are gaps, the other prompts are left out.
@@ -209,13 +210,14 @@ def complete(defined: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_of_defined(values: Tensor, dim: int = -1) -> Tensor:
-    """Mean of the values that are not NaN; NaN where there is none."""
+    """Return the mean of the values that are not NaN; NaN if all are."""
     defined = ~values.isnan()
     return values.masked_fill(~defined, 0).sum(dim) / defined.sum(dim)
 
 
 def median_of_defined(values: Tensor, dim: int = -1) -> Tensor:
-    """Median of the values that are not NaN, halfway between the middle two of an even number; NaN where none is."""
+    """Return the median of the values that are not NaN, halfway between the middle two of an even number; NaN if all
+    are."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     ordered = values.sort(dim).values  # NaN last
     lower = ordered.gather(dim, (count - 1).clamp(min=0) // 2)
@@ -233,7 +235,8 @@ def summarize_ratio(
     counted: str | None = None,
     empty_is_undefined: bool = True,
 ) -> list[Record]:
-    """The sum of `sums` over the sum of `counts`, (prompts,) each: every token counts alike, whichever prompt it is in.
+    """Return the sum of `sums` over the sum of `counts`, (prompts,) each: every token has equal weight, whichever
+    prompt it is in.
 
     Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts: those of the mean
     of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the prompts' means,
@@ -258,7 +261,7 @@ def summarize_ratio(
 def rounding_records(
     differences: Tensor, of: str, *, layer: int | None = None, tags: Tags | None = None
 ) -> Iterator[Record]:
-    """How far numbers in bfloat16 are from those in float32: the mean and the largest absolute difference of a sample.
+    """Yield how far numbers in bfloat16 are from those in float32: mean and largest absolute difference over a sample.
 
     One of `differences` is of a prompt, a text or a row; those that are not finite are left out and counted. Where none
     is finite the record is NaN, at a layer, too: that the check came to nothing is its result.
@@ -273,7 +276,7 @@ def rounding_records(
 
 
 def exponential(record: Record) -> Record:
-    """exp of a mean and of its interval, without values of prompts; the standard error to first order."""
+    """Return exp of a mean and of its interval, without values of prompts, with the standard error to first order."""
     value = _exp(record.value)
     low, high = (None if end is None else _exp(end) for end in (record.low, record.high))
     stderr = None if record.stderr is None else value * record.stderr
@@ -285,14 +288,15 @@ def _exp(value: float) -> float:
 
 
 def random_halves(n: int, num_halves: int) -> list[Tensor]:
-    """Row numbers of random halves; none of fewer than four prompts."""
+    """Return row indices of random halves; none for fewer than four prompts."""
     if n < 4:
         return []
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
 
 
 def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
-    """Values (layers + 1, halves) of random halves of the prompts of (layers + 1, prompts, dim); None of too few."""
+    """Return values (layers + 1, halves) of random halves of the prompts of (layers + 1, prompts, dim); None for too
+    few."""
     values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
     return torch.stack(values, -1) if values else None
 
@@ -305,7 +309,8 @@ def records_of_layers(
     tags: Mapping[str, Any],
     counted: Mapping[str, Sequence[bool]] | None = None,
 ) -> Iterator[Record]:
-    """Of (layers + 1,) values and the (layers + 1, halves) of halves: records of each layer, and of the mean over 1..L.
+    """Yield records of each layer and of the mean over 1..L, from values (layers + 1,) and those of halves (layers + 1,
+    halves).
 
     A layer whose value is NaN has no record, and where one of 1..L has none the mean is NaN and counts these in the tag
     `num_undefined_layers`. `counted` says of each layer what tags count.
@@ -334,7 +339,7 @@ def records_with_halves(
     layer: int | None = None,
     tags: Tags | None = None,
 ) -> Iterator[Record]:
-    """The value of all and the mean over (halves,) values of halves, with intervals from the spread of the halves."""
+    """Yield the value of all prompts and the mean over halves' values (halves,), with intervals from their spread."""
     place = {"layer": layer, "tags": dict(tags or {})}
     if of_halves is None or len(of_halves) < 2:
         yield Record(metric=metric, value=value, n=n, **place)
@@ -342,11 +347,11 @@ def records_with_halves(
     mean, stderr = of_halves.mean().item(), of_halves.std().item()
     low, high = (bound - mean for bound in of_halves.quantile(of_halves.new_tensor([0.025, 0.975])).tolist())
     for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, n_of_half)):
-        ends = dict(zip(("low", "high"), in_range(metric, center, center + low, center + high), strict=True))
+        ends = dict(zip(("low", "high"), clip_interval(metric, center, center + low, center + high), strict=True))
         yield Record(metric=name, value=center, stderr=stderr, n=count, **ends, **place)
 
 
-def in_range(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
-    """An interval around a value, cut where the metric's range ends."""
+def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
+    """Clip an interval around a value to the metric's range."""
     row = look_up(metric)
     return max(low, min(row.low, value)), min(high, max(row.high, value))

@@ -24,21 +24,23 @@ from lit_layers.records import Record
 
 
 def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
-    """Jacobians (tokens, dim, dim) of block `layer` from each of these real tokens of one prompt to itself."""
+    """Return the Jacobians (tokens, dim, dim) of block `layer` from each of these real tokens of one prompt to
+    itself."""
     block, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
     return block_jacobian(block, hidden, out_tokens=list(tokens), mask=trajectory.mask)[0]
 
 
 def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """The Jacobians (.., dim, dim) with non-finite ones set to zero, and which are non-finite or zero: undefined."""
+    """Return the Jacobians (.., dim, dim) with non-finite ones set to zero, and which are undefined: non-finite or
+    zero."""
     broken = ~jacobians.isfinite().all(-1).all(-1)
     finite = jacobians.masked_fill(broken[..., None, None], 0)
     return finite, (finite == 0).all(-1).all(-1)
 
 
 def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Of the gaps of all defined Jacobians and the likely errors of their pairs, at one number of directions; none
-    where there are none."""
+    """Yield the accuracy at one number of directions, from the gaps of all defined Jacobians and the likely errors of
+    their pairs; nothing without gaps."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         if errors.numel():
@@ -47,7 +49,7 @@ def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterat
 
 
 def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> None:
-    """Refuses pairs of blocks that the model does not have.
+    """Refuse pairs of blocks that the model does not have.
 
     Raises:
         InputError: no pair, one that is not two block numbers, one out of range, one given twice.
@@ -62,7 +64,7 @@ def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> N
 
 
 def check_directions(name: str, k: Directions, dim: int) -> int:
-    """The number of directions that `k` stands for in a model of this width.
+    """Return the number of directions that `k` stands for in a model of this width.
 
     Raises:
         InputError: `k` does not fit.
@@ -140,7 +142,7 @@ class TokenCoupling(Analysis):
             check_pairs(self.name, self.pairs, model.num_layers)
 
     def _counts(self, model: LayeredModel) -> list[int]:
-        """The numbers of directions that `k` stands for."""
+        """Return the numbers of directions that `k` stands for."""
         return sorted({check_directions(self.name, k, model.dim) for k in self.k})
 
     def _pairs(self, model: LayeredModel) -> list[tuple[int, int]]:
@@ -164,7 +166,7 @@ class TokenCoupling(Analysis):
         first = 0 if self.tokens == "spread" else model.num_prefix_tokens
         places = evenly_spread(first, int(seen.mask.sum()) - 1, self.num_tokens)
         counts, pairs = self._counts(model), self._pairs(model)
-        of_prompt = self._of_tokens(seen, places, counts, pairs) if len(places) > 1 else {}
+        of_prompt = self._prompt_values(seen, places, counts, pairs) if len(places) > 1 else {}
         nothing = torch.full((len(counts), 3, self.num_tokens, self.num_tokens), math.nan, dtype=torch.float64)
         values: Values = {"num_tokens": torch.tensor([len(places)])}
         for pair, table in itertools.product(pairs, self.tables):
@@ -177,7 +179,7 @@ class TokenCoupling(Analysis):
         values |= {name: of_prompt.get((name,), nothing) for name in ("gaps", "errors")}
         return values | {"undefined": of_prompt.get(("undefined",), torch.zeros(0, dtype=torch.bool))}
 
-    def _of_tokens(
+    def _prompt_values(
         self, seen: Trajectory, places: list[int], counts: list[int], pairs: list[tuple[int, int]]
     ) -> dict[Key, Any]:
         model, context = seen.model, set(self.tables) != {"token"}
@@ -189,7 +191,7 @@ class TokenCoupling(Analysis):
         values: dict[Key, Any] = {}
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
-                blocks[each] = _Layer.of(seen, each, places, most, context=context)
+                blocks[each] = _Layer.read(seen, each, places, most, context=context)
             if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
                 assessed[other] = blocks[other].assessed(counts)
             for table in self.tables:
@@ -217,16 +219,18 @@ class TokenCoupling(Analysis):
         for position, count in enumerate(self._counts(model)):
             tags: Tags = {"k": count}
             for pair, table in itertools.product(pairs, self.tables):
-                yield from self._of_table(batches, (*pair, table), position, tags)
+                yield from self._table_records(batches, (*pair, table), position, tags)
             same = {pair: batches["same", *pair][position] for pair in pairs if ("same", *pair) in batches}
             for (layer, other), part in same.items():  # (2, prompts) each
-                yield from _of_same(part, tags, layer=layer, other_layer=other)
+                yield from _same_token_records(part, tags, layer=layer, other_layer=other)
             if same and self.pairs == "all":
-                yield from _of_same(torch.stack(list(same.values())).mean(0), tags)
+                yield from _same_token_records(torch.stack(list(same.values())).mean(0), tags)
             counted = {**tags, **left_out("jacobians", batches["undefined"])}
             yield from accuracy_records(batches["gaps"][position], batches["errors"][position], num_prompts, counted)
 
-    def _of_table(self, values: Values, where: tuple[int, int, Table], position: int, tags: Tags) -> Iterator[Record]:
+    def _table_records(
+        self, values: Values, where: tuple[int, int, Table], position: int, tags: Tags
+    ) -> Iterator[Record]:
         layer, other, table = where
         metric = f"{table}_coupling"
         place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
@@ -247,9 +251,9 @@ class TokenCoupling(Analysis):
     def _coupled(
         self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]
     ) -> tuple[Tensor, int, Tensor]:
-        """One table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens), float64 on the
-        CPU, NaN where there is no pair or it is undefined; how many pairs are undefined; the largest likely error of
-        those which are not (k, 1), or (k, 0) where all are."""
+        """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens), in
+        float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs, and the largest
+        likely error of the others, (k, 1) or (k, 0)."""
         tokens = len(first.place)
         if table == "token":
             rows = first.place.diagonal()[None]
@@ -285,7 +289,7 @@ class TokenCoupling(Analysis):
         return three, num_undefined, likely.amax(-1, keepdim=True) if likely.numel() else likely
 
 
-def _of_same(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
+def _same_token_records(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
     for name, column in zip(("same_token_coupling", "excess_same_token_coupling"), values, strict=True):
         yield from summarize(name, column, **place, tags=tags)
 
@@ -300,7 +304,7 @@ class _Layer(NamedTuple):
     undefined: Tensor  # (number,)
 
     @classmethod
-    def of(cls, trajectory: Trajectory, layer: int, places: list[int], count: int, *, context: bool) -> "_Layer":
+    def read(cls, trajectory: Trajectory, layer: int, places: list[int], count: int, *, context: bool) -> "_Layer":
         tokens = len(places)
         if context:
             block, before, mask = trajectory.block(layer), trajectory.hidden[layer - 1], trajectory.mask
@@ -320,7 +324,7 @@ class _Layer(NamedTuple):
         return cls(place, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def assessed(self, counts: list[int]) -> dict[str, Tensor]:
-        """Of the Jacobians that are defined `gaps` (k, number); of all which are `undefined`."""
+        """Return `gaps` (k, number) of the defined Jacobians, and which of all are `undefined`."""
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
@@ -386,7 +390,8 @@ class CrossTokenInfluence(Analysis):
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
-        """The distances that are measured, ascending, 0 and the first token's among them where there is room."""
+        """Return the measured distances in ascending order, with 0 and the first token's among them if there is
+        room."""
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))
@@ -398,7 +403,7 @@ class CrossTokenInfluence(Analysis):
         return distances
 
     def _groups(self, distances: list[int]) -> dict[int | None, list[int]]:
-        """For each group, and for None (all s < t), the places of its distances."""
+        """Return the indices of the distances of each group; group None is all s < t."""
         groups: dict[int | None, list[int]] = defaultdict(list)
         for place, distance in enumerate(distances):
             edge = GROUPS[bisect.bisect_right(GROUPS, distance) - 1] if self.group_distances else distance
@@ -408,7 +413,7 @@ class CrossTokenInfluence(Analysis):
         return groups
 
     def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
-        """Over the distances, in float64 on the CPU, a few Jacobians at a time."""
+        """Return the influence over distances, in float64 on the CPU, a few Jacobians at a time."""
         model = trajectory.model
         size = max(1, _ENTRIES // model.dim**2)
         parts = []
@@ -424,12 +429,13 @@ class CrossTokenInfluence(Analysis):
             )[0, 0]  # (tokens, dim, dim)
             norm = final_norm(model)
             if self.states == "hf" and layer == model.num_layers and norm is not None:
-                jacobians = self._through(norm, trajectory, jacobians, tokens)
+                jacobians = self._through_norm(norm, trajectory, jacobians, tokens)
             parts.append(cross_token_influence(jacobians, eps=self.eps, undefined="nan"))
         return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
 
-    def _through(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
-        """Of the last block followed by the norm, by the chain rule; the identity is subtracted where it was."""
+    def _through_norm(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
+        """Return the Jacobians of the last block followed by the norm, by the chain rule, without the identity where it
+        was subtracted."""
         last = trajectory.hidden[-1][0, token_places(-1, trajectory.mask)[0, 0]]
         (outer,) = block_jacobian(norm, last[None, None], residual=False)
         skip = torch.tensor([self.identity == "always" or token == -1 for token in tokens], device=outer.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
-from lit_layers.analyses.states import States, evenly_spread, in_convention
+from lit_layers.analyses.states import States, evenly_spread, states_of_layers
 from lit_layers.analyses.statistics import (
     Sample,
     left_out,
@@ -58,14 +58,14 @@ class Trajectory(Analysis):
         if self.tokens == "last":
             kept = kept & (position == position[:, -1:])
         path, before = WalkedPath(), None
-        for layer, hidden in enumerate(seen.hidden):
-            states = in_convention(seen.model, self.states, layer, hidden)[kept]
+        for of_layer in states_of_layers(seen, self.states):
+            states = of_layer[kept]
             if before is None:
                 path.start(states)
             else:
                 path.step(before, states)
             before = states
-        return {metric: _of_prompts(values, kept) for metric, values in _of_tokens(path).items()}
+        return {metric: _summaries_of_prompts(values, kept) for metric, values in _token_values(path).items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         tags = self.tags_of("states")
@@ -73,7 +73,7 @@ class Trajectory(Analysis):
         yield from summarize_all(samples)
 
 
-def _of_prompts(values: Tensor, kept: Tensor) -> Tensor:
+def _summaries_of_prompts(values: Tensor, kept: Tensor) -> Tensor:
     """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, kept tokens)."""
     kept = kept.to(values.device)  # where there is no float64, values are on the CPU
     placed = values.new_full((len(values), *kept.shape), torch.nan)
@@ -82,8 +82,8 @@ def _of_prompts(values: Tensor, kept: Tensor) -> Tensor:
     return torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
 
 
-def _of_tokens(path: WalkedPath) -> dict[str, Tensor]:
-    """Per metric the values (rows, paths); metrics of a whole path have one row."""
+def _token_values(path: WalkedPath) -> dict[str, Tensor]:
+    """Return the values (rows, paths) per metric; a metric of a whole path has one row."""
     norms, lengths = path.state["norms"], path.state["lengths"]
     values = {  # what breaks off leaves the layers before alone
         "line_shape_score": path.running_line_shape_score("nan", so_far=True),
@@ -148,8 +148,9 @@ class PathsInPlane(Analysis):
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
         tokens = range(self.drop_first, int(seen.mask.sum()))
         if len(tokens) >= LEAST_TOKENS:
-            layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
-            kept = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
+            kept = torch.stack(
+                [states[0][seen.mask[0]][self.drop_first :] for states in states_of_layers(seen, self.states)]
+            )
             coordinates, shares = principal_paths(kept, undefined="nan")
             spread = evenly_spread(0, len(tokens) - 1, self.num_tokens)
             shown[: len(spread), 0] = torch.tensor([tokens[index] for index in spread])

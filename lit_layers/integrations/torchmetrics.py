@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import without_first
+from lit_layers.analyses.states import drop_first_tokens
 from lit_layers.data.given_batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
 from lit_layers.measuring.one_model import measure
@@ -48,7 +48,7 @@ class StatesMetric(WeightedMean):
         """
         hidden = [states.detach() for states in hidden_states]
         mask = torch.ones_like(hidden[0][..., 0]) if attention_mask is None else attention_mask
-        values = self.of_prompts(hidden, without_first(mask.bool(), self.drop_first))
+        values = self.of_prompts(hidden, drop_first_tokens(mask.bool(), self.drop_first))
         defined = values[~values.isnan()]
         if len(defined):
             super().update(defined.mean(), weight=len(defined))

@@ -19,7 +19,7 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis, Jobs, Precision, Rows, Values, joined
 from lit_layers.analyses.states import at_least_float32
-from lit_layers.analyses.statistics import with_a_value
+from lit_layers.analyses.statistics import require_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.measuring.ranks import OneProcess, Ranks
@@ -443,7 +443,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
         if not isinstance(record, Record):
             raise TypeError(f"{analysis.name} should give records, got a {type(record).__name__}")
     if type(analysis).update is not Analysis.update:
-        return with_a_value(analysis.name, records)
+        return require_a_value(analysis.name, records)
     if not records:
         raise ValueError(f"{analysis.name} gave no record")
     return records

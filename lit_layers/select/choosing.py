@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.probes.probe_fits import Fitted, ProbeOptions, RowScores, fit_layer, of_log_proba, score_rows
+from lit_layers.analyses.probes.probe_fits import (
+    Fitted,
+    ProbeOptions,
+    RowScores,
+    fit_layer,
+    score_log_proba,
+    score_rows,
+)
 from lit_layers.analyses.probes.task_features import TaskReader, TextPooling, text_features
 from lit_layers.data.image_files import Pictures
 from lit_layers.data.images import Normalise, eval_pixels, image_size, image_source, statistics
@@ -211,7 +218,7 @@ def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowSco
     if num_classes is None:
         return RowScores((held_out - train.mean()).square())
     share = torch.bincount(train, minlength=num_classes).double() / len(train)
-    return of_log_proba(share.log().expand(len(held_out), -1), held_out)
+    return score_log_proba(share.log().expand(len(held_out), -1), held_out)
 
 
 def _score(values: Tensor, metric: str | None) -> Score:

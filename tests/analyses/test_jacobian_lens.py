@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens, Lens
-from lit_layers.analyses.readouts.jacobian_lens import FittedLens, JacobianSum, one_by_one, with_shuffled_weights
+from lit_layers.analyses.readouts.jacobian_lens import FittedLens, JacobianSum, one_by_one, shuffle_weights
 from lit_layers.analyses.states import first_rows
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -42,7 +42,7 @@ def records(view):
 def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> FittedLens:
     """The lens of the first prompts, from the Jacobians of every second one and of the others."""
     given = [*one_by_one(first_rows(batches, num_prompts))]
-    halves = [JacobianSum.over(view, given[half::2], SKIP) for half in range(2)]
+    halves = [JacobianSum.add_up(view, given[half::2], SKIP) for half in range(2)]
     return FittedLens.mean(halves, num_prompts)
 
 
@@ -82,7 +82,7 @@ def test_the_logit_lens_is_that_of_lens_where_no_place_is_skipped(view):
 
 
 def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
-    model = with_shuffled_weights(view, 0)
+    model = shuffle_weights(view, 0)
     for before, after in zip(view.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(before.flatten().sort().values, after.flatten().sort().values, rtol=0, atol=0)
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, dict(view.model.named_parameters())[n])]

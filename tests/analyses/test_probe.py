@@ -17,7 +17,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
 from lit_layers.analyses.probes import task_features, task_probes
-from lit_layers.analyses.probes.task_probes import over_seeds, sizes, subsets
+from lit_layers.analyses.probes.task_probes import sizes, subsets, summarize_seeds
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
@@ -238,7 +238,7 @@ def test_sizes_are_nested_shares_of_one_permutation():
     assert len({tuple(few.tolist()) for few in small}) == 5
     (whole,) = subsets(640, 640, 5, 0)
     assert torch.equal(whole, torch.arange(640))
-    record = over_seeds("accuracy", [0.1, 0.2, 0.6], layer=1, tags={})
+    record = summarize_seeds("accuracy", [0.1, 0.2, 0.6], layer=1, tags={})
     assert record.value == pytest.approx(0.3)
     assert (record.stderr, record.n) == (pytest.approx(np.std([0.1, 0.2, 0.6], ddof=1) / math.sqrt(3)), 3)
     assert record.high - record.value == pytest.approx(4.302653 * record.stderr, rel=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_layers.analyses.states import at_least_float32, in_convention
+from lit_layers.analyses.states import at_least_float32, convert_states
 from lit_layers.models.build import save
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
@@ -29,16 +29,16 @@ def test_each_convention_norms_the_layers_that_it_says():
     hidden = view.trajectory(tiny_batch("gpt2")).hidden
     normed = [torch.nn.functional.layer_norm(state, (32,), *norm_of(view)) for state in hidden]
     for layer in range(4):
-        assert torch.equal(in_convention(view, "resid", layer, hidden[layer]), hidden[layer])
-        torch.testing.assert_close(in_convention(view, "normed", layer, hidden[layer]), normed[layer])
+        assert torch.equal(convert_states(view, "resid", layer, hidden[layer]), hidden[layer])
+        torch.testing.assert_close(convert_states(view, "normed", layer, hidden[layer]), normed[layer])
         expected = normed[3] if layer == 3 else hidden[layer]
-        torch.testing.assert_close(in_convention(view, "hf", layer, hidden[layer]), expected)
+        torch.testing.assert_close(convert_states(view, "hf", layer, hidden[layer]), expected)
 
 
 def test_without_a_final_norm_all_conventions_are_one():
     view = LayeredModel(tiny("bert"))
     hidden = view.trajectory(tiny_batch("bert")).hidden[1]
-    assert all(in_convention(view, states, 3, hidden) is hidden for states in ("resid", "hf", "normed"))
+    assert all(convert_states(view, states, 3, hidden) is hidden for states in ("resid", "hf", "normed"))
 
 
 def norm_of(view):

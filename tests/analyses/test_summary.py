@@ -10,9 +10,9 @@ from lit_layers.analyses.statistics import (
     complete,
     mean_of_defined,
     median_of_defined,
+    require_a_value,
     summarize,
     summarize_layers,
-    with_a_value,
 )
 from lit_layers.functional.curves import bootstrap_interval
 
@@ -67,7 +67,7 @@ def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the
         assert math.isnan(record.value)
         assert (record.n, record.tags["num_undefined"], record.stderr, record.low) == (0, 3, None, None)
     with pytest.raises(ValueError, match="length is undefined for every prompt at every layer"):
-        with_a_value("length", summarize("length", torch.zeros(0)))
+        require_a_value("length", summarize("length", torch.zeros(0)))
 
 
 def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():

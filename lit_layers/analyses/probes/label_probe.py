@@ -100,7 +100,7 @@ class LabelProbe(ProbeAnalysis):
             raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
 
     def problem(self, model: LayeredModel) -> "LabelProblem":
-        """The labels of both splits, as numbers of classes, without a model's help."""
+        """Return the labels of both splits as class indices."""
         train, test = (self._rows(model, split) for split in ("train", "test"))
         test_keys = set(test.keys)
         kept = torch.tensor([key not in test_keys for key in train.keys])
@@ -179,12 +179,12 @@ class LabelProblem(NamedTuple):
     num_duplicates: int
 
     def left(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
-        """Without the rows whose states are undefined."""
+        """Return the problem without the rows whose states are undefined."""
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
 def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
-    """What identifies a row: images, or texts without their padding."""
+    """Return the input that identifies each row: an image, or the token ids of a text without padding."""
     if model.family.sees_images:
         return list(batch["pixel_values"])
     return real_tokens(batch)
@@ -195,7 +195,7 @@ def _key(row: Tensor) -> bytes:
 
 
 def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
-    """Of log-probabilities (test rows, classes)."""
+    """Yield the scores of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth
     place: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}
@@ -260,7 +260,7 @@ class AttentiveProbe(Analysis):
 
     @property
     def _rows(self) -> LabelProbe:
-        """Whose rows, labels and references these are."""
+        """Return the linear probe that defines the rows, labels and references."""
         return LabelProbe(name=self.name, train=self.train, test=self.test)
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
@@ -281,7 +281,7 @@ class AttentiveProbe(Analysis):
         tags: TagDict = {**left_out("", ~kept)}
         rows = problem.kept.nonzero()[:, 0][in_train]
 
-        def of_layer(layer: int) -> list[Record]:
+        def layer_records(layer: int) -> list[Record]:
             states, mask = self._states(model, "train", layer)
             probe = fit_attentive_probe(
                 states[rows],
@@ -298,10 +298,10 @@ class AttentiveProbe(Analysis):
             yield from self._rows.majority(problem)
             yield from itertools.chain.from_iterable(of_layers)
 
-        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
+        return Jobs([partial(layer_records, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _states(self, view: LayeredModel, split: Literal["train", "test"], layer: int) -> tuple[Tensor, Tensor]:
-        """States (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts with padding behind them."""
+        """Return states (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts padded at their end."""
         states: list[Tensor] = []
         masks: list[Tensor] = []
         for batch in getattr(self, split):

@@ -36,12 +36,12 @@ class Rows:
 
     @property
     def targets(self) -> Tensor:
-        """The next tokens (n,)."""
+        """Return the next tokens (n,)."""
         where = zip(self.text.tolist(), self.position.tolist(), strict=True)
         return torch.tensor([int(self.texts[text][place + 1]) for text, place in where], dtype=torch.long)
 
     def where(self, kept: Tensor) -> "Rows":
-        """The rows that a mask (n,) keeps, or those of some numbers."""
+        """Return the rows that a mask (n,) or indices select."""
         return replace(self, text=self.text[kept], position=self.position[kept])
 
 
@@ -59,7 +59,7 @@ class Pass(NamedTuple):
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
-    """Which of `texts` also stand in `others`, token for token."""
+    """Return the indices of the texts that are also among `others`, token for token."""
     other_texts = {text.numpy().tobytes() for text in others}
     return {index for index, text in enumerate(texts) if text.numpy().tobytes() in other_texts}
 
@@ -72,8 +72,8 @@ def draw_rows(
     seed: int = 0,
     left_out: frozenset[int] | set[int] = frozenset(),
 ) -> Rows:
-    """Up to `per_text` different positions of each text, uniform over those with `min_context` tokens up to and with
-    themselves and a token after them. They depend on the seed and the index of the text only."""
+    """Draw up to `per_text` different positions of each text, uniformly over those with `min_context` tokens up to and
+    including the position, and a token after it. They depend only on the seed and the index of the text."""
     chosen = []
     for index, text in enumerate(texts):
         num_allowed = len(text) - min_context
@@ -86,13 +86,13 @@ def draw_rows(
 
 
 def most_frequent(targets: Tensor, num_classes: int) -> Tensor:
-    """The most frequent tokens, the most frequent first; of equals the lower one."""
+    """Return the most frequent tokens in descending order; the lower id wins a tie."""
     tokens, counts = targets.unique(return_counts=True)
     return tokens[counts.argsort(descending=True, stable=True)[:num_classes]]
 
 
 def class_of(targets: Tensor, classes: Tensor) -> Tensor:
-    """Index of each target among the classes; -1 where it is none."""
+    """Return the index of each target among the classes; -1 for a target outside them."""
     size = int(torch.cat([targets, classes]).max()) + 1
     index = torch.full((size,), -1)
     index[classes] = torch.arange(len(classes))
@@ -100,7 +100,7 @@ def class_of(targets: Tensor, classes: Tensor) -> Tensor:
 
 
 def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
-    """All rows, in passes of at most `max_tokens` tokens (or one context).
+    """Yield all rows, in passes of at most `max_tokens` tokens (or one context).
 
     A context ends with its row's position: the model sees nothing of the target, whether or not it is causal, and does
     no work on what comes later. `together` reads all rows of a text off the context of its last: for causal models.
@@ -197,8 +197,8 @@ class NextTokenProbe(ProbeAnalysis):
         return probe_jobs(model, references, [fitting], self.probe_options(), seed)
 
     def _alike(self, text: Tensor) -> Tensor:
-        """Numbers (n,) equal for rows to be held out together: of one document where none has more rows than a fold
-        should, else of one text."""
+        """Return group ids (n,) of rows to be held out together: one per document, or one per text if a document has
+        more rows than a fold should have."""
         origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list knows of none
         if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
             return text
@@ -215,14 +215,15 @@ class NextTokenProbe(ProbeAnalysis):
         return _together(model, train, problem.train)[0], of_test, head
 
     def _problem(self, broken: "_Broken" = (frozenset(), frozenset())) -> "_Problem":
-        """The rows of both splits and their classes: a matter of tokens alone, the same at every checkpoint."""
+        """Return the rows of both splits and their classes, which depend only on tokens and are the same at every
+        checkpoint."""
         if broken not in self._problems:
             with without_texts(sum(map(len, broken))):
                 self._problems[broken] = self._drawn(*broken)
         return self._problems[broken]
 
     def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
-        """Without the broken texts, by their numbers."""
+        """Draw the rows, without the broken texts, which are given by index."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
         )
@@ -303,7 +304,7 @@ class NextTokenProbe(ProbeAnalysis):
     def _scores(
         self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
-        """Of predictions (test rows,) and log-probabilities (test rows, classes)."""
+        """Yield the scores of predictions (test rows,) and log-probabilities (test rows, classes)."""
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # never for the uncovered, which are -1
@@ -317,7 +318,7 @@ class NextTokenProbe(ProbeAnalysis):
     def _mean(
         self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict
     ) -> list[Record]:
-        """Over rows, with an interval over texts: the same thing with one row a text."""
+        """Return the mean over rows with an interval over texts; with one row a text that is the usual interval."""
         _, num_texts = self._problem().num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
@@ -365,7 +366,8 @@ class _Seen(NamedTuple):
 
 
 def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _Seen:
-    """The states at the rows' positions and, given a problem and a model that generates, its head's view of them.
+    """Return the states at the rows' positions and, given a problem and a model that generates, the predictions of its
+    head.
 
     On the CPU; of the forward pass only the rows' own states and logits are kept.
     """
@@ -379,7 +381,7 @@ def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _
 
 
 def _together(model: LayeredModel, seen: list[_Seen], rows: Rows) -> tuple[Tensor, _Head | None]:
-    """What all passes of a split saw, in the order of its rows; the list is emptied on the way."""
+    """Return the results of all passes of a split in the order of its rows; empties the list to free memory."""
     states = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype)
     order, heads = torch.cat([each.row for each in seen]).argsort(), [each.head for each in seen if each.head]
     head = _Head(*(torch.cat(columns)[order] for columns in zip(*heads, strict=True))) if heads else None

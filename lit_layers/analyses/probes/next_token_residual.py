@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values, joined
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
-from lit_layers.analyses.states import final_norm, in_convention
+from lit_layers.analyses.states import final_norm, states_of_layers
 from lit_layers.analyses.statistics import (
     TagDict,
     complete,
@@ -87,8 +87,9 @@ class NextTokenResidual(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the states (layers + 1, dim, rows) that have a next token."""
         prompt, place = _predicted(seen.mask)
-        layers = (in_convention(seen.model, self.states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
-        return {"states": torch.stack([states[prompt, place].cpu() for states in layers]).mT}
+        return {
+            "states": torch.stack([states[prompt, place].cpu() for states in states_of_layers(seen, self.states)]).mT
+        }
 
     def jobs(self, model: LayeredModel, batches: Values | None = None) -> Jobs:
         rows = self._rows()
@@ -109,7 +110,7 @@ class NextTokenResidual(Analysis):
         fitted = self._texts_to_fit(rows)[rows.text]
         halves = self._halves(rows, model.dim)
 
-        def of_layer(layer: int) -> _OfLayer:
+        def fit_layer(layer: int) -> _OfLayer:
             features = states[layer].contiguous().to(model.device)
             of_halves = torch.zeros(len(halves), 2, dtype=torch.float64)
             for number, half in enumerate(halves):
@@ -122,13 +123,14 @@ class NextTokenResidual(Analysis):
             of_halves = torch.zeros(len(halves), len(states), dtype=torch.float64)
             for each in of_layers:
                 curve[each.layer], of_halves[:, each.layer] = each.whole.value[0], each.halves[:, 0]
-                yield from self._of_layer(each, rows, tags)
+                yield from self._layer_records(each, rows, tags)
             yield from self._law(curve[1:], of_halves[:, 1:], rows, tags)
 
-        return Jobs([partial(of_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
+        return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Which layers are no gap, which rows are of texts that are finite at each of these, and how many are not."""
+        """Return which layers are measured, which rows belong to texts that are finite at each of them, and tags that
+        count the others."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
         layers, kept = complete(of_texts == 0)
@@ -146,8 +148,8 @@ class NextTokenResidual(Analysis):
         held_out = None if fit.held_out is None else fit.held_out.cpu()
         return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
 
-    def _of_layer(self, found: "_OfLayer", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
-        """Of a fit of one or two labellings."""
+    def _layer_records(self, found: "_OfLayer", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
+        """Yield the records of one layer from its fit of one or two labellings."""
         layer, whole, halves = found
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
         controls: list[TagDict] = [{}, CONTROL]
@@ -164,7 +166,7 @@ class NextTokenResidual(Analysis):
         yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
 
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
-        """Of the values (layers,) of layers 1..L, and of the halves (halves, layers)."""
+        """Yield the records of the law over layers 1..L, from values (layers,) and those of halves (halves, layers)."""
         tags, missing = self._tags(rows) | counts, left_out("layers", curve.isnan())
         if missing and len(curve) >= 3:
             yield from (gap(metric, tags=tags | missing) for metric in ("residual_ratio", "r_squared", "pearson"))
@@ -187,7 +189,7 @@ class NextTokenResidual(Analysis):
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
 
     def _rows(self) -> "_Rows":
-        """What is predicted: a matter of tokens alone."""
+        """Return the rows that are predicted, which depend only on tokens."""
         targets, text, num_texts = [], [], 0
         for batch in self.batches:
             ids = batch["input_ids"]
@@ -201,7 +203,8 @@ class NextTokenResidual(Analysis):
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
-        """Which texts are fitted, (texts,): those of the lowest draws, each from the seed and the text's number."""
+        """Return which texts are fitted, (texts,): those with the lowest draws. Each draw depends on the seed and the
+        text's index."""
         draws = [np.random.default_rng([self.seed, number]).random() for number in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
         fitted = torch.zeros(rows.num_texts, dtype=torch.bool)
@@ -209,7 +212,7 @@ class NextTokenResidual(Analysis):
         return fitted
 
     def _halves(self, rows: "_Rows", dim: int) -> list[Tensor]:
-        """Rows (rows,) of random halves of the texts; none where one would have too few to say anything."""
+        """Return masks (rows,) of random halves of the texts; none if a half would have too few rows."""
         subsets = []
         for number in range(self.num_halves if rows.num_texts >= 4 else 0):
             order = np.random.default_rng([self.seed, number]).permutation(rows.num_texts)
@@ -254,7 +257,7 @@ class _Rows(NamedTuple):
     num_texts: int
 
     def where(self, kept: Tensor) -> "_Rows":
-        """The rows of some texts, a mask (rows,), which are numbered anew."""
+        """Return the rows of some texts, given by a mask (rows,), with text indices counted again from 0."""
         texts, text = self.text[kept].unique(return_inverse=True)
         return _Rows(self.targets[kept], text, len(texts))
 
@@ -266,13 +269,13 @@ class _OfLayer(NamedTuple):
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Text and place of each real token that a real one follows."""
+    """Return text and position of each real token that a real token follows."""
     prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
     return prompt, place
 
 
 def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
-    """Kind and eps of the model's final norm; of the first of its blocks where it has no final one."""
+    """Return kind and eps of the model's final norm, or of the first norm in its blocks if it has no final one."""
     norm: Any = final_norm(model)
     if norm is None:
         norm = next(module for module in model.blocks[0].modules() if "norm" in type(module).__name__.lower())

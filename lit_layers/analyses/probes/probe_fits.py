@@ -24,7 +24,7 @@ MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 ro
 
 
 def bytes_of_vectors(model: LayeredModel, rows: int) -> int:
-    """Of so many rows at all layers, in the model's precision, float32 at least."""
+    """Return the bytes of vectors of so many rows at all layers, in the model's precision, at least float32."""
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
 
@@ -71,7 +71,7 @@ def fit_labellings(
 
 
 def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_classes: int | None) -> Fitted:
-    """The probe of one layer, on features (rows, dim): logistic on classes, ridge where `num_classes` is None."""
+    """Return the probe of one layer on features (rows, dim): logistic for classes, ridge if `num_classes` is None."""
     return fit_labellings(features, [targets], options, num_classes=num_classes)[0]
 
 
@@ -123,7 +123,7 @@ def probe_jobs(
     """
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
-    def of_layer(number: int, row: int, layer: int) -> list[tuple[int, Record]]:
+    def layer_records(number: int, row: int, layer: int) -> list[tuple[int, Record]]:
         fitting, found = fittings[number], list[tuple[int, Record]]()
         controls, labellings = [dict(fitting.tags)], [fitting.labels]
         if seed_of_control is not None:
@@ -142,14 +142,14 @@ def probe_jobs(
         return found
 
     def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
-        """In the order of fittings, labellings, and layers; which c was chosen comes after the scores."""
+        """Yield records ordered by fitting, labelling and layer; the chosen c follows the scores."""
         yield from references
         of_layers = [each for result in results for each in result]
         of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
         yield from (record for _, record in of_layers)
 
     jobs = [
-        partial(of_layer, number, row, layer)
+        partial(layer_records, number, row, layer)
         for number, fitting in enumerate(fittings)
         for row, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
     ]
@@ -168,8 +168,8 @@ class RowScores:
     hits: Tensor | None = None  # (rows,)
     predicted: Tensor | None = None  # (rows,)
 
-    def of_rows(self, metric: str) -> Tensor:
-        """The rows' shares in a metric that is a mean over rows."""
+    def row_shares(self, metric: str) -> Tensor:
+        """Return the values per row of a metric that is a mean over rows."""
         if metric != "accuracy":
             return self.losses
         assert self.hits is not None, "accuracy is of classifications"
@@ -177,14 +177,14 @@ class RowScores:
 
 
 def score_rows(probe: Fitted, features: Tensor, targets: Tensor) -> RowScores:
-    """Of features (rows, dim) and their true classes or values."""
+    """Score a probe on features (rows, dim) and their true classes or values."""
     if isinstance(probe, LogisticProbes):
-        return of_log_proba(probe.log_proba(features[None])[0], targets)
+        return score_log_proba(probe.log_proba(features[None])[0], targets)
     return RowScores((probe.predict(features[None])[0].double() - targets).square())
 
 
-def of_log_proba(log_proba: Tensor, targets: Tensor) -> RowScores:
-    """Of log-probabilities (rows, classes)."""
+def score_log_proba(log_proba: Tensor, targets: Tensor) -> RowScores:
+    """Score log-probabilities (rows, classes)."""
     predicted = log_proba.argmax(-1)
     return RowScores(-log_proba.gather(1, targets[:, None])[:, 0].double(), predicted == targets, predicted)
 
@@ -199,7 +199,7 @@ def score_records(
     intervals: bool,
     rows: Tensor | None = None,
 ) -> Iterator[Record]:
-    """The scores of one part. `baseline`: the squared errors of predicting the training mean, for R^2.
+    """Yield the scores of one part. `baseline`: the squared errors of predicting the training mean, for R^2.
 
     `rows` (rows of the part,) says which of them are scored; None: all.
     `intervals`: Wilson's for the accuracy, bootstrap over rows for the rest. Log-loss is over the rows whose class some
@@ -235,7 +235,8 @@ def score_records(
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
-    """How the score of layers 1 to L rises, with intervals over test rows: monotonicity, and where it ends to rise.
+    """Yield how the score rises over layers 1 to L, with intervals over test rows: monotonicity, and where the rise
+    ends.
 
     `curve` holds the layers from 1 on. `plateau_layer` is the first after which no single step gains more than
     `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows. All are
@@ -245,7 +246,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
         yield from (gap(name, tags={**tags, "of": metric}) for name in names)
         return
-    rows = torch.stack([scores.of_rows(metric) for scores in curve])  # (L, rows)
+    rows = torch.stack([scores.row_shares(metric) for scores in curve])  # (L, rows)
     rows = rows[:, rows.isfinite().all(0)]
     if len(rows) < 3 or rows.shape[1] < 2:
         return
@@ -258,7 +259,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     for name in rise._fields:
         value = getattr(rise, name)
         if not math.isnan(value):
-            bounds = _in_order(getattr(low, name), value, getattr(high, name))
+            bounds = _widened(getattr(low, name), value, getattr(high, name))
             yield Record(
                 metric=f"monotonicity_{name}", value=value, low=bounds[0], high=bounds[1], n=rows.shape[1], tags=of
             )
@@ -272,13 +273,13 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
         yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=of)
 
 
-def _in_order(low: float, value: float, high: float) -> tuple[float | None, float | None]:
-    """An interval that holds its value: few rows give rougher curves than their mean, and an interval beside it."""
+def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
+    """Widen an interval to hold its value: with few rows, resampled curves are rougher than their mean."""
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))
 
 
 def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool, rows: Tensor) -> Record:
-    """Of values of those rows that are True in `rows`."""
+    """Return the mean of the values of those rows that are True in `rows`."""
     if intervals:
         (record,) = summarize(metric, values, layer=layer, tags=tags, rows=rows)
         return record

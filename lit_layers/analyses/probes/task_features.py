@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.analyses.base import Values
-from lit_layers.analyses.states import STATES, States, in_convention
+from lit_layers.analyses.states import STATES, States, convert_states
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming, sync, write_json
@@ -50,17 +50,17 @@ class TaskRows:
         return len(self.data.classes or ())
 
     def errors_of_mean(self, part: str) -> Tensor | None:
-        """Of a regression: the squared errors (rows,) of predicting the training mean."""
+        """Return the squared errors (rows,) of predicting the training mean; None for a classification."""
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
 
     def where(self, kept: Mapping[str, Tensor]) -> "TaskRows":
-        """The rows that masks (rows,) by part keep, for what is said of targets; the texts stay."""
+        """Return the rows with only the targets that masks (rows,) by part select; the texts stay."""
         return replace(self, targets={part: targets[kept[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
-        """What was left out, cut or is missing, as tags; only what there is any of."""
+        """Return as tags the counts above 0 of rows that were left out, cut or missing."""
         data = self.data
         counts = {
             "num_duplicates": data.num_duplicates,
@@ -100,7 +100,7 @@ class TaskReader:
         return self._data
 
     def content_hash(self) -> str:
-        """Over the task, and the token ids of the train and test texts: another tokenizer makes other numbers."""
+        """Return a hash of the task and of the token ids of its texts: another tokenizer makes other numbers."""
         data = self.data()
         parts = (data.train_and_validation().texts, data.test.texts)
         ids = [
@@ -113,7 +113,7 @@ class TaskReader:
         return self._encoded("test", self.data().test.texts, self._max_tokens).tokenizer_hash
 
     def rows(self, model: LayeredModel, *, join_validation: bool) -> TaskRows:
-        """The parts for a model, whose own limit of tokens counts where it is lower.
+        """Return the parts for a model, cut at its own limit of tokens if that is lower.
 
         With `join_validation`, train holds the validation rows too.
 
@@ -141,7 +141,7 @@ class TaskReader:
 
 
 def permuted(targets: Tensor, seed: int) -> Tensor:
-    """The same targets in another order, for the control."""
+    """Return the same targets in another order, for the control."""
     return targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))]
 
 
@@ -176,7 +176,7 @@ class LayerFeatures:
         self._folder, self._scratch = folder, scratch
 
     def layer(self, layer: int) -> Tensor:
-        """The features (rows, dim) of one layer, 0 to L, in the order of the texts."""
+        """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts."""
         if not 0 <= layer <= self.num_layers:
             raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
         written = torch.from_numpy(np.fromfile(_file(self._folder, layer), dtype=np.uint8)).view(self._dtype)
@@ -186,7 +186,7 @@ class LayerFeatures:
         return rows
 
     def defined(self) -> Tensor:
-        """Which texts have a vector at which layer, (layers + 1, rows)."""
+        """Return which texts have a vector at which layer, (layers + 1, rows)."""
         return torch.stack([self.layer(layer).isfinite().all(-1) for layer in range(self.num_layers + 1)])
 
 
@@ -202,7 +202,7 @@ def text_features(
     last: Pooling | None = None,
     store_dtype: StoreDtype = "float32",
 ) -> LayerFeatures:
-    """The features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
+    """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
@@ -352,8 +352,9 @@ def _exact(model: LayeredModel) -> Literal["float64", "float32"]:
 def _vectors(
     model: LayeredModel, pooling: Pooling, states: States, layer: int, hidden: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of a batch at a layer the vectors (batch, dim) on the CPU, NaN where there is none; whose states are finite."""
-    hidden = in_convention(model, states, layer, hidden)
+    """Return vectors (batch, dim) of a batch at a layer on the CPU, NaN if undefined, and which rows have finite
+    states."""
+    hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
     # what "centered_unit_mean" leaves undefined is NaN, of finite states
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
@@ -362,7 +363,7 @@ def _vectors(
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """(batch, dim); a token is picked as it is, a mean is computed in float64."""
+    """Return pooled states (batch, dim). A token is taken as it is, a mean is computed in float64."""
     if pooling == "mean":  # without `pool`'s copy of the real tokens, which costs a third of a small model's pass
         kept = mask[..., None]
         return hidden.masked_fill(~kept, 0.0).sum(1, dtype=torch.float64) / kept.sum(1)
@@ -377,7 +378,7 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 def _key(
     model: LayeredModel, texts: EncodedTexts, pooling: Pooling, last: Pooling, states: States, store_dtype: StoreDtype
 ) -> str:
-    """What decides the numbers: the weights and how they are run, the tokens, the pooling, the states."""
+    """Return a hash of all that decides the numbers: weights and how they are run, tokens, pooling, states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
     facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling, states]
@@ -387,7 +388,7 @@ def _key(
 
 
 def _hash_of_buffers(model: LayeredModel) -> str:
-    """Over what no checkpoint holds, such as rotary frequencies, which a cast rounds for good."""
+    """Return a hash of buffers that no checkpoint holds, such as rotary frequencies, which a cast rounds for good."""
     saved, digest = model.model.state_dict().keys(), hashlib.sha256()
     for name, buffer in model.model.named_buffers():
         if name not in saved:

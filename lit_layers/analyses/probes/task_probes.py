@@ -17,7 +17,7 @@ from lit_layers.analyses.probes.probe_fits import (
     bytes_of_vectors,
     curve_records,
     fit_layer,
-    of_log_proba,
+    score_log_proba,
     score_records,
     score_rows,
 )
@@ -32,7 +32,7 @@ from lit_layers.analyses.probes.task_features import (
     rows_of_texts,
     text_features,
 )
-from lit_layers.analyses.statistics import TagDict, Tags, complete, in_range, left_out, nothing_defined
+from lit_layers.analyses.statistics import TagDict, Tags, clip_interval, complete, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.build import untrained
@@ -109,7 +109,7 @@ class TaskTexts:
         return pooled_texts(seen, batch, self.pooling, "resid")
 
     def _rows(self, model: LayeredModel) -> TaskRows:
-        """The parts that are measured on; train holds the validation rows."""
+        """Return the parts that are measured on; train includes the validation rows."""
         return self._read().rows(model, join_validation=True)
 
     def _features_of(
@@ -127,7 +127,7 @@ class TaskTexts:
         }
 
     def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Which layers (layers + 1,) are no gap, and which rows of each part have a vector at each of these.
+        """Return which layers (layers + 1,) are measured, and which rows of each part have a vector at each of them.
 
         Raises:
             ValueError: no layer is left, or no row of a part.
@@ -199,8 +199,8 @@ class Probe(TaskTexts, ProbeAnalysis):
             everywhere = _Kept(fresh, torch.ones_like(layers), kept)
             fittings.append(_Fitting(everywhere, labels, {"control": "untrained_model"}))
 
-        def of_layer(layer: int) -> "list[_LayerScores | None]":
-            return [self._of_layer(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
+        def layer_results(layer: int) -> "list[_LayerScores | None]":
+            return [self._layer_scores(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
 
         def records(of_layers: "list[list[_LayerScores | None]]") -> Iterator[Record]:
             yield from references(rows, left_out("", ~torch.cat([*kept.values()])))
@@ -211,9 +211,9 @@ class Probe(TaskTexts, ProbeAnalysis):
                     yield from self._curves(fitting, rows, [each for each in scores if each.layer])
 
         present = torch.stack([each.features.layers for each in fittings]).any(0)
-        return Jobs([partial(of_layer, layer) for layer in present.nonzero()[:, 0].tolist()], records)
+        return Jobs([partial(layer_results, layer) for layer in present.nonzero()[:, 0].tolist()], records)
 
-    def _of_layer(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
+    def _layer_scores(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
         features, labels, control = fitting
         tags = self._tags(fitting, rows)
         train, num_classes = features.layer("train", layer), rows.num_classes or None
@@ -243,7 +243,7 @@ class Probe(TaskTexts, ProbeAnalysis):
         return _LayerScores(layer, records, of_test, failed)
 
     def _curves(self, fitting: "_Fitting", rows: TaskRows, of_layers: "list[_LayerScores]") -> Iterator[Record]:
-        """How the test score of layers 1 to L rises."""
+        """Yield how the test score rises over layers 1 to L."""
         unconverged = sum(each.failed for each in of_layers)
         flag = {"num_not_converged": unconverged} if unconverged else {}
         for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
@@ -289,12 +289,13 @@ class _LayerScores(NamedTuple):
 
 
 def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
-    """What the training labels alone give on the test rows: class frequencies, or the mean; `missing` counts rows."""
+    """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows; `missing` counts
+    rows."""
     train, targets = rows.targets["train"], rows.targets["test"]
     tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts(), **missing}
     if rows.is_classification:
         share = torch.bincount(train, minlength=rows.num_classes).double() / len(train)
-        scores = of_log_proba(share.log().expand(len(targets), -1), targets)
+        scores = score_log_proba(share.log().expand(len(targets), -1), targets)
         tags = {**tags, "reference": "majority", "num_classes": rows.num_classes}
     else:
         errors = rows.errors_of_mean("test")
@@ -347,20 +348,20 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
         defined, kept = self._complete(parts)
         rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
 
-        def of_layer(layer: int) -> list[Record]:
+        def layer_results(layer: int) -> list[Record]:
             features, held_out = (parts[part].layer(layer)[kept[part]] for part in ("train", "test"))
             return [
                 record
                 for size in sizes(len(features))
-                for record in self._of_size(rows, features, held_out, layer, size, counts)
+                for record in self._size_records(rows, features, held_out, layer, size, counts)
             ]
 
         layers = range(model.num_layers + 1) if self.layers is None else self.layers
         if not (present := [layer for layer in layers if defined[layer]]):
             raise nothing_defined(self.name)
-        return Jobs([partial(of_layer, layer) for layer in present])
+        return Jobs([partial(layer_results, layer) for layer in present])
 
-    def _of_size(
+    def _size_records(
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
     ) -> Iterable[Record]:
         labels, targets = rows.targets["train"], rows.targets["test"]
@@ -389,16 +390,16 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
         for metric, values in by_metric.items():
             defined = [value for value in values if not math.isnan(value)]
             if defined:
-                yield over_seeds(metric, defined, layer=layer, tags=tags)
+                yield summarize_seeds(metric, defined, layer=layer, tags=tags)
 
 
 def sizes(num_rows: int) -> list[int]:
-    """n/32, n/16, ..., n, rounded down, of at least 2 rows and each once."""
+    """Return n/32, n/16, ..., n, rounded down, at least 2 and each once."""
     return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
 
 
 def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]:
-    """The first `size` rows of a permutation for each seed; all rows once."""
+    """Return the first `size` rows of a permutation for each seed; all rows once if `size` is all."""
     if size == num_rows:
         return [torch.arange(num_rows)]
     orders = [
@@ -407,8 +408,8 @@ def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]
     return [order[:size] for order in orders]
 
 
-def over_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, str | int | float]) -> Record:
-    """Mean over seeds; with two or more of them stderr and Student's interval."""
+def summarize_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, str | int | float]) -> Record:
+    """Return the mean over seeds; from two seeds on with stderr and Student's interval."""
     mean, n = sum(values) / len(values), len(values)
     if n < 2:
         return Record(metric=metric, value=mean, layer=layer, n=n, tags=tags)
@@ -416,5 +417,5 @@ def over_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, 
 
     stderr = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
     half = stderr * float(t.ppf(0.975, n - 1))
-    low, high = in_range(metric, mean, mean - half, mean + half)
+    low, high = clip_interval(metric, mean, mean - half, mean + half)
     return Record(metric=metric, value=mean, stderr=stderr, low=low, high=high, layer=layer, n=n, tags=tags)

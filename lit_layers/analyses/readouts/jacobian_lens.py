@@ -16,7 +16,7 @@ from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
 from lit_layers.analyses.states import real_tokens
-from lit_layers.analyses.statistics import exponential, summarize, summarize_ratio, with_a_value
+from lit_layers.analyses.statistics import exponential, require_a_value, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import pull_back
@@ -108,10 +108,10 @@ class JacobianLens(Analysis):
     def jobs(self, model: LayeredModel) -> Jobs:
         """Return a job for each lens."""
         self._check_prompts()
-        jobs = [partial(self._of_lens, model, name) for name in self.lenses]
-        return Jobs(jobs, lambda results: with_a_value(self.name, chain.from_iterable(results)))
+        jobs = [partial(self._lens_records, model, name) for name in self.lenses]
+        return Jobs(jobs, lambda results: require_a_value(self.name, chain.from_iterable(results)))
 
-    def _of_lens(self, model: LayeredModel, name: str) -> list[Record]:
+    def _lens_records(self, model: LayeredModel, name: str) -> list[Record]:
         """Fit one lens and compare its readouts with the model's own on the held-out prompts."""
         prompts = [*one_by_one(self.batches)]
         fit = None if name == "logit" else self._fit(model, name, prompts[: self.num_prompts])
@@ -142,9 +142,9 @@ class JacobianLens(Analysis):
         return [*self._records(name, dict(zip(keys, sums, strict=True)), fit)]
 
     def _fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> "FittedLens":
-        view = LayeredModel(with_shuffled_weights(model, self.seed)) if name == "shuffled" else model
+        view = LayeredModel(shuffle_weights(model, self.seed)) if name == "shuffled" else model
         prompts = [prompt for prompt in given if is_long(prompt, self.skip_first)]
-        sums = [JacobianSum.over(view, prompts[half::2], self.skip_first) for half in range(2)]
+        sums = [JacobianSum.add_up(view, prompts[half::2], self.skip_first) for half in range(2)]
         return FittedLens.mean(sums, self.num_prompts)
 
     def _records(self, name: str, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
@@ -188,11 +188,12 @@ def is_long(prompt: Batch, skip_first: int) -> bool:
 
 
 def positions_of(trajectory: Trajectory, skip_first: int) -> Tensor:
-    """Positions of a prompt's real tokens from the given one on, without the last: no token follows it."""
+    """Return the positions of a prompt's real tokens from the given one on, without the last, which no token
+    follows."""
     return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
 
 
-def with_shuffled_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
+def shuffle_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
     """Return a copy of a model with the entries of each weight matrix of its blocks in another order."""
     model = copy.deepcopy(view.model)
     generator = torch.Generator().manual_seed(seed)
@@ -216,7 +217,7 @@ class JacobianSum(NamedTuple):
     num_prompts: int
 
     @classmethod
-    def over(cls, view: LayeredModel, prompts: Sequence[Batch], skip_first: int) -> "JacobianSum":
+    def add_up(cls, view: LayeredModel, prompts: Sequence[Batch], skip_first: int) -> "JacobianSum":
         """Sum over prompts that are long enough, one by one."""
         matrices = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
         counts = torch.zeros(view.num_layers, dtype=torch.long)

@@ -53,10 +53,10 @@ class NgramAgreement(Analysis):
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         seen.model.check_tokens(torch.tensor([[max(table.num_ids for table in self._tables.values()) - 1]]))
-        prompts = [self._of_prompt(seen, row, ids.tolist()) for row, ids in enumerate(real_tokens(batch))]
+        prompts = [self._prompt_values(seen, row, ids.tolist()) for row, ids in enumerate(real_tokens(batch))]
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
-    def _of_prompt(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
+    def _prompt_values(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
         """Return the mean over tokens of each metric and order, (layers + 1,), and how many tokens are left out."""
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}

@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
     @property
     def index(self) -> tuple[Tensor, ...]:
-        """Where the rows are in logits, or in states whose readout they are."""
+        """Return the index of the rows in logits, or in the states that are read out."""
         return (self.prompt, self.place) if self.per_token else (self.prompt,)
 
     @property
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         return self.target != NO_LABEL
 
     def chunks(self, size: int) -> "Iterator[Rows]":
-        """The rows in order, at most `size` at a time; none where there are none."""
+        """Yield the rows in order, at most `size` at a time; nothing if there are none."""
         for start in range(0, len(self.prompt), size):
             yield Rows(*(column[start : start + size] for column in self[:3]), per_token=self.per_token)
 
@@ -63,8 +63,9 @@ class Sums(NamedTuple):
     num_labels: Tensor  # (prompts,)
 
     @classmethod
-    def of(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
-        """Of loss, hit and divergence (3, *n, rows), as `FullModel.compared` gives them for all rows of a batch."""
+    def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
+        """Add up loss, hit and divergence (3, *n, rows), as `FullModel.compared` returns them for all rows of a
+        batch."""
         prompt = rows.prompt.cpu()
         values = values.double().cpu()
         loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
@@ -73,8 +74,8 @@ class Sums(NamedTuple):
 
 
 def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
-    """Of a model that generates, every real token that a real one follows, which is its target; of others every real
-    token, or every prompt where the head pools, with the batch's `labels`.
+    """Return the rows that are scored. For a model that generates they are the real tokens that a real token follows,
+    which is the target. For others they are all real tokens, or prompts if the head pools, with the batch's `labels`.
 
     Raises:
         InputError: labels that do not fit, or a head with one output, of the analysis `name`.
@@ -113,7 +114,7 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
 
 
 def check_head(name: str, model: LayeredModel) -> None:
-    """Refuses a model whose states nothing reads.
+    """Refuse a model without a head.
 
     Raises:
         InputError: naming the analysis and the model.
@@ -129,7 +130,7 @@ _CACHED_LOGITS = 2**18  # compared at a time on a CPU: 1 MB
 
 
 def rows_at_once(rows: int, classes: int, device: torch.device) -> int:
-    """On a CPU so few that their scores stay in the cache of its core from one step of a comparison to the next."""
+    """Return how many rows are compared at a time: on a CPU so few that their scores stay in its cache."""
     return max(1, _CACHED_LOGITS // classes if device.type == "cpu" else rows)
 
 
@@ -143,8 +144,8 @@ class FullModel:
         self.itself = self._joined([piece.itself for piece in self._pieces])  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
-        """Loss, hit and KL(full model || these logits) of each row, (3, rows); loss and hit are 0 without a label, and
-        NaN where the logits are.
+        """Return loss, hit and KL(full model || these logits) of each row, (3, rows). Loss and hit are 0 without a
+        label, and NaN if the logits are.
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
@@ -216,7 +217,7 @@ class ReadoutAnalysis(Analysis):
 
     @abstractmethod
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
-        """Layer and tags of each readout, in the order of the sums."""
+        """Return layer and tags of each readout, in the order of the sums."""
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
         if self.dtype == "float32":
@@ -292,11 +293,11 @@ class Lens(ReadoutAnalysis):
         rows = rows_of(self.name, seen, batch)
         parts = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         parts += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
-        return Sums.of(torch.cat(parts, dim=-1), rows, len(seen.mask))
+        return Sums.add_up(torch.cat(parts, dim=-1), rows, len(seen.mask))
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
-    """Rows whose logits are held at a time."""
+    """Yield rows, as many at a time as logits are held."""
     return rows.chunks(max(1, MAX_LOGITS // _num_classes(trajectory)))
 
 
@@ -307,7 +308,8 @@ def _num_classes(trajectory: Trajectory) -> int:
 
 @torch.no_grad()
 def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
-    """Loss, hit and divergence of some rows at every layer, (3, layers + 1, rows): one layer's logits at a time."""
+    """Return loss, hit and divergence of rows at every layer, (3, layers + 1, rows), with one layer's logits at a
+    time."""
     full = FullModel(trajectory.logits_of(rows.index), rows)
     early = [full.compared(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
     return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
@@ -371,7 +373,7 @@ class Interventions(ReadoutAnalysis):
         return [(variant.block, variant.tags) for variant in self.chosen(model)]
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
-        """The variants of this model, the full one first.
+        """Return the variants of this model, the full one first.
 
         Raises:
             InputError: options that do not fit the model.
@@ -402,7 +404,7 @@ class Interventions(ReadoutAnalysis):
                     for index in indices:
                         by_variant[index] = values
                 group.clear()  # their memory goes before others come
-        return Sums.of(torch.stack(by_variant, dim=1), rows, num_prompts)
+        return Sums.add_up(torch.stack(by_variant, dim=1), rows, num_prompts)
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         chosen = enumerate(self.chosen(model))
@@ -424,20 +426,21 @@ class Interventions(ReadoutAnalysis):
 
 
 def _compared(trajectory: Trajectory, full: list[FullModel], states: list[Tensor]) -> list[Tensor]:
-    """Of each state (3, rows)."""
+    """Return loss, hit and divergence of each state, (3, rows) each."""
     parts = [[each.compared(logits) for logits in _read_out(trajectory, states, each.rows.index)] for each in full]
     return [torch.cat(of_state, dim=-1) for of_state in zip(*parts, strict=True)]
 
 
 def _read_out(trajectory: Trajectory, states: list[Tensor], index: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Of each state the logits of some rows: where each row is read by itself, the head runs on all states at once."""
+    """Return the logits of some rows for each state; the head runs on all states at once if it reads each row by
+    itself."""
     if trajectory.pools_some:
         return [trajectory.readout(state, index) for state in states]
     return trajectory.model.readout(torch.cat([state[index] for state in states])).split(len(index[0]))
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
-    """Of one variant, or the mean of several: within each prompt, as the spread of interest is that over prompts."""
+    """Yield the records of one variant, or of the mean of several, which is taken within each prompt."""
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
         if counts.any():
