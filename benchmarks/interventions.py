@@ -112,7 +112,7 @@ def from_scratch(
 ) -> Callable[[], Sums]:
     """One forward pass for each variant; what is known of the full model is not timed."""
     trajectory = view.trajectory(batch)
-    rows = rows_of(analysis.name, view, trajectory, batch)
+    rows = rows_of(analysis.name, trajectory, batch)
     full = FullModel(trajectory.logits[rows.index], rows)
     chosen, num_prompts = analysis.chosen(view), len(trajectory.mask)
 
@@ -123,7 +123,7 @@ def from_scratch(
             with running_order(model, variant.schedule):
                 logits = model(**batch, use_cache=False).logits
             values.append(full.compared(logits[rows.index]))
-        return Sums.of(torch.stack(values, dim=1), rows, num_prompts)
+        return Sums.add_up(torch.stack(values, dim=1), rows, num_prompts)
 
     return run
 
