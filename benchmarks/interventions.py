@@ -20,8 +20,7 @@ import torch
 from rounds import Row, add_options, finish, ratios
 from torch import Tensor
 
-from lit_layers.analyses.readouts.readout_scores import Sums, rows_of
-from lit_layers.analyses.readouts.readout_scores import FullModel, Interventions
+from lit_layers.analyses.readouts.readout_scores import FullModel, Interventions, Sums, rows_of
 from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order

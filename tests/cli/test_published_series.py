@@ -41,7 +41,7 @@ LIMITS = {
     "num_prompts": 6,
     "num_inputs": 4,
 }
-TEXT = [f"Article {n} counts {' '.join(str(n * k) for k in range(90))}." for n in range(12)]
+TEXT = [f"Article {n} counts {' '.join(str(n * k) for k in range(90))}." for n in range(22)]
 QUICK = "analyze --config recipes/series/pythia_70m.yaml --config recipes/analyses/text.yaml"
 # What the command would measure is measured by its shares here, and of each family in test_analyze_suite.
 WHOLE_SUITE = "analyze --config recipes/series/llm_suite.yaml"
