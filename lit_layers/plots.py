@@ -7,17 +7,28 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers.figures import *  # noqa: F403
-from lit_layers.figures import __all__ as _figures
-from lit_layers.figures import maps, models, profiles
+from lit_layers.figures import chart, maps, models, profiles, scatter, training
+from lit_layers.figures import variants as _variants
+from lit_layers.figures.chart import *  # noqa: F403
 from lit_layers.figures.chart import Chart, Panels
-from lit_layers.figures.tables import change_table, model_table, rows_of, variants
-from lit_layers.figures.task_means import with_task_means, with_task_medians
+from lit_layers.figures.maps import *  # noqa: F403
+from lit_layers.figures.models import *  # noqa: F403
+from lit_layers.figures.profiles import *  # noqa: F403
+from lit_layers.figures.scatter import *  # noqa: F403
+from lit_layers.figures.tables import (
+    change_table,
+    model_table,
+    rows_of,
+    variants,
+    with_task_means,
+    with_task_medians,
+)
 from lit_layers.figures.theme import spread
+from lit_layers.figures.training import *  # noqa: F403
+from lit_layers.figures.variants import *  # noqa: F403
 from lit_layers.metrics import look_up, sentence
 
 __all__ = [
-    *_figures,
     "change_table",
     "model_table",
     "variants",
@@ -29,6 +40,8 @@ __all__ = [
     "write_surface",
 ]
 
+__all__ += chart.__all__ + maps.__all__ + models.__all__ + profiles.__all__ + scatter.__all__ + training.__all__
+__all__ += _variants.__all__
 _PANELS = 3
 
 

@@ -3,7 +3,7 @@
 import re
 
 from lit_layers import plots, records
-from lit_layers.figures import Chart
+from lit_layers.figures.chart import Chart
 from tests.support.charts import line
 from tests.support.layer_results import LAYERS, layer_results
 

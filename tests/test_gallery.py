@@ -1,10 +1,15 @@
 """The gallery shows every kind of figure, each as its line draws it."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from lit_layers import plots
+from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart
 from tests.support import gallery
 
@@ -32,6 +37,16 @@ def test_a_line_of_the_page_draws_its_picture(name):
     titles = {axis.title for axis in (chart.x, chart.y) if not axis.hidden and axis.title}
     assert titles - {"Layer"} <= {*texts}, AGAIN
     assert chart.series or chart.cells is not None
+
+
+@pytest.mark.parametrize("name", [name for name in gallery.lines() if name not in ("scatter_plot", "training_curves")])
+def test_nothing_is_drawn_through_suspect_checkpoints_or_models_unless_it_is_allowed(name):
+    tables: dict[str, Any] = {key: each for key, each in gallery.tables().items() if isinstance(each, pd.DataFrame)}
+    suspect = {key: table.assign(audit="suspect: no weights") for key, table in tables.items()}
+    with pytest.raises(InputError, match="no curve is drawn through the suspect (step|model)"):
+        eval(gallery.lines()[name], {"plots": plots, **suspect})
+    allowing = SimpleNamespace(**{name: partial(getattr(plots, name), allow_suspect=True)})
+    assert isinstance(eval(gallery.lines()[name], {"plots": allowing, **suspect}), Chart)
 
 
 def test_the_pictures_are_small_and_all_of_the_page():

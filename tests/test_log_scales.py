@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from lit_layers import plots, records
-from lit_layers.figures import Chart, Series
-from lit_layers.figures.axes import Axis, log_axis
+from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.profiles import fixed_limits
+from lit_layers.figures.theme import Axis, log_axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts

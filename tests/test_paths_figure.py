@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from lit_layers import plots, records
-from lit_layers.figures import Series
+from lit_layers.figures.chart import Series
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from tests.support.charts import figure_data

@@ -11,13 +11,11 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
-from lit_layers.figures.axes import Axis
 from lit_layers.figures.models import Mark, interval_rows, short_names
-from lit_layers.figures.theme import DASHES
+from lit_layers.figures.theme import DASHES, Axis
 from lit_layers.records import Measurement, Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, values
 from tests.support.runs import measurement
-from tests.test_variant_plots import SUSPECT_FIGURES
 
 
 def table(*found: tuple[int, list[Record]], analysis: str = "a", tokens: int | None = 100) -> pd.DataFrame:
@@ -502,65 +500,35 @@ def written(write, frame: pd.DataFrame, metric: str, **options) -> None:
         write(frame, Path(folder) / "a.png", metric, **options)
 
 
-FIGURES = {
-    "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
-    "layer_profile": lambda frame, **options: plots.layer_profile(frame, "m", **options),
-    "layer_matrix": lambda frame, **options: plots.layer_matrix(frame, "m", **options),
-    "coupling_graph": lambda frame, **options: plots.coupling_graph(frame, "m", **options),
-    "spectrum": lambda frame, **options: plots.spectrum(frame, "m_index", **options),
-    "distance_profile": lambda frame, **options: plots.distance_profile(frame, "m_token_distance", **options),
-    "token_map": lambda frame, **options: plots.token_map(frame, "m_token", layer=1, **options),
-    "compression_matrix": lambda frame, **options: plots.compression_matrix(
-        frame, "m_row", layer=1, other_layer=None, **options
-    ),
-    "residual_profile": lambda frame, **options: plots.residual_profile(frame, "m", **options),
-    "concept_map": lambda frame, **options: plots.concept_map(frame, "m_category", **options),
-    "head_map": lambda frame, **options: plots.head_map(frame, "m_head", **options),
-    "sample_size_curves": lambda frame, **options: plots.sample_size_curves(frame, "m_train_rows", **options),
+NO_FIGURES = {  # those of the gallery are asked by tests/test_gallery.py
     "write_layer_curves": lambda frame, **options: written(plots.write_layer_curves, frame, "m", **options),
     "write_concept_map": lambda frame, **options: written(plots.write_concept_map, frame, "m_category", **options),
     "write_sample_sizes": lambda frame, **options: written(plots.write_sample_sizes, frame, "m_train_rows", **options),
-    "layer_surface": lambda frame, **options: plots.layer_surface(frame, "m", **options),
-    "best_layers": lambda frame, **options: plots.best_layers(frame, "m", **options),
     "write_surface": lambda frame, **options: written(plots.write_surface, frame, "m", **options),
-    "paths_in_plane": lambda frame, **options: plots.paths_in_plane(frame, "m_axis", **options),
     "change_table": lambda frame, **options: plots.change_table(frame, **options),
     "variants": lambda frame, **options: plots.variants(frame, "m", **options),
+    "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
 }
 OF_MODELS = {
     "model_profile": lambda frame, **options: plots.model_profile(frame, "m", **options),
-    "models_in_rows": lambda frame, **options: plots.models_in_rows(frame, "m_whole", **options),
     "model_table": lambda frame, **options: plots.model_table(frame, **options),
 }
-
-
-def test_every_figure_of_a_table_is_tried_with_suspect_rows() -> None:
-    assert {*FIGURES, *OF_MODELS} == {*plots.__all__} - {
-        *("Chart", "Panels", "Series"),  # what figures are
-        "with_task_means",  # a table, which keeps the verdicts
-        "training_curves",  # scalars of training have no audit
-        "Scatter",
-        "scatter_plot",  # of a table of models, from which suspects were left out before
-        *("with_task_medians", *SUSPECT_FIGURES),  # in test_variant_plots
-    }
-
-
 WRITTEN = ("write_layer_curves", "write_concept_map", "write_sample_sizes")  # as `write_surface`
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n in WRITTEN)) for n in FIGURES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n in WRITTEN)) for n in NO_FIGURES])
 def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str) -> None:
     clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
-    FIGURES[name](audited(clean))
+    NO_FIGURES[name](audited(clean))
     frame = audited({**clean, 2: "suspect: equal to the final step", 1000: "suspect: no weights"})
     expected = re.escape(
         "no curve is drawn through the suspect steps 2, 1,000 (equal to the final step; no weights): "
         "leave these rows out, or pass allow_suspect=True"
     )
     with pytest.raises(InputError, match=f"^{expected}$"):
-        FIGURES[name](frame)
-    FIGURES[name](frame, allow_suspect=True)
-    FIGURES[name](frame[~frame["audit"].str.startswith("suspect")])
+        NO_FIGURES[name](frame)
+    NO_FIGURES[name](frame, allow_suspect=True)
+    NO_FIGURES[name](frame[~frame["audit"].str.startswith("suspect")])
 
 
 @pytest.mark.parametrize("name", OF_MODELS)

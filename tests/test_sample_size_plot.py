@@ -7,7 +7,6 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures import vega
 from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
 from lit_layers.records import AUDIT, Measurement, Record
@@ -232,7 +231,6 @@ def test_pictures_are_png_svg_and_pdf_and_name_their_checkpoints_or_models(analy
         assert paths[2].read_bytes().startswith(b"%PDF")
         assert expected <= {*svg_texts(paths[1])}
         before = paths[1].read_bytes()
-        vega._kept[-1].end()
         write(frame, paths[1], metric)
         assert paths[1].read_bytes() == before, "equal numbers give equal files, whatever was drawn before"
 

@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures.variant_scores import LOOKS, pareto
+from lit_layers.figures.variants import LOOKS, pareto
 from lit_layers.records import Measurement, Record
 from tests.support import variant_results
 from tests.support.charts import drawn, line, names, place, svg_texts, values
@@ -164,34 +164,6 @@ def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
         plots.variant_curves(suspect, "variant_loss")
     with pytest.raises(ValueError, match="ends in .png, .svg, .pdf, got '.gif'"):
         plots.variant_curves(middle, "variant_loss").write(tmp_path / "a.gif")
-
-
-OF_VARIANTS = ("variant_curves", "loop_map", "block_curves", "schedule_scores")
-SUSPECT_FIGURES = {
-    **{name: {} for name in OF_VARIANTS},
-    "variants_over_training": {"middle": 3},
-    "quality_front": {"cost": "latency", "cost_analysis": "interventions"},
-    "models_by_middle": {"variant": "skip"},
-    "similarity_matrix": {"metric": "layer_cka"},
-    "stages_over_training": {"metric": None},
-}
-
-
-@pytest.mark.parametrize("name", SUSPECT_FIGURES)
-def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str, tmp_path: Path) -> None:
-    rows = of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0], "parallel": [1.0, 2.0, 3.0]}, loops=LOOPS)
-    rows += [record("variant_loss", 1.0, "skip_one", layer=1), record("variant_loss", 1.0, "custom", schedule="1")]
-    rows += of_variants("latency", {"skip": [1.0, 2.0, 3.0]})
-    rows += [Record(metric="layer_cka", value=1.0, layer=1, other_layer=2), Record(metric="num_middle", value=3.0)]
-    measured = [("interventions", step, rows) for step in (1, 8)]
-    options = {"metric": "variant_loss", **SUSPECT_FIGURES[name]}
-    options |= {"path": tmp_path / "a.svg"} if name.startswith("write_") else {}
-    options = {key: value for key, value in options.items() if value is not None}
-    frame = table(*measured, audit="suspect: no weights")
-    with pytest.raises(InputError, match="no curve is drawn through the suspect step 8"):
-        getattr(plots, name)(frame, **options)
-    getattr(plots, name)(frame, allow_suspect=True, **options)
-    getattr(plots, name)(table(*measured), **options)
 
 
 # ------------------------------------------------------------------------------------------------ loops and blocks

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from study_data import DATA, GROUPS, Table, as_markdown, group_of, unpack
 
-from lit_layers.figures.axes import Axis, Training
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.theme import COLORS, MUTED, rounded
+from lit_layers.figures.theme import COLORS, MUTED, Axis, Training, rounded
 from lit_layers.functional.block_schedules import OF_BLOCKS
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.records import PLACES, Measurement, Record

@@ -21,12 +21,10 @@ from lit_layers.correlate.findings import (
 from lit_layers.correlate.model_table import FEWEST, ModelTable, table_of_models
 from lit_layers.correlate.run_models import RunModel
 from lit_layers.errors import InputError
-from lit_layers.figures import Panels, scatter_plot
-from lit_layers.figures.axes import Axis
-from lit_layers.figures.chart import Chart, Series
+from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, tag_text, value
-from lit_layers.figures.scatter import Scatter
-from lit_layers.figures.theme import COLORS, rounded
+from lit_layers.figures.scatter import Scatter, scatter_plot
+from lit_layers.figures.theme import COLORS, Axis, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError

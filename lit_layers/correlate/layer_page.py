@@ -11,10 +11,10 @@ import pandas as pd
 from lit_layers.correlate.correlation_page import number_cell, write
 from lit_layers.correlate.findings import Choice, LayerFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.figures import Chart, Panels, scatter_plot
+from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.models import Mark, depth_curves, interval_rows
-from lit_layers.figures.scatter import Scatter
+from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
 from lit_layers.report.template import Cells, Group, Table, block_of, fill

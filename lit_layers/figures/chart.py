@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.axes import Axis, AxisName, Training, log_axis
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, symbol
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, AxisName, Training, log_axis, symbol
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -26,6 +25,8 @@ from lit_layers.figures.vega import (
     sized,
     touched,
 )
+
+__all__ = ["Chart", "Panels", "Series"]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 

@@ -16,7 +16,7 @@ _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\
 
 
 def main() -> None:
-    """Answers each line of the standard input, formats and specifications, by a line: pictures, or why there are none.
+    """Answer the standard input, formats and specifications, by a line: pictures, or why there are none.
 
     Without a format the answer is the script.
     """
@@ -24,25 +24,18 @@ def main() -> None:
 
     formats: dict[str, Any] = {".svg": str.encode, ".png": lambda svg: vl_convert.svg_to_png(svg, scale=2)}
     formats[".pdf"] = vl_convert.svg_to_pdf
-
-    def drawn(spec: Any, suffixes: list[str]) -> list[str]:
-        svg = _numbered_anew(vl_convert.vegalite_to_svg(spec))
-        return [base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes]
-
-    answers = os.fdopen(os.dup(1), "w")
+    suffixes, specs = json.load(sys.stdin)
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
-    for line in sys.stdin:
-        suffixes, specs = json.loads(line)
-        try:
-            answer = {
-                "drawn": [drawn(spec, suffixes) for spec in _printable(specs)]
-                if suffixes
-                else vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-            }
-        except Exception as error:
-            answer = {"error": traceback.format_exception_only(error)[0].splitlines()[0]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    drawn: Any = []
+    try:
+        for spec in _printable(specs):
+            svg = _renumbered(vl_convert.vegalite_to_svg(spec))
+            drawn.append([base64.b64encode(formats[suffix](svg)).decode() for suffix in suffixes])
+        answer = {"drawn": drawn if suffixes else vl_convert.javascript_bundle()}  # pyright: ignore[reportCallIssue]
+    except Exception as error:
+        answer = {"error": traceback.format_exception_only(error)[0].splitlines()[0]}
+    output.write(json.dumps(answer))
 
 
 def _printable(part: Any) -> Any:
@@ -54,8 +47,8 @@ def _printable(part: Any) -> Any:
     return [_printable(each) for each in part] if isinstance(part, list) else part
 
 
-def _numbered_anew(svg: str) -> str:
-    """With clips and gradients numbered from 0: they count on from picture to picture; equal charts would differ."""
+def _renumbered(svg: str) -> str:
+    """Number clips and gradients from 0, as they count on from picture to picture, so that equal charts stay equal."""
     numbers: dict[str, dict[str, int]] = {"clip": {}, "gradient_": {}}  # each kind has a count of its own
 
     def numbered(at: re.Match[str]) -> str:

@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures import tables
-from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import pair_text, wrapped
 from lit_layers.figures.profiles import FRAMES
-from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, rounded, spread
+from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, Axis, AxisName, Training, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
+
+__all__ = ["best_layers", "compression_matrix", "concept_map", "head_map"]
+__all__ += ["layer_matrix", "layer_surface", "similarity_matrix", "token_map"]
 
 SIMILARITIES = names("similarity")
 _LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Unpack
 import pandas as pd
 
 from lit_layers.figures import profiles, tables
-from lit_layers.figures.axes import DEPTH_TITLE, Axis, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.theme import COLORS, DASHED, MUTED, SYMBOLS, rounded
+from lit_layers.figures.theme import COLORS, DASHED, DEPTH_TITLE, MUTED, SYMBOLS, Axis, layer_axis, rounded
 from lit_layers.metrics import look_up
+
+__all__ = ["model_profile", "models_in_rows"]
 
 _KINDS = [("circle", COLORS[0]), ("diamond-open", COLORS[1]), ("line-ns", MUTED), ("x", COLORS[2])]
 _KINDS += [("triangle-up", COLORS[3]), ("cross", COLORS[4])]

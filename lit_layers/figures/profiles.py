@@ -8,7 +8,6 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import pandas as pd
 
-from lit_layers.figures.axes import Axis, layer_axis
 from lit_layers.figures.chart import Bar, Chart, Series
 from lit_layers.figures.labels import count, tag_text
 from lit_layers.figures.tables import (
@@ -24,8 +23,10 @@ from lit_layers.figures.tables import (
     steps_of,
     title_of,
 )
-from lit_layers.figures.theme import DASHED, DEPTH, MUTED, SIZES, TIME, colors_of, rounded, spread
+from lit_layers.figures.theme import DASHED, DEPTH, MUTED, SIZES, TIME, Axis, colors_of, layer_axis, rounded, spread
 from lit_layers.metrics import look_up
+
+__all__ = ["distance_profile", "layer_profile", "residual_profile", "sample_size_curves", "spectrum"]
 
 FRAMES = 30  # places of a slider
 _PROFILES = 16  # lines of one figure that can still be told apart

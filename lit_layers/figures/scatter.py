@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures import tables
-from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Bar, Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
-from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, colors_of, rounded, spread
+from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, Axis, colors_of, rounded, spread
 from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
 from lit_layers.metrics import look_up
+
+__all__ = ["Scatter", "coupling_graph", "paths_in_plane", "scatter_plot"]
 
 _LEVELS = 6  # widths of a line that can be told apart
 _SHARE = 0.2  # of the largest coupling of any checkpoint: below it no line is drawn unless told otherwise

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures import tables
-from lit_layers.figures.axes import Axis, AxisName, Training
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.profiles import (
@@ -22,8 +21,10 @@ from lit_layers.figures.profiles import (
     series_of,
     value_axis,
 )
-from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, colors_of, rounded
+from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, Axis, AxisName, Training, colors_of, rounded
 from lit_layers.metrics import METRICS, look_up, names, scalar_row, sentence
+
+__all__ = ["emergence_curves", "stages_over_training", "training_curves"]
 
 STAGES = names("stage")
 _MARKED = 60  # curves of more points than this are drawn as lines alone

@@ -1,6 +1,5 @@
 """Parts of Vega-Lite: axes, layers and what they say on touch; and a specification as a picture."""
 
-import atexit
 import base64
 import contextlib
 import functools
@@ -11,22 +10,18 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError, refused
-from lit_layers.figures.axes import Axis
-from lit_layers.figures.theme import INK
+from lit_layers.figures.theme import INK, Axis
 from lit_layers.files.durable import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
 _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
-_LARGE = 2**20  # bytes of a task, after which its process ends: it keeps the memory, 300 times as much
 _LINE = 13  # pixels from line to line of a label
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
@@ -197,123 +192,43 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
 
 @functools.cache
 def script() -> str:
-    """Returns Vega, Vega-Lite and vega-embed as one script that needs no network.
+    """Return Vega, Vega-Lite and vega-embed as one script that needs no network.
 
-    Putting it together takes two seconds: the user's cache keeps it for as long as the version of vl-convert stays.
+    Putting it together takes two seconds, so the user's cache keeps it until the version of vl-convert changes.
     """
-    cache = _cache() / f"vega-{importlib.metadata.version('vl-convert-python')}.js"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if text := cache.read_text(encoding="utf-8"):
-            return text
-    text = _drawing()
-    with contextlib.suppress(OSError):  # a disk that cannot be written costs two seconds a process
+    with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError):  # no home, or nothing in it yet
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers"
+        cache /= f"vega-{importlib.metadata.version('vl-convert-python')}.js"
+        if cache.exists():
+            return cache.read_text(encoding="utf-8")
+        text = _drawing()
         cache.parent.mkdir(parents=True, exist_ok=True)
         replace_file(cache, text)
-    return text
-
-
-def _cache() -> Path:
-    """The folder that keeps it; one that cannot be where the user has no home."""
-    with contextlib.suppress(RuntimeError):
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers"
-    return Path(os.devnull)
-
-
-class _Drawing:
-    """The process of `drawing.py`, which a signal for this one's group does not reach.
-
-    It is kept, as its start takes longer than most pictures, and ends with this process, or with a large picture, whose
-    memory it would keep.
-    """
-
-    def __init__(self) -> None:
-        self.pid, self._complaints = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
-        command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
-        self._process = subprocess.Popen(command, start_new_session=True, **pipes)
-        atexit.register(self.end)
-
-    @property
-    def is_alive(self) -> bool:
-        """And no forked process's, whose answers would be another's."""
-        return self.pid == os.getpid() and self._process.poll() is None
-
-    def answer(self, task: str) -> Any:
-        """Raises:
-        InputError: it cannot draw this, dies, or takes too long.
-        """
-        asked, told, answer = self._process.stdin, self._process.stdout, b""
-        assert asked is not None
-        assert told is not None
-        is_late = threading.Event()
-
-        def give_up() -> None:
-            is_late.set()
-            self._process.kill()
-
-        timer = threading.Timer(_PATIENCE, give_up)
-        timer.start()
-        self._complaints.seek(0)
-        self._complaints.truncate()
-        try:
-            with contextlib.suppress(OSError):  # it has died
-                asked.write(task.encode() + b"\n")
-                asked.flush()
-                answer = told.readline()
-        finally:
-            timer.cancel()
-            if is_cut := not answer.endswith(b"\n"):  # whoever asks next must not be given what comes yet
-                self._process.kill()
-                self._process.wait()
-        if not is_cut:
-            found = json.loads(answer)
-            if (reason := found.get("error")) is None:
-                return found["drawn"]
-        elif is_late.is_set():
-            reason = f"vl-convert took more than {_PATIENCE:g} s"
-        else:
-            self._complaints.seek(0)
-            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-            reason = (lines or [f"vl-convert's process ended with {self._process.returncode}"])[-1]
-        raise InputError(f"nothing can be drawn: {reason}")
-
-    def end(self) -> None:
-        if self.pid == os.getpid() and not self._complaints.closed:
-            atexit.unregister(self.end)
-            with contextlib.suppress(BrokenPipeError), self._process, self._complaints:  # of what it did not read
-                self._process.kill()
-
-
-_asking = threading.Lock()
-_kept: list[_Drawing] = []
+        return text
+    return _drawing()
 
 
 def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
-    """What the kept process answers; one of its own where another thread asks that, or in a forked process.
+    """Return what `drawing.py` answers, run as a process that a signal for this one's group does not reach.
 
     Raises:
-        InputError: it cannot be started, or has no answer.
+        InputError: vl-convert cannot draw this, dies, or takes too long.
     """
     task = json.dumps([suffixes, specs])
     task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", task)  # a NUL ends vl-convert's process
-    is_free = _asking.acquire(blocking=False)
-    own = None
+    command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PATIENCE, "start_new_session": True}
     try:
-        if is_free and not (_kept and _kept[-1].is_alive):
-            while _kept:
-                _kept.pop().end()
-            _kept.append(_Drawing())
-        own = None if is_free else _Drawing()
-        return (own or _kept[-1]).answer(task)
+        done = subprocess.run(command, input=task, errors="replace", **options)
+        answer = json.loads(done.stdout or "{}")
+        reason = answer.get("error") or f"vl-convert's process ended with {done.returncode}: {done.stderr[-300:]}"
+    except subprocess.TimeoutExpired:
+        answer, reason = {}, f"vl-convert took more than {_PATIENCE:g} s"
     except OSError as error:
-        raise InputError(f"nothing can be drawn: {error.__class__.__name__} of vl-convert's process") from error
-    finally:
-        if own is not None:
-            own.end()
-        elif is_free and _kept and len(task) > _LARGE:
-            _kept.pop().end()
-        if is_free:
-            _asking.release()
+        answer, reason = {}, f"{error.__class__.__name__} of vl-convert's process"
+    if "drawn" not in answer:
+        raise InputError(f"nothing can be drawn: {reason}")
+    return answer["drawn"]
 
 
 def file_name(text: str, names: set[str]) -> str:
@@ -329,11 +244,9 @@ def file_name(text: str, names: set[str]) -> str:
 
 
 def isolated_command(program: Path, packages: Sequence[str], *arguments: str) -> list[str]:
-    """The command line of a Python that finds the standard library, what is installed with it, and these packages
-    where this process finds them.
+    """Return the command line of a Python that imports the standard library and these packages of this process.
 
-    It is isolated (`-I`): the working directory, PYTHONPATH with its empty parts, and the user's own folder of packages
-    are not searched, so that nothing there stands in for a module.
+    It is isolated (`-I`), so that nothing in the working directory or on PYTHONPATH stands in for a module.
     """
     specs = filter(None, map(find_spec, packages))
     places = [*dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs if spec.origin)]

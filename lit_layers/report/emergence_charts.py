@@ -9,13 +9,12 @@ import numpy as np
 
 from lit_layers.clock.step_curves import MONOTONICITY, AxisName, LayerCurve, StepCurve
 from lit_layers.clock.times_and_order import Clock, emerged_in_order, is_before
-from lit_layers.figures.axes import DECADES, TITLES, Axis, layer_axis, place
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import count, p_equation, value, wrapped
 from lit_layers.figures.maps import named_matrix, row_height
 from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import rounded
+from lit_layers.figures.theme import DECADES, TITLES, Axis, layer_axis, place, rounded
 from lit_layers.functional.emergence import EmergenceTimes, Time
 
 Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]

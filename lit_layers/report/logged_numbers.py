@@ -17,8 +17,8 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.clock.times_and_order import times_of_run, times_table
 from lit_layers.errors import InputError, first_line
-from lit_layers.figures import Chart, layer_matrix, layer_surface
-from lit_layers.figures.maps import has_surface
+from lit_layers.figures.chart import Chart
+from lit_layers.figures.maps import has_surface, layer_matrix, layer_surface
 from lit_layers.figures.tables import matching, select, usual_loops, variants_of
 from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import logged_name, settings_of, short, variant_of

@@ -11,10 +11,10 @@ import pandas as pd
 
 from lit_layers import records, run_data
 from lit_layers.errors import InputError
-from lit_layers.figures import Chart, vega
+from lit_layers.figures import vega
+from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import listing, value, whole
-from lit_layers.figures.tables import change_table, grouped, model_table
-from lit_layers.figures.task_means import with_task_means, with_task_medians
+from lit_layers.figures.tables import change_table, grouped, model_table, with_task_means, with_task_medians
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence_page, sections, variant_sections

@@ -9,11 +9,12 @@ import pandas as pd
 
 from lit_layers import plots
 from lit_layers.errors import kind_and_words
-from lit_layers.figures import Chart, tables
+from lit_layers.figures import tables
+from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
 from lit_layers.figures.maps import SIMILARITIES, has_surface
 from lit_layers.figures.models import short_names
-from lit_layers.figures.task_means import BASES
+from lit_layers.figures.tables import BASES
 from lit_layers.metrics import METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData

@@ -15,13 +15,12 @@ from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refuse_odd_seeds, settings_apart
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
-from lit_layers.figures.axes import Axis, Training, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import listing, tag_text, value, whole
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import level, levels_of, value_axis
 from lit_layers.figures.tables import choice_text, grouped
-from lit_layers.figures.theme import INK, rounded, spread
+from lit_layers.figures.theme import INK, Axis, Training, layer_axis, rounded, spread
 from lit_layers.identity import Settings, short
 from lit_layers.metrics import look_up, rank, sentence
 from lit_layers.report.sections import Captioned, balanced, block

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jinja2
 
 from lit_layers.errors import refused
-from lit_layers.figures.axes import AxisName
 from lit_layers.figures.chart import Chart, columns_of
+from lit_layers.figures.theme import AxisName
 from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
 

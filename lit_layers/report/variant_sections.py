@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots
-from lit_layers.figures import Chart
+from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, tag_text
 from lit_layers.figures.maps import SIMILARITIES
 from lit_layers.figures.models import short_names
-from lit_layers.figures.task_means import GLUE, GLUE_MEAN, MEDIAN
+from lit_layers.figures.tables import GLUE, GLUE_MEAN, MEDIAN
 from lit_layers.figures.theme import spread
 from lit_layers.figures.training import STAGES, stage_text
-from lit_layers.figures.variant_scores import BASELINE, LOOPED
+from lit_layers.figures.variants import BASELINE, LOOPED
 from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import headlines, is_in, look_up, rank, sentence
 from lit_layers.records import FAILED

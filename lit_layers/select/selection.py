@@ -10,11 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lit_layers.figures.axes import Axis
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
-from lit_layers.figures.theme import ACCENT, MUTED, rounded
+from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.files.durable import Scratch
 from lit_layers.functional.curves import bootstrap_interval

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lit_layers.figures import Chart, Series
+from lit_layers.figures.chart import Chart, Series
 
 
 def line(chart: Chart, name: str) -> Series:

@@ -337,7 +337,7 @@ def _of_variants(table: Any) -> Any:
 def _tables(table: Any) -> Iterator[tuple[str, Any]]:
     """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
     from lit_layers.figures.labels import tag_text
-    from lit_layers.figures.task_means import MEDIAN
+    from lit_layers.figures.tables import MEDIAN
 
     rows = _of_variants(table)
     if rows.empty:

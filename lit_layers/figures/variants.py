@@ -1,49 +1,58 @@
 """What is left of a model whose blocks run otherwise: over the middle, loops, blocks, training, and its cost."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import numpy as np
 import pandas as pd
 
-from lit_layers.figures.axes import Axis, AxisName, layer_axis
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import in_sentence, tag_text, wrapped
 from lit_layers.figures.maps import as_matrix, colored, key_axis, slider_map
 from lit_layers.figures.models import color_of, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_limits, framed, level, series_of, value_axis
-from lit_layers.figures.tables import Chosen, Point, grouped, rows_of, steps_of, title_of
-from lit_layers.figures.theme import INK, MISSING, rounded, spread
-from lit_layers.figures.training import Curves
-from lit_layers.figures.variant_scores import (
-    BASELINE,
-    LOOKS,
-    LOOPED,
-    Line,
-    best_looped,
-    cell_names,
-    cell_of,
-    depth_of,
-    full_model,
-    last_of,
-    lines_of,
-    looped,
-    loops_of,
-    middle_of,
-    middles_of,
-    pareto,
-    random_level,
-    shares_of_full_model,
-    variant_name,
-    variant_points,
+from lit_layers.figures.tables import (
+    Chosen,
+    Point,
+    grouped,
+    is_placed,
+    rows_of,
+    select,
+    steps_of,
+    title_of,
+    usual_loops,
 )
-from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
-from lit_layers.metrics import look_up
+from lit_layers.figures.theme import COLORS, INK, MISSING, Axis, AxisName, layer_axis, rounded, spread
+from lit_layers.figures.training import Curves
+from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
+from lit_layers.metrics import is_in, look_up
+
+__all__ = ["block_curves", "loop_map", "models_by_middle", "quality_front", "schedule_scores", "variant_curves"]
+__all__ += ["variants_over_training"]
 
 MIDDLE = "Number of middle blocks changed (M)"
 _TICKS = 12
 _SHARES = Axis(title="Middle blocks changed, per cent of all (100 M / T)", ends=(0, 100))
+BASELINE, LOOPED = "baseline", "looped_parallel"
+# The same colour and mark in every figure.
+LOOKS = {
+    BASELINE: (INK, "line-ew"),
+    "middle_repeat": (COLORS[3], "square"),
+    "skip": (COLORS[1], "circle"),
+    "parallel": (COLORS[2], "diamond"),
+    "reverse": ("#6a3d9a", "triangle-up"),
+    "random": (COLORS[4], "triangle-down"),
+    LOOPED: ("#1f78d1", "star"),
+    "skip_one": ("#00798c", "cross"),
+    "switch": ("#d1495b", "x"),
+    "repeat_one": ("#8d6b2f", "hexagram"),
+    CUSTOM: (COLORS[6], "hexagon"),
+}
+# What a variant is; all other tags tell of the circumstances, of which a figure shows one.
+_CELL = ("variant", "middle", "loops", "schedule")
+_OWN = (*_CELL, "seed", "task")
 
 
 def variant_curves(
@@ -87,7 +96,7 @@ def variant_curves(
     for kind, part in by_kind.items():
         name = f"Full model, {kind}" if len(by_kind) > 1 else "Full model"
         series.append(_full_model(middles, part, steps, name, "dash" if kind == [*by_kind][-1] else "dashdot"))
-    guess = random_level(frame, metric, chosen.get("analysis"))
+    guess = _random_level(frame, metric, chosen.get("analysis"))
     if guess is not None:
         series.append(level([middles[0], middles[-1]], guess, "Guessing", dash="dot"))
     drawn = [p for line in lines for p in line.points] + full_model(points)
@@ -112,7 +121,7 @@ def block_curves(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
         ValueError: where no variant of single blocks has values, or as in `variant_curves`.
     """
     points = variant_points(frame, metric, **chosen)
-    steps = spread(sorted({p.step for p in points if p.tags["variant"] in OF_BLOCKS and p.layer is not None}), FRAMES)
+    steps = spread(steps_of(filter(_is_of_block, points)), FRAMES)
     if not steps:
         raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped, switched or repeated")
     points = framed(points, steps)
@@ -136,9 +145,7 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
 
     One loop is `parallel`. Dots mark the best number of loops of each M; bright is better; grey was not measured.
 
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where there is no looped_parallel, or as in `variant_curves`.
+    Raises: as `variant_curves`.
     """
     points = variant_points(frame, metric, **chosen)
     if not any(p.tags["variant"] == LOOPED for p in last_of(points)):
@@ -172,9 +179,7 @@ def variants_over_training(
 
     Dashed is the full model. With `kept` values are shares of the full model's at the same step.
 
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no variant of so many middle blocks has values at a step, or as in `variant_curves`.
+    Raises: as `variant_curves`.
     """
     table: Any = frame
     points = variant_points(table[table["step"].notna()], metric, **chosen)
@@ -183,7 +188,10 @@ def variants_over_training(
         raise ValueError(
             f"metric {metric!r} has no variant of {middle} middle blocks; it has: {', '.join(map(str, recorded))}"
         )
-    points = shares_of_full_model(points) if kept else points
+    if kept:  # without intervals: those of the variant and of the full model belong to the same texts
+        full = {p.step: p.value for p in full_model(points)}
+        shares = [p.value / full[p.step] if full.get(p.step) else math.nan for p in points]
+        points = [replace(p, value=v, low=math.nan, high=math.nan) for p, v in zip(points, shares, strict=True)]
     curves = Curves(points)
     shown = [p for p in points if p.tags.get("middle") == middle or p.tags["variant"] == BASELINE]
     for line in lines_of(shown, [*LOOKS], lambda point: 0):
@@ -212,9 +220,7 @@ def quality_front(
     On the front are the variants that no other beats: none is as good or better and costs as little or less, one of the
     two strictly. A star is the full model. Variants without both numbers are left out.
 
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no variant has both, or as in `variant_curves`.
+    Raises: as `variant_curves`.
     """
     costs = variant_points(frame, cost, **{**chosen, "analysis": cost_analysis, "tags": cost_tags})
     cost_of = {cell_of(point): point.value for point in last_of(costs)}
@@ -273,15 +279,17 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.1 (models of 7 B to 70 B).
 
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no model has values of this variant, or as in `variant_curves`.
+    Raises: as `variant_curves`.
     """
     rows = rows_of(frame, metric, chosen.get("analysis"))
     of_blocks = variant in OF_BLOCKS
     at, axis = (_block_of, layer_axis("block")) if of_blocks else (middle_of, None)
     points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
-    depths = {run: depth_of(part) for run, part in points.items()}
+    # a block is switched with the next one
+    depths = {
+        run: max((p.layer + (p.tags["variant"] == "switch") for p in part if _is_of_block(p) and p.layer), default=None)
+        for run, part in points.items()
+    }
     is_share = not of_blocks and len({*depths.values()}) > 1 and None not in depths.values()
     series: list[Series] = []
     middles: set[int] = set()
@@ -318,9 +326,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
 def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Returns a metric of schedules of one's own as dots, a row each, with 95% intervals, at the last checkpoint.
 
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where there are none, or as in `variant_curves`.
+    Raises: as `variant_curves`.
     """
     points = last_of(variant_points(frame, metric, **chosen))
     schedules = [p for p in points if "schedule" in p.tags]
@@ -346,8 +352,171 @@ def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) 
 # ------------------------------------------------------------------------------------------------ parts
 
 
+@dataclass(frozen=True)
+class Line:
+    """Points of one variant, in the order of the checkpoints and of their places."""
+
+    variant: str
+    points: Sequence[Point]
+    loops: int | None = None  # of looped_parallel; None there: the best of each middle
+    kind: str = ""  # what the line is one of, such as before or after
+
+    @property
+    def name(self) -> str:
+        name = variant_name(self.variant)
+        if self.variant == LOOPED:
+            name += ", best k" if self.loops is None else f", k = {self.loops}"
+        return f"{name}, {self.kind}" if self.kind else name
+
+    @property
+    def is_best(self) -> bool:
+        return self.variant == LOOPED and self.loops is None
+
+
+def variant_name(variant: str) -> str:
+    text = tag_text({"variant": variant})
+    return text[:1].upper() + text[1:]
+
+
+def variant_points(
+    frame: pd.DataFrame, metric: str, *, split: str | None = None, **chosen: Unpack[Chosen]
+) -> list[Point]:
+    """Returns the points of a metric that tell of a variant; single random orders and medians are left out.
+
+    Args:
+        tags: chooses among what is not the variant itself, such as `{"when": "after"}`.
+        split: a tag of which all values are kept, such as `when`.
+
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where there are none, of more than one analysis or run, or under several circumstances.
+    """
+    table: Any = frame
+    table = table[table["metric"] == metric]
+    tags = chosen.get("tags") or {}
+    points = [
+        point
+        for point in select(table if len(table) else frame, metric, **chosen)
+        if "variant" in point.tags
+        and point.other_layer is None
+        and not is_placed(point)
+        # what was measured beside the mean, unless it is asked for
+        and (point.tags.get("statistic") is None or "statistic" in tags)
+    ]
+    if not points:
+        raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
+    kept = (*_OWN, *([split] if split else []), *tags)
+    others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same in all of them
+    kinds = {tag_text({name: p.tags[name] for name in sorted(p.tags) if name not in kept}): None for p in others}
+    if len(kinds) > 1:
+        raise ValueError(f"metric {metric!r} was measured in several ways, choose one by tags: {'; '.join(kinds)}")
+    return points
+
+
+def last_of(points: Sequence[Point]) -> list[Point]:
+    """Returns those of the last checkpoint."""
+    last = max(point.step for point in points)
+    return [point for point in points if point.step == last]
+
+
+def full_model(points: Iterable[Point]) -> list[Point]:
+    """Returns the full model's points."""
+    return [point for point in points if point.tags["variant"] == BASELINE]
+
+
+def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> float | None:
+    """Return what guessing scores on a task, where that is recorded or follows from the metric."""
+    if not is_in(metric, "above guessing"):
+        return look_up(metric).level
+    values = set(rows_of(frame, "random_score", analysis)["value"].dropna())
+    return values.pop() if len(values) == 1 else None
+
+
+def lines_of(
+    points: Sequence[Point], variants: Sequence[str], at: Callable[[Point], int | None], *, kind: str = ""
+) -> list[Line]:
+    """Returns a line for each of these variants that has points with a place, `looped_parallel` at one number of loops.
+
+    That is 3, or the nearest to it that was measured.
+    """
+    loops = usual_loops(p.tags for p in points if p.tags["variant"] == LOOPED)
+    lines = []
+    for name in variants:
+        members = [p for p in points if p.tags["variant"] == name and at(p) is not None]
+        members = [p for p in members if name != LOOPED or p.tags.get("loops") == loops]
+        if members:
+            members.sort(key=lambda p: (p.step, at(p)))
+            lines.append(Line(name, members, loops if name == LOOPED else None, kind))
+    return lines
+
+
+def best_looped(points: Sequence[Point], metric: str) -> list[Point]:
+    """Returns at each checkpoint the looped point of each middle that is best, its number of loops as a tag.
+
+    Of equal ones that of the fewest loops; one loop is `parallel`. Middles without a finite value have none.
+    """
+    sign = 1 if look_up(metric).higher_is_better else -1
+    best: dict[tuple[int, int], Point] = {}
+    for point in sorted(looped(points), key=lambda p: (p.step, middle_of(p) or 0, loops_of(p))):
+        key = point.step, middle_of(point) or 0
+        if math.isfinite(point.value) and (key not in best or sign * point.value > sign * best[key].value):
+            best[key] = point
+    return [replace(point, tags={**point.tags, "loops": loops_of(point)}) for point in best.values()]
+
+
+def looped(points: Iterable[Point]) -> list[Point]:
+    """Returns the points that belong in a table over loops and middles: those of looped_parallel and of `parallel`."""
+    points = [p for p in points if middle_of(p) is not None]
+    return [p for p in points if p.tags["variant"] == "parallel" or (p.tags["variant"] == LOOPED and "loops" in p.tags)]
+
+
+def loops_of(point: Point) -> int:
+    return int(point.tags.get("loops", 1))
+
+
+def middle_of(point: Point) -> int | None:
+    """Returns the number of middle blocks that were changed; None of a variant of other blocks."""
+    return int(point.tags["middle"]) if "middle" in point.tags else None
+
+
+def middles_of(points: Iterable[Point]) -> list[int]:
+    """Returns the numbers of middle blocks that were changed, in order."""
+    return sorted({middle for point in points if (middle := middle_of(point)) is not None})
+
+
+def pareto(costs: Sequence[float], qualities: Sequence[float], *, higher: bool = True) -> list[bool]:
+    """Returns which points no other beats: none costs as little or less and is as good or better, one of it strictly.
+
+    Points without a finite cost and quality are beaten.
+    """
+    table = pd.DataFrame({"cost": costs, "quality": qualities}, dtype=float)
+    table["quality"] *= 1 if higher else -1
+    finite: Any = np.isfinite(table).all(axis=1)
+    best: Any = table[finite].groupby("cost")["quality"].max()
+    front = best[best > best.cummax().shift(fill_value=-math.inf)]
+    return (finite & (table["quality"] == table["cost"].map(front))).tolist()
+
+
+def cell_of(point: Point) -> tuple[Any, ...]:
+    """Returns what tells a variant from all others of its model."""
+    return (*(point.tags.get(name) for name in _CELL), point.layer)
+
+
+def cell_names(point: Point) -> tuple[str, str]:
+    """Returns what a variant is called in full, and beside a mark."""
+    tags = {name: point.tags[name] for name in _CELL if name in point.tags}
+    text, short = tag_text(tags), f"M={tags['middle']}" if "middle" in tags else ""
+    if point.layer is not None:
+        text, short = f"{text}, block {point.layer}", short or f"block {point.layer}"
+    return text[:1].upper() + text[1:], short
+
+
 def _block_of(point: Point) -> int | None:
     return point.layer
+
+
+def _is_of_block(point: Point) -> bool:
+    return point.tags["variant"] in OF_BLOCKS and point.layer is not None
 
 
 def _line(
