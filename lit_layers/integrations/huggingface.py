@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.models.build import submodule
-from lit_layers.report.trackers import runs_of_trainer
+from lit_layers.report.logged_numbers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.training.watching import MetricsLogger, Watch, watch
 

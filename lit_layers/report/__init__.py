@@ -4,8 +4,7 @@ from pathlib import Path
 
 from lit_layers.errors import InputError
 from lit_layers.identity import Settings
-from lit_layers.report.wandb_aside import MirrorAside
-from lit_layers.report.wandb_mirror import WandbMirror
+from lit_layers.report.wandb_mirror import MirrorAside, WandbMirror
 
 __all__ = ["MirrorAside", "WandbMirror", "write_report"]
 

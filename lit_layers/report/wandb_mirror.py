@@ -1,30 +1,35 @@
 """A mirror of a run's numbers at W&B. The files of the run stay the truth: what the mirror lacks, it gets from them."""
 
+import configparser
+import contextlib
 import heapq
 import itertools
+import json
 import logging
 import os
+import queue
 import shlex
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from lit_layers import records
 from lit_layers.errors import InputError, first_line, refused
 from lit_layers.identity import latest, logged_name, plain_settings
-from lit_layers.metrics import METRICS
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
+    AXIS,
     TABLE,
     TIMES,
     as_logged,
+    best_of,
     heat_maps,
     layer_maps,
     of_the_whole_run,
     values_of,
 )
-from lit_layers.report.wandb_files import AXIS, Mirrored, mirrored, refuse_settings_of_folder, run_files
 
 try:
     import fcntl
@@ -32,15 +37,62 @@ except ImportError:  # Windows: two processes that mirror one run at once are th
     fcntl = None
 
 logger = logging.getLogger(__name__)
+NOTES = "lit_layers_sent.jsonl"  # beside W&B's own file of a run: the rows that were sent, in order
 _CLOSING = 5.0  # seconds
+_SETTLED = 3.0  # seconds: W&B's own process outlives a killed one by up to two, and writes what it had received
+_STEPS = 10_000  # that wait at most: W&B does not keep up then, and the files have them all
+_LIMIT_AFTER_SIGTERM, _TERMINATED = 15.0, 143
+_SERVER = "https://api.wandb.ai"  # which `wandb init` writes down, too
+_NAMES = {"entity", "project", "base_url", "disabled", "mode", "anonymous"}  # settings that reach no address
+abandoned: "list[MirrorAside]" = []  # W&B's own end may wait for ever for theirs
+
+
+class Sent:
+    """The points of one run that W&B has: the names sent at each step, and the last row's number."""
+
+    def __init__(self) -> None:
+        self.names: dict[int | None, frozenset[str]] = {}
+        self.last_row = -1
+        self.is_closed = False  # the last file has the end of a run
+        self._shared: dict[frozenset[str], frozenset[str]] = {}
+
+    def add(self, step: int | None, names: Iterable[str]) -> None:
+        # Most steps hold the same names: one set serves them all, or a long run would need gigabytes.
+        joined = self.names.get(step, frozenset()).union(names)
+        self.names[step] = self._shared.setdefault(joined, joined)
+
+    def read(self, file: Path, before: int | None = None) -> None:
+        """Add what was noted beside a file of W&B; with `before` only rows of lower numbers."""
+        notes, rows = file.with_name(NOTES), list[dict[str, Any]]()
+        for line in notes.read_text(encoding="utf-8").splitlines() if notes.exists() else ():
+            with contextlib.suppress(ValueError):  # torn
+                rows.append(json.loads(line))
+        self.is_closed = bool(rows) and "is_closed" in rows[-1]
+        rows = [row for row in rows if "row" in row]
+        if before is None and rows and not self.is_closed:
+            # Killed: what was sent after W&B last wrote its file may be in no file, and is sent again.
+            latest_sure = rows[-1]["at"] - _seconds_behind(file, notes)
+            rows = [row for row in rows if row["at"] <= latest_sure]
+        for row in rows:
+            if before is None or row["row"] < before:
+                self.add(row["step"], row["names"])
+                self.last_row = max(self.last_row, row["row"])
+
+
+def _seconds_behind(file: Path, notes: Path) -> float:
+    """By how much W&B's file is older than the notes, once W&B's own process has had time to write it."""
+    deadline = time.monotonic() + _SETTLED
+    while (behind := notes.stat().st_mtime - file.stat().st_mtime) > 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return max(behind, 0.0)
 
 
 class WandbMirror:
     """Shows a run's scalars and measurements at W&B, each point once, whatever was killed in between.
 
-    A point is a name at a step. `open` finds out which points W&B has (from its local files of this run, and from the
-    server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them; `log_step`
-    sends what is new. Every name has `trainer/global_step` as its axis, and every row the tokens as a second one.
+    A point is a name at a step. `open` finds out which points W&B has (from what the mirror noted as it sent them, and
+    from the server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them;
+    `log_step` sends what is new. Every name has `trainer/global_step` as its axis, every row the tokens as a second one.
 
     The rule of order: write to the files first, then call `log_step` once for each step, in ascending order, when
     nothing more will come for it. Points that come late, or twice, are still sent once; but only rows in this order
@@ -77,7 +129,8 @@ class WandbMirror:
         self._message = ""
         self._run: Any = None
         self._wandb: Any = None
-        self._sent = Mirrored()
+        self._sent = Sent()
+        self._notes: IO[str] | None = None
         self._defined: set[str] = set()
         self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
@@ -118,7 +171,7 @@ class WandbMirror:
             install = "pip install 'lit_layers[wandb]'"
             self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._adds_later()}")
             return
-        self._wandb, self._errors = wandb, _errors(wandb)
+        self._wandb, self._errors = wandb, (wandb.Error, OSError)
         if not self._take_lock():
             self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
             return
@@ -130,9 +183,6 @@ class WandbMirror:
             self._message = self._where_offline(run_id)
             self._stop()
             return
-        for _ in range(20):  # W&B names a run's folder by the second; old versions take an old one for the new
-            if any((self.root / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
-                time.sleep(0.1)
         self._start(mode, run_id, dict(config))
 
     def catch_up(self) -> None:
@@ -148,6 +198,7 @@ class WandbMirror:
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
         self._read(files, before=self._server_rows if online else None)
+        self._notes = (Path(self._run.dir).parent / NOTES).open("a", buffering=1, encoding="utf-8")
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
 
@@ -180,6 +231,7 @@ class WandbMirror:
         except self._errors as error:
             self.give_up(first_line(error))
         else:
+            self._note(is_closed=True)
             self._stop()
 
     def closing_line(self) -> str:
@@ -292,8 +344,10 @@ class WandbMirror:
             yield step, None if tokens is None else int(tokens), scalars, measurements
 
     def _read(self, files: list[Path], before: int | None = None) -> None:
-        """Notes what these files hold."""
-        self._sent = mirrored(files, before=before)
+        """Reads what was noted beside these files."""
+        self._sent = Sent()
+        for file in files:
+            self._sent.read(file, before)
         self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
 
     def _has_all(self) -> bool:
@@ -338,6 +392,12 @@ class WandbMirror:
             self._run.log({**row, **axis}, step=number, commit=True)
         except self._errors as error:
             self.give_up(first_line(error))
+        else:  # afterwards: a row that was sent and not noted is sent twice, the other way round it would be lost
+            self._note(row=number, step=step, names=[*row], at=time.time())
+
+    def _note(self, **line: Any) -> None:
+        if self._notes is not None:
+            self._notes.write(json.dumps(line) + "\n")
 
     def _log_table(self) -> None:
         """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
@@ -388,9 +448,25 @@ class WandbMirror:
             os.environ.pop("WANDB_DATA_DIR", None)
         else:
             os.environ["WANDB_DATA_DIR"] = self._data_dir
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for file in filter(None, (self._lock, self._notes)):
+            file.close()
+        self._lock = self._notes = None
+
+
+def run_files(root: Path, run_id: str) -> list[Path]:
+    """Returns the files that hold the run's records, oldest first.
+
+    Of one run begun twice in a second W&B numbers the folders: `run-20261127_110659-ID`, then `...-ID-1`.
+    """
+    files = root.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
+    return sorted(files, key=lambda file: _begun(file.parent.name, run_id))
+
+
+def _begun(folder: str, run_id: str) -> tuple[str, int]:
+    """The second in which a folder's records begin, and the folder's number in it."""
+    second, _, rest = folder.removeprefix("offline-").removeprefix("run-").partition("-")
+    number = rest.removeprefix(f"{run_id}-")
+    return second, int(number) if number != rest and number.isdecimal() else 0
 
 
 def _is_online(file: Path) -> bool:
@@ -408,21 +484,27 @@ def define(run: Any, names: Iterable[str], defined: set[str]) -> None:
         defined.add(name)
 
 
-def best_of(name: str) -> str | None:
-    """What a run's summary keeps of a curve: the best value of a score, else the last."""
-    better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
-    return {"lower": "min", "higher": "max", None: None}[better]
+def refuse_settings_of_folder() -> None:
+    """Refuses a `wandb/settings` of the working directory that sends data, and the key with it, to another server.
 
+    W&B reads it, and a folder that was downloaded with a run may hold one.
 
-def _errors(wandb: Any) -> tuple[type[Exception], ...]:
-    """What wandb raises: its own base class, and what its service raises beside it, in the versions that have it."""
+    Raises:
+        InputError: naming the setting.
+    """
+    file, content = Path("wandb") / "settings", configparser.ConfigParser(interpolation=None)
     try:
-        from wandb.sdk.mailbox import mailbox, mailbox_handle
-    except ImportError:
-        return (wandb.Error, OSError)
-    of_service = {**vars(mailbox), **vars(mailbox_handle)}
-    names = ("MailboxClosedError", "HandleAbandonedError", "ServerResponseError")
-    return (wandb.Error, OSError, *(of_service[name] for name in names if name in of_service))
+        content.read(file, encoding="utf-8")
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return  # nor does W&B read it
+    for section in content.values():
+        for name, value in section.items():
+            is_known = name in _NAMES and (name != "base_url" or value.rstrip("/") == _SERVER)
+            if not is_known and not (name == "base_url" and os.environ.get("WANDB_BASE_URL")):
+                raise InputError(
+                    f"{file} of this folder says {name} = {value[:200]}, and W&B would send the run and your key "
+                    "there: say so by WANDB_BASE_URL, or remove that line"
+                )
 
 
 def _has_credentials(wandb: Any) -> bool:
@@ -435,3 +517,97 @@ def _has_credentials(wandb: Any) -> bool:
     from requests.utils import get_netrc_auth  # which wandb needs, too
 
     return get_netrc_auth(settings.base_url) is not None
+
+
+class MirrorAside:
+    """Hands the calls of a mirror to a thread, in order, and waits for the first and the last one only.
+
+    A mirror that raises, falls behind, or needs longer than its `timeout` is given up with one sentence: what it lacks
+    is in the run's files. `patient` waits as long as it takes.
+    """
+
+    def __init__(self, mirror: WandbMirror, *, patient: bool = False) -> None:
+        self.mirror, self._limit = mirror, None if patient else mirror.timeout
+        self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_STEPS)
+        self._is_off, self._is_starting = False, True
+        self._refused: InputError | None = None
+        self._last_words = ""
+
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
+        """Starts the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
+
+        Raises:
+            InputError: what the mirror refuses to start with.
+        """
+        self.mirror.root = Path(root)
+        threading.Thread(target=self._work, name="wandb", daemon=True).start()
+        self._later(lambda: self.mirror.start(root, run_id=run_id, config=config, **options), self._limit)
+        self._is_starting = False
+        if self._refused is not None:
+            raise self._refused
+        self._later(self.mirror.catch_up)
+
+    def log_step(
+        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
+    ) -> None:
+        """Returns at once."""
+        values, measured = dict(scalars), list(measurements)
+        self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
+
+    def draw(self) -> None:
+        """Returns at once."""
+        self._later(self.mirror.draw)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Returns when all is sent, or at the limit."""
+        limit = self._limit
+        if exit_code == _TERMINATED and limit is not None:
+            limit = min(limit, _LIMIT_AFTER_SIGTERM)
+        self._later(lambda: self.mirror.finish(exit_code), limit)
+        self._end()
+
+    def closing_line(self) -> str:
+        return self._last_words or self.mirror.closing_line()
+
+    def _later(self, call: Callable[[], None], *limit: float | None) -> None:
+        """Queues a call; with a limit (None: without end) waits until it is done."""
+        done = threading.Event()
+        if self._is_off:
+            return
+        try:
+            self._calls.put_nowait((call, done))
+        except queue.Full:
+            self._give_up("it does not keep up")
+        else:
+            if limit and not done.wait(limit[0]):
+                self._give_up(f"no answer within {limit[0]:.0f} s")
+
+    def _end(self) -> None:
+        """Ends the thread, once it has made the calls that wait."""
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def _work(self) -> None:
+        for call, done in iter(self._calls.get, None):
+            try:
+                if not self._is_off:
+                    call()
+            except BaseException as error:  # whatever it is: no training ends for it
+                if self._is_starting and isinstance(error, InputError):
+                    self._is_off, self._refused = True, error
+                elif not self._is_off:
+                    self._give_up(first_line(error))
+            finally:
+                done.set()
+
+    def _give_up(self, reason: str) -> None:
+        """No call is made from here on, and what waits for one goes on."""
+        self._is_off = True
+        abandoned.append(self)
+        try:
+            self._last_words = self.mirror.give_up(reason)
+        finally:  # last: who waits asks for these words
+            with contextlib.suppress(queue.Empty):
+                while (waiting := self._calls.get_nowait()) is not None:
+                    waiting[1].set()
+                self._end()

@@ -15,6 +15,7 @@ from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
+    AXIS,
     MATRIX,
     SURFACE,
     TABLE,
@@ -24,7 +25,7 @@ from lit_layers.report.logged_numbers import (
     points_of,
     surfaces_of,
 )
-from lit_layers.report.wandb_files import AXIS, refuse_settings_of_folder
+from lit_layers.report.wandb_mirror import refuse_settings_of_folder
 
 _EVERY_LAYER = 24  # lines in one chart; of deeper models every second, third, ... layer has one
 

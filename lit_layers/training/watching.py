@@ -25,8 +25,15 @@ from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
-from lit_layers.report.logged_numbers import heat_maps, plotted_values, values_of
-from lit_layers.report.trackers import STEP, TOKENS, WandbRun, writer_of
+from lit_layers.report.logged_numbers import (
+    STEP,
+    TOKENS,
+    WandbRun,
+    heat_maps,
+    plotted_values,
+    values_of,
+    writer_of,
+)
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, VALUES_MB, Range, refuse_outside
 from lit_layers.training.checkpoints import save_step

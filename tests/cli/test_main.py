@@ -144,7 +144,7 @@ def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
         "import atexit, sys, types",
         "from lit_layers.cli import own_code, stopping",
         "own_code.own_code.add('package')",
-        "sys.modules['lit_layers.report.wandb_aside'] = types.SimpleNamespace(abandoned=[None])",
+        "sys.modules['lit_layers.report.wandb_mirror'] = types.SimpleNamespace(abandoned=[None])",
         "atexit.register(lambda: 1 / 0)",
         "stopping.end_process(3)",
     ]

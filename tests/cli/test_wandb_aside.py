@@ -1,6 +1,5 @@
 """Nothing that W&B does stops or delays a training, whatever it raises and however long it hangs."""
 
-import os
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.report import MirrorAside, WandbMirror, wandb_aside, wandb_files
+from lit_layers.report import MirrorAside, WandbMirror, wandb_mirror
 from lit_layers.training.checkpoints import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.runs import make_run
@@ -32,7 +31,7 @@ def release():
 
 @pytest.fixture(autouse=True)
 def none_before(monkeypatch):
-    monkeypatch.setattr(wandb_aside, "abandoned", [])
+    monkeypatch.setattr(wandb_mirror, "abandoned", [])
     leave_undrawn(monkeypatch)
 
 
@@ -42,11 +41,12 @@ class FakeRun:
     id, url, starting_step = "a1b2c3d4", "https://wandb.example/run", 0
 
     def __init__(self, where: str, what) -> None:
-        self.where, self.what, self.rows = where, what, []
+        self.where, self.what, self.rows, self.dir = where, what, [], ""
         self.settings = SimpleNamespace(mode="online")
 
-    def init(self, **_: object) -> "FakeRun":
+    def init(self, dir: str = "", **_: object) -> "FakeRun":
         self._do("init")
+        self.dir = f"{dir}/files"
         return self
 
     def define_metric(self, *_: object, **__: object) -> None: ...
@@ -106,12 +106,12 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, 
     mirror.finish()
     assert time.monotonic() - started < 60
     assert "W&B: stopped (no answer within 0 s)" in mirror.closing_line()
-    assert wandb_aside.abandoned == [mirror]
+    assert wandb_mirror.abandoned == [mirror]
 
 
 def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):
     fake(monkeypatch, "log", release.wait)
-    monkeypatch.setattr(wandb_aside, "_STEPS", 50)
+    monkeypatch.setattr(wandb_mirror, "_STEPS", 50)
     mirror = MirrorAside(WandbMirror(mode="online"))
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
     for step in range(2, 100):
@@ -134,34 +134,6 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
         mirror.open(root, run_id="a1b2c3d4", config={})
         mirror.finish(exit_code)
         assert sum("emergence" in row for row in run.rows) == tables
-
-
-def test_a_clock_an_hour_off_is_not_waited_for(tmp_path, monkeypatch):
-    file = tmp_path / "run-a1b2c3d4.wandb"
-    file.write_bytes(b"\0" * 100)
-    os.utime(file, (time.time() + 3600,) * 2)
-    monkeypatch.setattr(wandb_files, "_SETTLED", 0.3)
-    started = time.monotonic()
-    wandb_files.mirrored([file])
-    assert 0.25 < time.monotonic() - started < 60
-
-
-def test_a_file_that_still_grows_is_waited_for(tmp_path, monkeypatch):
-    file = tmp_path / "run-a1b2c3d4.wandb"
-    file.write_bytes(b"\0" * 100)
-    monkeypatch.setattr(wandb_files, "_SETTLED", 0.5)
-    real, waits = time.sleep, []
-
-    def growing(seconds: float) -> None:
-        real(seconds)
-        waits.append(seconds)
-        if len(waits) == 1:
-            file.write_bytes(b"\0" * 200)
-
-    monkeypatch.setattr(time, "sleep", growing)
-    started = time.monotonic()
-    wandb_files.mirrored([file])
-    assert time.monotonic() - started > 0.58  # the first look, and then the time of quiet
 
 
 @pytest.mark.slow
