@@ -36,7 +36,7 @@ from lit_layers.functional.emergence import EmergenceTimes, Time
 from lit_layers.identity import UNKNOWN
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.emergence_charts import (
+from lit_layers.report.emergence import (
     axis_text,
     layer_fronts,
     order_matrix,
@@ -675,7 +675,7 @@ def test_the_times_of_a_run_are_found_once_for_its_page_and_its_trackers(tmp_pat
 
 def test_a_page_whose_times_fail_says_so_and_has_all_the_rest(run, tmp_path, monkeypatch):
     whole = write_report(run, tmp_path / "page.html").read_text()
-    monkeypatch.setattr("lit_layers.report.emergence_page.times_of_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("lit_layers.report.emergence.times_of_run", lambda *_: 1 / 0)
     text = write_report(run, tmp_path / "page.html").read_text()
     assert "When metrics emerge could not be told: ZeroDivisionError: division by zero" in text
     sections = [re.findall(r'<section id="(.*?)"', page) for page in (whole, text)]
@@ -692,7 +692,7 @@ def test_when_it_emerges_is_a_picture_beside_those_of_the_page(run, tmp_path, mo
 def test_of_hundreds_of_curves_the_first_are_told_and_the_others_folded(run, tmp_path, monkeypatch):
     lines = [f"Curve {number}: half-way at step {number}" for number in range(30)]
     told = {"sentences": lines, "still": [f"Flat {number}" for number in range(25)], "notes": ["of 55"], "blocks": []}
-    monkeypatch.setattr("lit_layers.report.emergence_page.of_one_run", lambda *_: told)
+    monkeypatch.setattr("lit_layers.report.emergence.of_one_run", lambda *_: told)
     text = write_report(run, tmp_path / "page.html").read_text()
     section = text[text.index('<section id="emergence">') : text.index('<section id="results">')]
     assert re.findall(r"<li>(.*?)</li>", section) == lines

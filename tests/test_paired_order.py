@@ -22,7 +22,7 @@ from lit_layers.functional.emergence import bootstrap_counts, emergence_times
 from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store
 from lit_layers.report import write_report
-from lit_layers.report.emergence_charts import sentence
+from lit_layers.report.emergence import sentence
 from tests.support.undrawn import leave_undrawn
 
 AXIS = np.linspace(0, 11, 16)

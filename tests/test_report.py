@@ -317,7 +317,7 @@ def test_measurements_of_other_runs_or_without_a_step_are_counted_not_drawn(tmp_
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what is not about when metrics emerge: with 154 checkpoints that takes seconds."""
-    monkeypatch.setattr("lit_layers.report.emergence_page.times_of_run", lambda *_: None)
+    monkeypatch.setattr("lit_layers.report.emergence.times_of_run", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -864,19 +864,6 @@ def test_wandb_gets_suspect_checkpoints_only_where_that_is_asked_for(
         tables = [json.loads(path.read_text()) for path in (root / "wandb").rglob("media/table/*.table.json")]
         assert max(len(table["data"]) for table in tables) == rows * len(steps) // 2
     capsys.readouterr()
-
-
-def test_without_vega_the_report_says_what_to_install(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("lit_layers.report.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("lit_layers.report.rendering", raising=False)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    expected = "a report needs jinja2.*: pip install vl-convert-python jinja2, then run `lit-layers"
-    with pytest.raises(InputError, match=expected):
-        write_report(full)
-    monkeypatch.setitem(sys.modules, "lit_layers.report.rendering", None)
-    with pytest.raises(InputError, match=r"^no report can be drawn \(.*rendering.*\): install lit_layers again$"):
-        write_report(full)
 
 
 @pytest.mark.slow

@@ -118,7 +118,6 @@ def stepped(tmp_path: Path) -> Path:
 def test_a_timeline_that_cannot_be_drawn_costs_the_table_nothing_and_is_told_as_what_it_is(
     stepped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lit_layers.report.logged_numbers._draws", lambda: True)
     monkeypatch.setattr("lit_layers.report.logged_numbers.timeline", lambda clock: 1 / 0)
     tables, pictures = of_the_whole_run(stepped, [*records.read(stepped / "measurements.jsonl")], {})
     columns, rows = tables["emergence_times"]

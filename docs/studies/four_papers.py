@@ -46,7 +46,7 @@ from lit_layers.clock.times_and_order import Clock, agreement_table, measure_tim
 from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence_charts import time_text, timeline
+from lit_layers.report.emergence import time_text, timeline
 from lit_layers.report.side_by_side import Line, difference
 from lit_layers.report.side_by_side import over_training as chart_over_training
 

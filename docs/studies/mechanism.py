@@ -14,7 +14,7 @@ from lit_layers.clock.times_and_order import Clock, agreement_table, measure_tim
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence import EmergenceTimes
-from lit_layers.report.emergence_charts import LEAST_P, axis_text, time_text, timeline
+from lit_layers.report.emergence import LEAST_P, axis_text, time_text, timeline
 from lit_layers.report.side_by_side import Line, difference, over_training
 
 TIMELINE = Path(__file__).parents[1] / "images" / "four_papers_mechanism.png"

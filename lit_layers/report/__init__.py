@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from lit_layers.errors import InputError
 from lit_layers.identity import Settings
 from lit_layers.report.wandb_mirror import MirrorAside, WandbMirror
 
@@ -22,16 +21,8 @@ def write_report(
     (`lit_layers.identity`).
 
     Raises:
-        InputError: where `root` is no run's folder, one of its files is corrupt, the page cannot be written, or
-            vl-convert-python or jinja2 is not installed.
+        InputError: where `root` is no run's folder, one of its files is corrupt, or the page cannot be written.
     """
-    try:  # here, so that a training process without them can import this package
-        from lit_layers.report.rendering import page_of_folder
+    from lit_layers.report.rendering import page_of_folder  # needs pandas and jinja2, which no training waits for
 
-        return page_of_folder(root, out, allow_suspect=allow_suspect, settings=settings)
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in ("vl_convert", "jinja2"):
-            raise InputError(f"no report can be drawn ({error}): install lit_layers again") from error
-        raise InputError(
-            f"a report needs {error.name}: pip install vl-convert-python jinja2, then run `lit-layers report {root}`"
-        ) from error
+    return page_of_folder(root, out, allow_suspect=allow_suspect, settings=settings)

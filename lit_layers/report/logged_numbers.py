@@ -4,7 +4,6 @@ Any logger of Lightning takes curves by `log_metrics`. A run of W&B also gets he
 is imported here: a training that logs to one has done so.
 """
 
-import importlib.util
 import io
 import json
 import logging
@@ -27,7 +26,7 @@ from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short, variant_of
 from lit_layers.metrics import METRICS, look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence_charts import timeline
+from lit_layers.report.emergence import timeline
 from lit_layers.run_data import read_run
 
 logger = logging.getLogger(__name__)
@@ -111,15 +110,6 @@ def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dic
     return kinds
 
 
-def matrix_charts(measurement: Measurement, name: str) -> dict[str, Chart]:
-    """A heat map for each kind of pairs of layers of one measurement."""
-    kinds = matrices_of(measurement, name)
-    if not kinds:
-        return {}
-    frame = _frame([measurement])
-    return {key: layer_matrix(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
-
-
 def surfaces_of(measurements: list[Measurement], name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Metric and tags of each heat map of layers by steps of one analysis, by its name: what tables of results have."""
     frame = _frame(measurements)
@@ -161,17 +151,18 @@ def _table_row(measurement: Measurement, record: Record) -> list[Any]:
 
 def heat_maps(measurement: Measurement, name: str, without: Collection[str] = ()) -> dict[str, bytes]:
     """A picture (PNG) for each kind of pairs of layers, but those that are there already."""
-    if not _draws() or matrices_of(measurement, name).keys() <= set(without):
+    due = {key: kind for key, kind in matrices_of(measurement, name).items() if key not in without}
+    if not due:
         return {}
-    charts = matrix_charts(measurement, name)
-    due = {key: chart for key, chart in charts.items() if key not in without}
-    return _drawn(due, f"{measurement.analysis} at step {measurement.step}")
+    frame = _frame([measurement])
+    charts = {key: layer_matrix(frame, metric, tags=tags) for key, (metric, tags) in due.items()}
+    return _drawn(charts, f"{measurement.analysis} at step {measurement.step}")
 
 
 def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
     """Layers by steps, a picture (PNG) for each metric that has both; of settings other than `plain` by their names."""
     series: dict[str, list[Measurement]] = {}
-    for measurement in measured if _draws() else ():
+    for measurement in measured:
         if measurement.error is None and measurement.step is not None:
             series.setdefault(logged_name(measurement, plain), []).append(measurement)
     charts: dict[str, Chart] = {}
@@ -182,10 +173,6 @@ def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str
         except (InputError, ValueError) as error:  # no picture is worth the run's end
             logger.warning("no maps over layers of %s: %s", name, first_line(error))
     return _drawn(charts, "layers by steps") if charts else {}
-
-
-def _draws() -> bool:
-    return importlib.util.find_spec("vl_convert") is not None
 
 
 def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
@@ -227,7 +214,7 @@ def of_the_whole_run(
     except Exception as error:  # no table is worth the run's end
         logger.warning("no table of emergence times: %s", first_line(error))
     try:
-        if clock is not None and _draws() and any(times.emerges for times in clock.times):
+        if clock is not None and any(times.emerges for times in clock.times):
             pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
     except Exception as error:  # nor is a picture
         logger.warning("no picture of when metrics emerge: %s", first_line(error))
@@ -239,14 +226,11 @@ def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, 
 
     Beside others of its name a picture has a slider over the steps.
     """
-    made = {name: library.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-    return made | {name: library.Image(image(png)) for name, png in pictures.items()}
-
-
-def image(png: bytes) -> Any:
     from PIL import Image  # what only heat maps need
 
-    return Image.open(io.BytesIO(png)).convert("RGB")
+    made = {name: library.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+    images = {name: Image.open(io.BytesIO(png)).convert("RGB") for name, png in pictures.items()}
+    return made | {name: library.Image(image) for name, image in images.items()}
 
 
 def best_of(name: str) -> str | None:

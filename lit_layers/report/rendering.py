@@ -17,7 +17,7 @@ from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table, with_task_means, with_task_medians
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
-from lit_layers.report import emergence_page, sections, variant_sections
+from lit_layers.report import emergence, sections, variant_sections
 from lit_layers.report.template import charts_in, fill, write_page
 
 
@@ -32,7 +32,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    emergence = _emergence(run, allow_suspect=allow_suspect)
+    emerges = _emergence(run, allow_suspect=allow_suspect)
     for section in shown:
         blocks = section["metrics"]
         section["metrics"] = [block for block in blocks if not block.get("folded")]
@@ -57,7 +57,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         allow_suspect=allow_suspect,
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
-        emergence=emergence if any(emergence.values()) else None,
+        emergence=emerges if any(emerges.values()) else None,
         training=sections.training(run),
         sections=shown,
         cost=run_data.cost(run) if any(each.seconds for each in run.measurements) else [],
@@ -75,10 +75,9 @@ def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
     nothing = {"sentences": [], "still": [], "notes": [], "blocks": []}
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
-        emergence = None if run.compares_models else emergence_page.of_one_run(run.name, drawn, run.root)
+        return (None if run.compares_models else emergence.of_one_run(run.name, drawn, run.root)) or nothing
     except Exception as error:  # the rest of the page is as good as before
-        emergence = {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
-    return emergence or nothing
+        return {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:

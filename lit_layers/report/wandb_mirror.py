@@ -92,7 +92,7 @@ class WandbMirror:
 
     A point is a name at a step. `open` finds out which points W&B has (from what the mirror noted as it sent them, and
     from the server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them;
-    `log_step` sends what is new. Every name has `trainer/global_step` as its axis, every row the tokens as a second one.
+    `log_step` sends what is new. Each name has `trainer/global_step` as its axis, each row the tokens as a second one.
 
     The rule of order: write to the files first, then call `log_step` once for each step, in ascending order, when
     nothing more will come for it. Points that come late, or twice, are still sent once; but only rows in this order
@@ -265,7 +265,8 @@ class WandbMirror:
         except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
             self._stop()
             raise InputError(f"wandb: {' '.join(str(error).split())}") from error
-        self._message = self._where_to_look()
+        online = self._run.settings.mode != "offline"
+        self._message = f"W&B          {self._run.url}" if online else self._where_offline(self._run.id)
 
     def _init_online(self, mode: str, run_id: str, config: dict[str, Any]) -> Any:
         """The run, or None where the server cannot be reached and need not be."""
@@ -387,7 +388,12 @@ class WandbMirror:
         if number < self._server_rows:
             return
         try:
-            define(self._run, row, self._defined)
+            if not self._defined:
+                self._run.define_metric(AXIS)
+                self._defined |= {AXIS, TABLE, TIMES}
+            for name in row.keys() - self._defined:  # by exact name: competing globs are resolved in random order
+                self._run.define_metric(name, step_metric=AXIS, summary=best_of(name))
+            self._defined |= row.keys()
             axis = {} if step is None else {AXIS: step}
             self._run.log({**row, **axis}, step=number, commit=True)
         except self._errors as error:
@@ -419,11 +425,6 @@ class WandbMirror:
         return self._table_is_due or TABLE not in self._sent.names.get(None, frozenset())
 
     # ------------------------------------------------------------------------------------------- words
-
-    def _where_to_look(self) -> str:
-        if self._run.settings.mode != "offline":
-            return f"W&B          {self._run.url}"
-        return self._where_offline(self._run.id)
 
     def _where_offline(self, run_id: str) -> str:
         folders = [file.parent for file in run_files(self.root, run_id) if file.parent.name.startswith("offline-")]
@@ -472,16 +473,6 @@ def _begun(folder: str, run_id: str) -> tuple[str, int]:
 def _is_online(file: Path) -> bool:
     """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
     return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
-
-
-def define(run: Any, names: Iterable[str], defined: set[str]) -> None:
-    """Gives curves their axis, by exact name: competing globs are resolved in random order."""
-    if not defined:
-        run.define_metric(AXIS)
-        defined |= {AXIS, TABLE, TIMES}
-    for name in set(names) - defined:
-        run.define_metric(name, step_metric=AXIS, summary=best_of(name))
-        defined.add(name)
 
 
 def refuse_settings_of_folder() -> None:

@@ -9,6 +9,7 @@ from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, Pairs, given
 from lit_layers.cli.refusals import refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import in_sentence
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
 if TYPE_CHECKING:
@@ -241,7 +242,6 @@ def _over_layers(
 
 def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
     from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks
-    from lit_layers.figures.labels import in_sentence
 
     title = f"Metrics against {in_sentence(tables.score_title)} over layers"
     coefficients = correlation_table(tables, findings)

@@ -54,7 +54,7 @@ def emerge(
     from lit_layers.clock.curve_sources import curves_of
     from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
     from lit_layers.clock.times_and_order import measure_times
-    from lit_layers.report.emergence_page import write_emergence
+    from lit_layers.report.emergence import write_emergence
 
     curves = []
     options = {"metrics": metrics or (), "where": dict(where), "axis": axis, "settings": settings or ()}
@@ -96,7 +96,7 @@ def _show(clock: "Clock", axis: str) -> None:
         few_seeds_sentence,
         of_the_model,
     )
-    from lit_layers.report.emergence_charts import time_text
+    from lit_layers.report.emergence import time_text
 
     for run in clock.runs:
         pairs = of_the_model(clock, run)

@@ -15,6 +15,7 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
 from lit_layers.cli.options import Names, Numbers, Recipe, given
 from lit_layers.cli.refusals import refuse_beside
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import tag_text
 from lit_layers.functional.block_schedules import (
     CUSTOM,
     LOOPS,
@@ -336,7 +337,6 @@ def _of_variants(table: Any) -> Any:
 
 def _tables(table: Any) -> Iterator[tuple[str, Any]]:
     """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
-    from lit_layers.figures.labels import tag_text
     from lit_layers.figures.tables import MEDIAN
 
     rows = _of_variants(table)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.cli.console import note, show_table
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import listing
 
 if TYPE_CHECKING:
     from lit_layers.report.side_by_side import SideBySide
@@ -47,7 +48,6 @@ def report(
         provenance: only print where the numbers come from
     """
     from lit_layers import run_data
-    from lit_layers.figures.labels import listing
     from lit_layers.report import MirrorAside, write_report
 
     chosen = settings or ()
