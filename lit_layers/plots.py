@@ -40,7 +40,12 @@ __all__ = [
     "write_surface",
 ]
 
-__all__ += chart.__all__ + maps.__all__ + models.__all__ + profiles.__all__ + scatter.__all__ + training.__all__
+__all__ += chart.__all__
+__all__ += maps.__all__
+__all__ += models.__all__
+__all__ += profiles.__all__
+__all__ += scatter.__all__
+__all__ += training.__all__
 __all__ += _variants.__all__
 _PANELS = 3
 

@@ -300,11 +300,9 @@ def test_the_graph_joins_blocks_whose_mean_coupling_of_both_directions_is_above_
     assert none.notes == ["No pair is coupled"]
 
 
-def test_a_graph_of_nothing_or_of_a_threshold_of_nothing_is_refused() -> None:
+def test_a_graph_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no values per pair of different layers"):
         plots.coupling_graph(table((1, pairs_of({(1, 1): 1.0}))))
-    with pytest.raises(ValueError, match="expected a threshold above 0, got 0"):
-        plots.coupling_graph(table((1, pairs_of({(1, 2): 1.0}))), threshold=0)
 
 
 def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_mean_is_the_curve() -> None:

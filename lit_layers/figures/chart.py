@@ -82,7 +82,6 @@ class Cells:
     scale: Sequence[float] = ()  # of each frame: values are drawn as shares of it
     hover: str = "{y}, {x}"
     texts: Sequence[str] = ()  # of each row, for hovering
-    notes: Sequence[Sequence[Sequence[str]]] = ()  # of each value, for hovering
     flat: bool = False  # the colour bar above the map
 
 
@@ -395,7 +394,6 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
                 cell = {"x": column, "y": row, "z": value, "v": value if value is None else value / full}
                 cell |= {"n": number, "y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame}
                 cell |= {"t": content["texts"][down]} if content["texts"] else {}
-                cell |= {"w": content["notes"][frame][down][number]} if content["notes"] else {}
                 rows.append(cell)
     points = zip(*content["points"].values(), strict=True)
     return rows + [{**dict(zip(content["points"], row, strict=True)), "i": n} for n, row in enumerate(points)]
@@ -418,7 +416,7 @@ def columns_of(chart: Chart) -> dict[str, Any]:
         size += len(s.y)
     columns: dict[str, Any] = {"points": dict(sorted(points.items()))}
     if chart.cells is not None:
-        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns), "notes": list(chart.cells.notes)}
+        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns)}
         columns |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
     return columns
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 from typing import Any
 
-_UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
+_UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x80-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
 
 def main() -> None:

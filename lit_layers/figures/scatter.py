@@ -36,11 +36,8 @@ def coupling_graph(
     there is no line. Colours of blocks are by depth, clockwise from the top.
 
     Raises:
-        ValueError: where the metric has no values per pair of different layers, or for a threshold that is not
-            positive.
+        ValueError: where the metric has no values per pair of different layers.
     """
-    if threshold is not None and not threshold > 0:
-        raise ValueError(f"expected a threshold above 0, got {threshold}")
     of_two = lambda point: tables.is_pair(point) and point.layer != point.other_layer  # noqa: E731
     points, tags = tables.drawable(frame, metric, of_two, "values per pair of different layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
@@ -237,9 +234,9 @@ class Scatter:
         return at.tolist(), (fitted.intercept + fitted.slope * at).tolist(), low.tolist(), high.tolist()
 
 
-def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440, named: bool = True) -> Chart:
+def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Chart:
     """Returns the chart; as many names as have room beside their points at this size, others on touch."""
-    places = label_places(content, width - 80, height - 110, size=10.5) if named else [None] * len(content.x)
+    places = label_places(content, width - 80, height - 110, size=10.5)
     series = []
     if (line := content.line()) is not None:
         at, middle, low, high = (rounded(side, 6) for side in line)

@@ -383,7 +383,7 @@ class OverTasks:
     notes: dict[str, str]
 
 
-def with_task_means(frame: pd.DataFrame, bases: Sequence[str] = BASES) -> OverTasks:
+def with_task_means(frame: pd.DataFrame) -> OverTasks:
     """Returns a table whose analyses `BASE/TASK` of several tasks have become one, `BASE/mean_over_tasks`.
 
     A mean is over the tasks that every checkpoint (or model) has at every layer, with equal weights; the others are in
@@ -393,7 +393,7 @@ def with_task_means(frame: pd.DataFrame, bases: Sequence[str] = BASES) -> OverTa
     table: Any = frame
     _refuse_several_settings(table)
     means, notes, rest = [], {}, table
-    for base in bases if len(table) else ():
+    for base in BASES if len(table) else ():
         task = table["analysis"].str.partition("/")
         of_base = (task[0] == base) & (task[2] != "")
         if table.loc[of_base, "analysis"].nunique() > 1:

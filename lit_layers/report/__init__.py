@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+from lit_layers import run_data
 from lit_layers.identity import Settings
+from lit_layers.report.rendering import render
+from lit_layers.report.template import write_page
 from lit_layers.report.wandb_mirror import MirrorAside, WandbMirror
 
 __all__ = ["MirrorAside", "WandbMirror", "write_report"]
@@ -23,6 +26,6 @@ def write_report(
     Raises:
         InputError: where `root` is no run's folder, one of its files is corrupt, or the page cannot be written.
     """
-    from lit_layers.report.rendering import page_of_folder  # needs pandas and jinja2, which no training waits for
-
-    return page_of_folder(root, out, allow_suspect=allow_suspect, settings=settings)
+    run = run_data.read_run(root, settings=settings)
+    page = render(run, allow_suspect=allow_suspect)
+    return write_page(page, Path(out) if out is not None else run.root / "report.html")

@@ -18,14 +18,7 @@ from lit_layers.figures.tables import change_table, grouped, model_table, with_t
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence, sections, variant_sections
-from lit_layers.report.template import charts_in, fill, write_page
-
-
-def page_of_folder(root: str | Path, out: str | Path | None, *, allow_suspect: bool, settings: Settings) -> Path:
-    """Writes the page of a folder, as `lit_layers.report.write_report` says, and returns its path."""
-    run = run_data.read_run(root, settings=settings)
-    page = render(run, allow_suspect=allow_suspect)
-    return write_page(page, Path(out) if out is not None else run.root / "report.html")
+from lit_layers.report.template import charts_in, fill
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:

@@ -1,7 +1,6 @@
 """The sections of models whose blocks run otherwise, and of how alike layers are: few blocks, with choices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,23 +30,16 @@ _SIMILAR = "Similarity of layers"
 _Choice = tuple[str, Callable[[], Chart]]
 
 
-@dataclass(frozen=True)
 class _Scores:
     """A metric of an analysis under one circumstance (`tags`): its rows, what draws them, and what it is called."""
 
-    table: Any
-    analysis: str
-    metric: str
-    tags: dict[str, Any]
-    text: str
-    rows: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows = self.table[(self.table["analysis"] == self.analysis) & (self.table["metric"] == self.metric)]
-        for name, value in ({"seed": None, "statistic": None} | self.tags).items():
+    def __init__(self, table: Any, analysis: str, metric: str, tags: dict[str, Any], text: str) -> None:
+        self.table, self.analysis, self.metric, self.tags, self.text = table, analysis, metric, tags, text
+        rows = table[(table["analysis"] == analysis) & (table["metric"] == metric)]
+        for name, value in ({"seed": None, "statistic": None} | tags).items():
             if name in rows:
                 rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
-        object.__setattr__(self, "rows", rows)
+        self.rows = rows
 
     def has(self, *variants: str) -> bool:
         return bool(self.rows["variant"].isin(variants).any())

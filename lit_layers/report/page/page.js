@@ -32,7 +32,6 @@
         values.forEach((z, number) => {
           const y = figure.rows[down];
           const cell = { x: figure.columns[number], y, z, n: number, y0: y - 0.5, y1: y + 0.5, t: figure.texts[down] };
-          cell.w = figure.notes[frame]?.[down][number];
           found.push({ ...cell, v: z === null ? null : z / (figure.full[frame] ?? 1), f: figure.frames ? frame : null });
         }),
       ),
