@@ -92,10 +92,11 @@ class Published:
     def check(self) -> None:
         """Raises InputError where the fields do not fit each other."""
         given = [name for name in ("value", "values", "at_least", "at_most") if getattr(self, name) not in (None, {})]
-        if len(given) != 1:
-            raise InputError(f"published: {self.what}: expected one of value, values, at_least, at_most, got {given}")
-        if bool(self.values) != bool(self.over):
-            raise InputError(f"published: {self.what}: values and over belong together, got over {self.over!r}")
+        if len(given) != 1 or bool(self.values) != bool(self.over):
+            raise InputError(
+                f"published: {self.what}: expected one of value, values (and over), at_least, at_most, got {given} "
+                f"and over {self.over!r}"
+            )
 
     def single(self) -> Iterator["Published"]:
         """Each number with its own place."""

@@ -88,8 +88,10 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     # a row without a step beside a curve, such as untrained weights, is never taken for the run
     runs = list(dict.fromkeys(m.run for m in sorted(measurements, key=lambda m: m.step is not None)))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
-    mine = sorted((m for m in measurements if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
-    others = sorted((m for m in others if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
+    mine, others = (
+        sorted((m for m in each if m.run == shown), key=lambda m: -1 if m.step is None else m.step)
+        for each in (measurements, others)
+    )
     return RunData(root, about, mine, scalars, [run for run in runs if run != shown], others)
 
 
@@ -119,11 +121,9 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     """Returns what stands at the head of the page, as (name, value)."""
     about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
-    last = max(steps, default=None)
+    last, planned, data = max(steps, default=None), about.get("max_steps"), about.get("data", {})
     tokens = [m.tokens for m in run.measurements if m.tokens is not None]
     tokens += [int(row["tokens"]) for row in run.scalars[-1:] if "tokens" in row]
-    data = about.get("data", {})
-    planned = about.get("max_steps")
     unfinished = planned is not None and last is not None and last < planned
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
     numbers = lambda m: (n for r in m.records for n in (r.layer, r.other_layer) if n is not None)  # noqa: E731
@@ -131,7 +131,6 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     depths = {max((n for m in measured for n in numbers(m)), default=0) for measured in models.values()}
     devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
     device = " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
-    seconds = wall_seconds(run)
     layers = f"{min(depths)} to {max(depths)}" if len(depths) > 1 else "".join(str(n) for n in depths if n)
     facts = [
         ("Models", str(len(run.models)) if run.models else ""),
@@ -143,23 +142,18 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
         ("Checkpoints measured", str(checkpoints) if checkpoints else ""),
         ("Data", str(data.get("corpus") or data.get("source") or "")),
         ("Device", device or (", ".join(devices) if run.models else "")),
-        ("Wall time", duration(seconds) if seconds is not None else ""),
+        ("Wall time", duration(about["seconds"]) if about.get("seconds") else ""),
         ("Started", _date(about.get("started"))),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def wall_seconds(run: RunData) -> float | None:
-    """Returns the wall time of the whole run, once it has ended."""
-    return run.about.get("seconds") or None
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
     """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
-    total, wall = sum(map(sum, seconds.values())), wall_seconds(run)
-    if wall is not None and total > wall:  # other processes measured, too: of a time that is not known
+    total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
+    if wall and total > wall:  # other processes measured, too: of a time that is not known
         wall = None
     rows: list[tuple[str, int | None, float]] = [
         (sentence(name), len(each), sum(each)) for name, each in seconds.items()
@@ -250,10 +244,10 @@ def _checkpoints(run: RunData, names: list[str]) -> dict[str, Any]:
     first = [name for name in _OF_CHECKPOINT if name in names]
     columns = [*first, *(name for name in names if name not in (*_OF_CHECKPOINT, *_LAST))]
     columns += [name for name in _LAST if name in names]
-    rows = []
-    for measurements in _by_checkpoint(run):
-        texts = [", ".join(map(_text, _values(name, measurements))) for name in columns]
-        rows.append([run.place(measurements[0]), *texts])
+    rows = [
+        [run.place(each[0]), *(", ".join(map(_text, _values(name, each))) for name in columns)]
+        for each in _by_checkpoint(run)
+    ]
     return {"columns": ["model" if run.compares_models else "step", *columns], "rows": rows if columns else []}
 
 

@@ -291,25 +291,22 @@ class _Resumed(TypedDict):
     back: bool
 
 
-@with_config(OPEN)
-class _RunFacts(TypedDict, total=False):
-    run: str
-    id: str
-    started: str
-    max_steps: Count
-    origin: _Origin | None
-    tokens_per_step: Count | None
-    world_size: Count
-    device: str
-    precision: str
-    model: _Model
-    config: _Config
-    data: _Data
-    resumed: list[_Resumed]
-    seconds: Seconds
-    last_step: Count
-    checkpoint_seconds: Seconds
-    analysis_seconds: Seconds
+_RunFacts = _open(  # in the order in which a page shows them
+    "_RunFacts",
+    **dict.fromkeys(("run", "id", "started"), str),
+    max_steps=Count,
+    origin=_Origin | None,
+    tokens_per_step=Count | None,
+    world_size=Count,
+    **dict.fromkeys(("device", "precision"), str),
+    model=_Model,
+    config=_Config,
+    data=_Data,
+    resumed=list[_Resumed],
+    seconds=Seconds,
+    last_step=Count,
+    **dict.fromkeys(("checkpoint_seconds", "analysis_seconds"), Seconds),
+)
 
 
 def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -278,8 +278,11 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
             "steps: 1, correlate: resamples: expected a whole number, got many",
         ),
         ({"reduced": {"prompts": 3}}, "reduced: there is no 'prompts' among the sizes"),
-        ({"published": [{"what": "x", "measured": PLACE}]}, "x: expected one of value, values, at_least, at_most"),
-        ({"published": [{"what": "x", "value": 1, "over": "run", "measured": PLACE}]}, "values and over belong"),
+        (
+            {"published": [{"what": "x", "measured": PLACE}]},
+            "x: expected one of value, values (and over), at_least, at_most, got []",
+        ),
+        ({"published": [{"what": "x", "value": 1, "over": "run", "measured": PLACE}]}, "got ['value'] and over 'run'"),
         ({"published": [{"what": "x", "value": "1", "measured": PLACE}]}, "value: expected a finite number, got '1'"),
         (
             {"published": [{"what": "x", "value": math.nan, "measured": PLACE}]},

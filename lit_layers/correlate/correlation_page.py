@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
         influence=influence_text(findings),
         models=_models(table),
     )
-    content = findings.to_dict() | {"source": table.source, "notes": table.notes}
+    content = asdict(findings) | {"source": table.source, "notes": table.notes}
     return write(folder, "correlation", content, page, frames, charts)
 
 
@@ -279,7 +279,7 @@ def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[str, Scat
             for rest, column in zip(left, (metric, score), strict=True):
                 rest[there] = correlation.residuals(column[there], [at[there]])
             note = f"What is left of both once {in_sentence(title)} is regressed out: the partial correlation."
-            plot = _scatter(table, findings, *left, f"{x}, residual", f"{y}, residual", fitted=1)
+            plot = _scatter(table, findings, left[0], left[1], f"{x}, residual", f"{y}, residual", fitted=1)
             plots["partial"] = f"{against}, beyond {in_sentence(title)}", plot, note
         note = f"The closer to the line, the less the metric tells beyond {in_sentence(title)}."
         plot = _scatter(table, findings, at, metric, title, x)

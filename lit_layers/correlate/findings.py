@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,10 +66,6 @@ class Findings:
     influence: dict[str, Any] | None
     warnings: list[str]
     left_out: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
 
 
 def correlate(
@@ -328,10 +324,6 @@ class LayerFindings:
     basis: str
     first_layer: int
     left_out: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
 
 
 def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int = 100, seed: int = 0) -> LayerFindings:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         choices=choice_table(tables, findings),
         selection=[block_of(chart.y.title, [("", chart)], kind="named") for chart in chosen],
     )
-    content = findings.to_dict() | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    content = asdict(findings) | {"source": tables.source, "states": tables.states, "titles": tables.titles}
     return write(folder, "layers", content, page, _frames(tables, findings), panels)
 
 

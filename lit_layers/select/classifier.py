@@ -59,9 +59,9 @@ class ProbeHead:
     @classmethod
     def of(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
         """The probe in a row of `probes`, on the CPU."""
-        tensors = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
+        weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
-        return cls(facts, *tensors, seen)
+        return cls(facts, weight, bias, mean, scale, seen)
 
     @property
     def dim(self) -> int:
