@@ -40,8 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers import records
-from lit_layers.data.image_files import SmallPictures
-from lit_layers.data.images import ImageSource
+from lit_layers.data.images import ImageSource, SmallPictures
 from lit_layers.models.pixels import mixup
 from lit_layers.training import LitImageClassifier, LitImageData
 from lit_layers.training.datamodules import SampleOrder

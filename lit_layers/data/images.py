@@ -2,40 +2,146 @@
 
 import functools
 import hashlib
+import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers.data.batches import Batches
-from lit_layers.data.image_files import (
-    Content,
-    FilePictures,
-    Pictures,
-    SmallPictures,
-    Split,
-    columns_of,
-    from_array,
-    npz_splits,
-    parquet_splits,
-    pictures_of_rows,
-    python_batches,
-    python_splits,
-)
 from lit_layers.errors import InputError, whole_path
 from lit_layers.files.hub import asking_the_hub
 from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
+SMALL = 64  # px; images up to this size are kept decoded (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
 _HELD_OUT = ("val", "valid", "validation", "test")
+_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow says of a file it cannot read
+# Kinds of pixels that Pillow converts to RGB with nothing cut off.
+_EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+
+
+class Pictures(ABC):
+    """Labelled images in a fixed order."""
+
+    labels: Tensor  # (images,) int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def picture(self, index: int) -> Image.Image:
+        """Return one image in RGB; one that cannot be decoded is refused by its file or row."""
+
+    @abstractmethod
+    def content_hash(self) -> str:
+        """Sixteen hex digits over the images and their labels."""
+
+
+class SmallPictures(Pictures):
+    """Images of one size, held as uint8."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels  # (images, 3, height, width), (images,)
+
+    def picture(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
+
+    def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
+        """Some images: (chosen, 3, height, width), `pinned` where a GPU takes them from without waiting.
+
+        An index in brackets would go through them byte by byte, at half the speed or less.
+        """
+        images = torch.empty(len(chosen), *self.pixels.shape[1:], dtype=self.pixels.dtype, pin_memory=pinned)
+        return torch.index_select(self.pixels, 0, torch.tensor(chosen, dtype=torch.long), out=images)
+
+    def content_hash(self) -> str:
+        """Over every pixel."""
+        digest = hashlib.sha256(f"{tuple(self.pixels.shape)}".encode())
+        digest.update(self.pixels.contiguous().numpy().data)
+        digest.update(self.labels.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+class FilePictures(Pictures):
+    """Image files, opened on demand."""
+
+    def __init__(self, files: Sequence[Path], labels: Tensor, root: Path) -> None:
+        self.files, self.labels, self.root = files, labels, root
+
+    def picture(self, index: int) -> Image.Image:
+        return decoded(self.files[index], str(self.files[index]))
+
+    def content_hash(self) -> str:
+        """Over names, sizes and labels, as reading 150 GB would take hours."""
+        digest = hashlib.sha256()
+        for file, label in zip(self.files, self.labels.tolist(), strict=True):
+            digest.update(f"{file.relative_to(self.root)} {file.stat().st_size} {label}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+class EncodedPictures(Pictures):
+    """Rows of encoded bytes (a parquet file, a data set of the Hub), decoded when they are asked for."""
+
+    def __init__(self, rows: Any, labels: Tensor, name: str, fingerprint: str) -> None:
+        self.rows, self.labels, self.name, self.fingerprint = rows, labels, name, fingerprint
+
+    def picture(self, index: int) -> Image.Image:
+        return decoded(self.rows(index), f"row {index} of {self.name}")
+
+    def content_hash(self) -> str:
+        """Over the name of the data, its fingerprint and the labels."""
+        facts = f"{self.name} {self.fingerprint} ".encode()
+        return hashlib.sha256(facts + self.labels.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def decoded(source: Path | bytes | None, name: str) -> Image.Image:
+    """Return an image in RGB, turned upright as its EXIF data ask for, from a file or its bytes.
+
+    Sixteen bits are scaled to eight. Transparency is dropped, as timm and torchvision do.
+    """
+    try:
+        with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
+                image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))  # convert cuts off at 255
+            if image.mode in _EIGHT_BITS:
+                return image.convert("RGB")
+            kind = image.mode
+    except _BROKEN as error:
+        raise InputError(f"{name} is no image that can be read ({' '.join(str(error).split())})") from error
+    raise InputError(f"{name} has pixels of the kind {kind}, whose range is not known: save it in RGB")
+
+
+def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
+    """Images as one tensor, or as they are where the first is large."""
+    width, height = pictures.picture(0).size
+    if max(width, height) > SMALL:
+        return pictures
+    pixels = np.empty((len(pictures), height, width, 3), dtype=np.uint8)
+    for index in range(len(pictures)):
+        image = pictures.picture(index)
+        if image.size != (width, height):
+            raise InputError(
+                f"row {index} of {pictures.name} is {image.size[0]} x {image.size[1]} px where the first image is "
+                f"{width} x {height}: images of up to {SMALL} px must be of one size"
+            )
+        pixels[index] = np.asarray(image)
+    return SmallPictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), pictures.labels)
+
+
+Split = Literal["train", "test"]
+Content = tuple[Pictures, tuple[str, ...] | None]  # of a split, with the names of its classes
 
 
 class ImageSource:
@@ -66,18 +172,12 @@ class ImageSource:
         return self._content("train")[1] or tuple(map(str, range(self.num_classes)))
 
     def check(self) -> None:
-        """Reads both splits.
-
-        Raises:
-            InputError: a class without training images, or splits that do not have the same classes.
-        """
+        """Reads both splits, which must have the same classes."""
         train, test = (set(each.labels.unique().tolist()) for each in (self.train, self.test))
         names = self.classes
         missing = sorted(set(range(len(names))) - train)
         if missing:
-            raise InputError(
-                f"{self.name}: class {names[missing[0]]!r} has no training image; add some or leave it out"
-            )
+            raise InputError(f"{self.name}: class {names[missing[0]]!r} has no training image; leave it out")
         if train != test:
             odd = sorted(train ^ test)[0]
             name, where = (names[odd] if odd < len(names) else odd), "train" if odd in train else "test"
@@ -87,15 +187,12 @@ class ImageSource:
             )
 
     def _checked(self, split: Split, pictures: Pictures, names: tuple[str, ...] | None) -> Content:
-        if not len(pictures):
-            raise InputError(f"{self.name}: the {split} split has no image")
-        low, high = int(pictures.labels.min()), int(pictures.labels.max())
-        if low < 0 or (names is not None and high >= len(names)):
-            wrong, limit = (
-                (low, "at least 0") if low < 0 else (high, f"below {len(names or ())}, the number of classes")
-            )
-            row = pictures.labels.tolist().index(wrong)
-            raise InputError(f"{self.name}: expected labels of {limit}, row {row} of the {split} split has {wrong}")
+        highest = int(pictures.labels.max()) if names is None else len(names) - 1
+        for row, label in enumerate(pictures.labels.tolist()):
+            if not 0 <= label <= highest:
+                raise InputError(
+                    f"{self.name}: row {row} of the {split} split has {label}, expected a label from 0 to {highest}"
+                )
         return pictures, names
 
 
@@ -103,8 +200,7 @@ class ImageSource:
 def image_source(name: str) -> ImageSource:
     """The image set of a name: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME[:CONFIG]` of the Hub.
 
-    A path is an .npz file, a folder of parquet files, torchvision's `cifar-10-batches-py` or `cifar-100-python` (or
-    the folder that holds it), or a folder `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Nothing is read yet.
+    A path is a folder of parquet files, or a folder `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Nothing is read yet.
 
     Raises:
         InputError: a name that is none of these, or a folder that holds no images in a known form.
@@ -116,13 +212,11 @@ def image_source(name: str) -> ImageSource:
         return ImageSource(name, _local(path))
     hub = HUB_NAMES.get(name, name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", hub) or name.startswith((".", "/", "~")):
-        raise InputError(
-            f"source: expected digits, cifar10, cifar100, an existing path or ORG/NAME of the Hub, got {name!r}"
-        )
+        raise InputError(f"source: expected digits, cifar10, cifar100, an existing path or ORG/NAME, got {name!r}")
     return ImageSource(name, lambda split: _hub(hub, split))
 
 
-def _digits(split: Split) -> tuple[Pictures, tuple[str, ...]]:
+def _digits(split: Split) -> Content:
     """Handwritten digits of 8 x 8 px that come with scikit-learn; of each class, every fifth is for testing."""
     from sklearn.datasets import load_digits
 
@@ -133,37 +227,35 @@ def _digits(split: Split) -> tuple[Pictures, tuple[str, ...]]:
         members = np.flatnonzero(labels == digit)
         turn[members] = np.arange(len(members))
     chosen = (turn % 5 == 4) == (split == "test")
-    pixels = np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # given as 0..16
-    return from_array(pixels, labels[chosen], "digits"), tuple(map(str, range(10)))
+    grey = torch.from_numpy(np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8))  # given as 0..16
+    pictures = SmallPictures(grey[:, None].repeat(1, 3, 1, 1), torch.from_numpy(labels[chosen].astype(np.int64)))
+    return pictures, tuple(map(str, range(10)))
 
 
 def _local(path: Path) -> Callable[[Split], Content]:
-    if path.suffix == ".npz":
-        return functools.partial(npz_splits, path)
     if (path / "train").is_dir() and not list(path.glob("train/*.parquet")):
         return functools.partial(_folders, path)
-    if batches := python_batches(path):
-        return functools.partial(python_splits, batches)
     if path.is_dir() and list(path.rglob("*.parquet")):
-        return functools.partial(parquet_splits, path)
+        return functools.partial(_parquet, path)
     raise InputError(
-        f"source: {path} holds no images in a known form: an .npz file, parquet files, cifar-10-batches-py, "
-        "cifar-100-python, or train/CLASS/*.jpg"
+        f"source: {path} holds neither parquet files nor train/CLASS/*.jpg: docs/images.md converts others"
     )
 
 
-def _folders(root: Path, split: Split) -> tuple[Pictures, tuple[str, ...]]:
+def _folders(root: Path, split: Split) -> Content:
     """train/CLASS/*.jpg, and beside train one of val, valid, validation, test."""
     held_out = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
     if held_out is None:
         raise InputError(f"{root}: expected a folder val (or test) beside train, found none")
-    names = [_subfolders(root / each) for each in ("train", held_out)]
+    names = [
+        sorted(path.name for path in (root / each).iterdir() if path.is_dir() and path.name[0] != ".")
+        for each in ("train", held_out)
+    ]
     if names[0] != names[1]:
         odd = sorted(set(names[0]) ^ set(names[1]))[0]
-        place, other = ("train", held_out) if odd in names[0] else (held_out, "train")
+        place = "train" if odd in names[0] else held_out
         raise InputError(
-            f"{root}: {len(names[0])} classes in train and {len(names[1])} in {held_out}; class {odd!r} is in {place} "
-            f"and not in {other}"
+            f"{root}: {len(names[0])} classes in train and {len(names[1])} in {held_out}; class {odd!r} is in {place}"
         )
     folder, files, labels = root / ("train" if split == "train" else held_out), [], []
     for label, name in enumerate(names[0]):
@@ -175,8 +267,25 @@ def _folders(root: Path, split: Split) -> tuple[Pictures, tuple[str, ...]]:
     return FilePictures(files, torch.tensor(labels), root), tuple(names[0])
 
 
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+def _parquet(folder: Path, split: Split) -> Content:
+    """Files named after their split, as on the Hub: train-00000-of-00005.parquet."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    names = ("train",) if split == "train" else ("validation", "valid", "val", "test")
+    files = {file.relative_to(folder).as_posix().replace("_", "-"): file for file in sorted(folder.rglob("*.parquet"))}
+    by_name = ([file for path, file in files.items() if re.match(rf"{name}\b", path)] for name in names)
+    chosen = next(filter(None, by_name), None)
+    if chosen is None:
+        raise InputError(f"source: expected parquet files {names[0]}-*.parquet in {folder}, it has {', '.join(files)}")
+    try:
+        columns = _columns(pq.read_schema(chosen[0]).names, str(chosen[0]))
+        rows = datasets.Dataset(pq.read_table(chosen, columns=[*columns]))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"source: {chosen[0]} is no parquet file that can be read ({error})") from error
+    listing = "".join(f"{file.name} {file.stat().st_size} " for file in chosen)
+    return _of_rows(rows, f"{folder} ({chosen[0].name}, ...)", hashlib.sha256(listing.encode()).hexdigest())
 
 
 def _hub(name: str, split: Split) -> Content:
@@ -192,17 +301,40 @@ def _hub(name: str, split: Split) -> Content:
     if chosen is None:
         raise InputError(f"{name}: expected a split {' or '.join(order)}, it has {', '.join(splits)}")
     rows = splits[chosen]
-    image, label = columns_of(rows.column_names, name)
-    rows = rows.cast_column(image, datasets.Image(decode=False))
-    names = getattr(rows.features[label], "names", None)
+    return _of_rows(rows, f"the {chosen} split of {name}", rows._fingerprint)
+
+
+def _columns(names: Sequence[str], place: str) -> tuple[str, str]:
+    """The columns of images and of labels."""
+    columns = []
+    for kind, usual in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
+        column = next((name for name in usual if name in names), None)
+        if column is None:
+            raise InputError(
+                f"source: expected a column of {kind} named {' or '.join(usual)} in {place}, it has {', '.join(names)}"
+            )
+        columns.append(column)
+    return columns[0], columns[1]
+
+
+def _of_rows(rows: Any, place: str, fingerprint: str) -> Content:
+    """The images of a data set of `datasets`; as one tensor where they are small, which is judged by the first."""
+    import datasets
+
+    image, label = _columns(rows.column_names, place)
+    names, labels = getattr(rows.features[label], "names", None), rows[label][:]
+    if not labels:
+        raise InputError(f"source: {place} has no rows")
+    if (row := next((row for row, each in enumerate(labels) if not isinstance(each, int)), None)) is not None:
+        raise InputError(f"source: row {row} of {place} has the label {labels[row]!r}: expected a whole number")
+    images = rows.cast_column(image, datasets.Image(decode=False)).data.column(image)
 
     def encoded(index: int) -> bytes | Path:
-        value: Mapping[str, Any] = rows[index][image]
+        value = images[index].as_py()
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
-    labels = torch.tensor(rows[label][:])
-    place = f"the {chosen} split of {name}"
-    return pictures_of_rows(encoded, labels, place, rows._fingerprint), None if names is None else tuple(names)
+    pictures = EncodedPictures(encoded, torch.tensor(labels), place, fingerprint)
+    return _decoded_if_small(pictures), None if names is None else tuple(names)
 
 
 Normalisation = Literal["imagenet", "half", "source"]
@@ -307,18 +439,13 @@ class Normalise:
 
 
 def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, as shares of full brightness.
-
-    Raises:
-        InputError: those of a source of large images.
-    """
+    """Mean and standard deviation of each channel, as shares of full brightness."""
     if normalisation in STATISTICS:
         return STATISTICS[normalisation]
     pictures = source.train
     if not isinstance(pictures, SmallPictures):
         raise InputError(
-            f"normalisation: expected imagenet or half, got source, which is known for small images only and "
-            f"{source.name} has large ones"
+            f"normalisation: expected imagenet or half, got source, and the images of {source.name} are large"
         )
     means, deviations = [], []
     levels = torch.arange(256, dtype=torch.float64) / 255
@@ -335,11 +462,7 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
 
 
 def image_size(source: ImageSource, chosen: int | None) -> int:
-    """The size of the model's input: where nobody says it, that of small images, and 224 for large ones.
-
-    Raises:
-        InputError: small images that are not square.
-    """
+    """Return the size of the model's input: by default that of small images, and 224 for large ones."""
     if chosen is not None:
         return chosen
     pictures = source.train
@@ -348,7 +471,7 @@ def image_size(source: ImageSource, chosen: int | None) -> int:
     height, width = pictures.pixels.shape[2:]
     if height != width:
         raise InputError(
-            f"image_size: expected a number of pixels, as the images of {source.name} are {width} x {height} px"
+            f"image_size: expected a number of pixels: the images of {source.name} are {width} x {height} px"
         )
     return height
 

@@ -19,8 +19,7 @@ from lit_layers.analyses.probes.probe_fits import (
     score_rows,
 )
 from lit_layers.analyses.probes.task_features import TaskReader, TextPooling, text_features
-from lit_layers.data.image_files import Pictures
-from lit_layers.data.images import Normalise, eval_pixels, image_size, image_source, statistics
+from lit_layers.data.images import Normalise, Pictures, eval_pixels, image_size, image_source, statistics
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
 from lit_layers.functional.geometry import pool

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from lit_layers.data.batches import TokenBlocks, unigram_entropy
-from lit_layers.data.image_files import Pictures, SmallPictures
 from lit_layers.data.images import (
     ImageSource,
     Normalisation,
     Normalise,
+    Pictures,
+    SmallPictures,
     eval_pixels,
     image_size,
     image_source,
@@ -209,8 +210,8 @@ class LitImageData(LitStepData):
     sample number) alone.
 
     Args:
-        source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (.npz, parquet
-            files, cifar-10-batches-py, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
+        source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
+            files, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
         image_size: of the model's input, in px; None: the source's, or 224 where its images are large.
         normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
         global_batch_size: images per optimizer step, over all ranks and micro-batches.

@@ -13,7 +13,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.images import image_source
 from lit_layers.training.checkpoints import saved_steps, step_folder
-from tests.data.test_image_sources import write_folders
+from tests.data.test_image_sources import write_arrays, write_folders
 
 ROOT = Path(__file__).parents[2]
 IMAGES = {"class_path": "lit_layers.data.EvalImages", "init_args": {"source": "${corpus}", "num_images": 8}}
@@ -75,12 +75,12 @@ def test_a_recipe_becomes_a_run_that_says_what_it_saw_and_resumes_to_the_same_bi
 
 
 def test_a_resumed_run_refuses_other_images_under_the_old_name(recipe, tmp_path, capsys):
-    generator, path = np.random.default_rng(0), tmp_path / "images.npz"
+    generator, path = np.random.default_rng(0), tmp_path / "images"
 
     def write():
         labels = np.arange(12) % 3
         images = generator.integers(0, 256, (12, 8, 8), dtype=np.uint8)
-        np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels)
+        write_arrays(path, (images, labels), (images, labels))
         image_source.cache_clear()
 
     write()
@@ -108,7 +108,7 @@ def test_a_resumed_run_refuses_other_images_under_the_old_name(recipe, tmp_path,
         (["--data.erasing", "2"], "data.erasing: expected a share from 0 to 1, got 2"),
         (["--data.rand_augment", "strong"], "data.rand_augment: expected rand-mM"),
         (["--data.normalisation", "clip"], "clip"),
-        (["--corpus", "cifar11"], "expected digits, cifar10, cifar100, an existing path or ORG/NAME of the Hub"),
+        (["--corpus", "cifar11"], "expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
         (["--analyses.init_args.batches.num_images", "356"], "356"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_class_that_is_missing_is_named(recipe, tmp_path, capsys):
     Image.new("RGB", (8, 8)).save(tmp_path / "images" / "train" / "emu" / "0.png")
     options = ["--data.normalisation", "half", "--data.image_size", "16"]
     assert main(["fit", "--config", str(recipe), "--corpus", str(tmp_path / "images"), *options]) == 2
-    assert "class 'emu' is in train and not in val" in one_sentence(capsys)
+    assert "class 'emu' is in train" in one_sentence(capsys)
 
 
 @pytest.mark.parametrize("name", ["deit/tiny_cifar10", "deit/small_imagenet"])

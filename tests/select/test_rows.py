@@ -16,6 +16,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.pixels import set_pixel_statistics_
 from lit_layers.models.view import LayeredModel
 from lit_layers.select.choosing import TaskFeatures, of_images, of_texts
+from tests.data.test_image_sources import write_arrays
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_csv
 from tests.support.tiny_models import tiny
 
@@ -163,11 +164,10 @@ def test_no_image_is_in_two_parts_and_test_comes_from_the_test_split(tmp_path):
     images[1] = images[0] = images[40]  # train rows 0 and 1 are the test image 40
     labels[[0, 1, 40]] = 0
     images[5], labels[5] = images[4], labels[4]  # twice in train
-    arrays = {"x_train": images[:40], "y_train": labels[:40], "x_test": images[40:], "y_test": labels[40:]}
-    np.savez(tmp_path / "shapes.npz", **arrays)
-    task = of_images(LayeredModel(tiny("vit", img_size=8)), str(tmp_path / "shapes.npz"), validation_share=0.4)
+    shapes = write_arrays(tmp_path / "shapes", (images[:40], labels[:40]), (images[40:], labels[40:]))
+    task = of_images(LayeredModel(tiny("vit", img_size=8)), shapes, validation_share=0.4)
     assert task.notes == (
-        f"Nobody says how the model's images were normalised: by {tmp_path / 'shapes.npz'}'s own pixels here.",
+        f"Nobody says how the model's images were normalised: by {shapes}'s own pixels here.",
         "Training images left out, as test has them: 2.",
     )
     rows = {part: found_in(task, part)[1] for part in PARTS}  # at layer 0 the class token is the same in all
@@ -205,9 +205,9 @@ def test_wrong_models_options_and_images_are_refused_in_a_sentence(tmp_path):
     same = np.zeros((6, 8, 8), dtype=np.uint8)
     labels = np.array([0, 1, 0, 1, 0, 1])
     model = trained("vit")
-    np.savez(tmp_path / "a.npz", x_train=same, y_train=labels, x_test=same, y_test=labels)
+    alike = write_arrays(tmp_path / "a", (same, labels), (same, labels))
     with pytest.raises(InputError, match=r"every training image of .* is a test image, too: give other images"):
-        of_images(LayeredModel(model), str(tmp_path / "a.npz"))
+        of_images(LayeredModel(model), alike)
 
 
 def test_features_that_are_not_finite_are_refused():

@@ -12,8 +12,7 @@ from timm.optim import param_groups_weight_decay
 from lit_layers import records
 from lit_layers.analyses import Lens, Trajectory
 from lit_layers.data import EvalImages
-from lit_layers.data.image_files import SmallPictures
-from lit_layers.data.images import image_source
+from lit_layers.data.images import SmallPictures, image_source
 from lit_layers.errors import InputError
 from lit_layers.models.build import save, vit
 from lit_layers.models.pixels import pixel_statistics
