@@ -12,8 +12,7 @@ from torch import nn
 
 from lit_layers import plots, records
 from lit_layers.analyses import metric_names
-from lit_layers.data.batches import Batches, encode_texts
-from lit_layers.data.given_batches import GivenBatches, as_batches
+from lit_layers.data.batches import Batches, GivenBatches, as_batches, encode_texts
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.measuring.one_model import measure

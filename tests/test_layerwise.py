@@ -13,8 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 import lit_layers
 from lit_layers import layerwise, measure, records
 from lit_layers.analyses import Lens, StateMetric, Trajectory, metric_names
-from lit_layers.data.batches import encode_texts
-from lit_layers.data.given_batches import GivenBatches
+from lit_layers.data.batches import GivenBatches, encode_texts
 from lit_layers.errors import InputError
 from lit_layers.functional import anisotropy
 from lit_layers.metrics import METRICS

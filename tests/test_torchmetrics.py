@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 
 from lit_layers import measure
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.data.given_batches import GivenBatches
+from lit_layers.data.batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
 from lit_layers.integrations.torchmetrics import (
     AnalysisMetric,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.states import States, first_rows, states_of_layers
-from lit_layers.data.batches import Batches, EvalText
-from lit_layers.data.given_batches import GivenBatches, as_batches
+from lit_layers.data.batches import Batches, EvalText, GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.data.prompt_texts import GivenTexts, Texts
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash

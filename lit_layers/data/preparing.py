@@ -6,10 +6,8 @@ A preparation under way is a folder with `progress.json`; it says how far every 
 
 import contextlib
 import copy
-import functools
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from lit_layers.data import tokenization
 from lit_layers.data.shards import (
@@ -43,7 +41,6 @@ from lit_layers.identity import hash_of
 from lit_layers.machine import processors
 from lit_layers.schema import refuse_below_one
 
-logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20  # of text, the work of one call of the tokenizer
 PART_SECONDS = 5.0  # at most this much work, and a chunk, is done again after an interruption
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
@@ -57,22 +54,14 @@ def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) ->
     Raises:
         InputError: where `corpus` is a prepared folder and another tokenizer made it; else as `prepare`.
     """
-    shards = prepared_before(corpus, tokenizer, cache=cache)
-    if shards is not None:
-        if shards.folder != Path(corpus):
-            _tell_if_newer(corpus, shards)
-        return shards
-    return prepare(corpus, tokenizer, _cache_folder(corpus, tokenizer, cache), progress=sys.stderr.isatty())
-
-
-def prepared_before(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards | None:
-    """The shards of a corpus as `prepared`, but None where they would have to be made."""
     if (Path(corpus) / HEADER).exists() or (Path(corpus) / PROGRESS).exists():
         shards = TokenShards.open(corpus)
         _expect_tokenizer(shards, tokenizer)
         return shards
     folder = _cache_folder(corpus, tokenizer, cache)
-    return TokenShards.open(folder) if (folder / HEADER).is_file() else None
+    if (folder / HEADER).is_file():
+        return TokenShards.open(folder)
+    return prepare(corpus, tokenizer, folder, progress=sys.stderr.isatty())
 
 
 def prepare(
@@ -110,13 +99,12 @@ def prepare(
     loaded = None if tokenization.bpe_size(tokenizer) else tokenization.load_tokenizer(tokenizer)
     made_by = {"spec": tokenizer, "hash": loaded and tokenization.tokenizer_hash(loaded.tokenizer)}
     settings = {"source": corpus.describe(), "tokenizer": made_by, "max_documents": max_documents}
-    with _claimed(folder, progress):
+    with _claimed(folder):
         finish_names(folder)
         if (folder / HEADER).is_file():
             (folder / PROGRESS).unlink(missing_ok=True)
             shards = TokenShards.open(folder)
             expect_settings(folder, shards.header["settings"], settings, "holds shards")
-            _tell_if_newer(source, shards)
             return shards
         state = begin(folder, settings)
         try:
@@ -305,23 +293,6 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
         )
 
 
-def _tell_if_newer(source: str, shards: TokenShards) -> None:
-    """Warns of shards of a data set that the Hub has another commit of by now."""
-    known = shards.header.get("revision")
-    newest = _newest(source) if known else None
-    if newest not in (None, known):
-        logger.warning(
-            "%s: its tokens in %s are those of commit %s, and it is at %s by now: name ORG/NAME@%s, which has a folder "
-            "of its own, or remove that folder",
-            *(source, shards.folder, known, newest, newest),
-        )
-
-
-@functools.cache  # it is asked for by every analysis, and what the Hub says in the meantime is for the next process
-def _newest(source: str) -> str | None:
-    return open_source(source).newest()
-
-
 def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path:
     root = Path(cache or os.environ.get("LIT_LAYERS_CACHE") or Path.home() / ".cache" / "lit_layers")
     made_by = tokenizer
@@ -389,24 +360,15 @@ def discard(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path, progress: bool) -> Iterator[None]:
+def _claimed(folder: Path) -> Iterator[None]:
     """Makes the folder, which one process prepares while others wait and find it done; a failing disk is a sentence."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        try:
-            lock.acquire(timeout=0.1)
-        except Timeout:
-            if progress:
-                sys.stderr.write(f"waiting for another process that prepares {folder}\n")
-            lock.acquire()
-        try:
+        with FileLock(folder / LOCK):
             yield
-        finally:
-            lock.release()
     except OSError as error:
         raise InputError(
-            f"cannot prepare {folder} ({error}): choose another folder, or mend the cause and run again to continue"
+            f"cannot prepare {folder} ({error}): choose another folder, or run again to continue"
         ) from error
 
 

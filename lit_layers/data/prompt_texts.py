@@ -332,7 +332,6 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
         rows = benchmark.read([benchmark.split], {column: "text"})
     except InputError as error:
         raise InputError(f"the prompts of {name}: {error}") from error
-    strange = next((row for row in rows.values[column] if not isinstance(row, str | None)), None)
-    if strange is not None:
+    if (strange := next((row for row in rows.values[column] if not isinstance(row, str | None)), None)) is not None:
         raise InputError(f"{rows.place}: expected text in column {column!r}, found {type(strange).__name__}")
     return tuple(text for text in rows.values[column] if text and text.strip()), rows.place

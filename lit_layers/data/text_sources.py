@@ -1,7 +1,6 @@
 """Where text comes from: documents in a fixed order, which can be resumed after any of them."""
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -9,13 +8,14 @@ import runpy
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_layers.errors import InputError
-from lit_layers.files.hub import HUB_ERRORS, asking_the_hub
+from lit_layers.files.hub import asking_the_hub
+from lit_layers.tasks.task_files import json_objects, open_parquet
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
 ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
@@ -53,10 +53,6 @@ class Source(ABC):
     def pin(self, revision: str | None) -> None:  # noqa: B027 - most sources have nothing to fix
         """Fixes a source that may change to `revision`, or to what it is now."""
 
-    def newest(self) -> str | None:
-        """The commit that it would be fixed to now; None where it has none, or none can be asked for."""
-        return None
-
 
 def open_source(
     spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
@@ -64,22 +60,19 @@ def open_source(
     """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
 
     Raises:
-        InputError: for a path that does not exist, or an option that this source has no use for.
+        InputError: for a path that does not exist.
     """
     if validation is not None and not 0 < validation < 1:
         raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
     if spec != "python" and spec and Path(spec).exists():  # of '' the working directory does
         return LocalText(Path(spec), column=column, separator=separator, validation=validation)
-    for option, value in (("column", column if spec == "python" else None), ("separator", separator)):
-        if value is not None:
-            raise InputError(f"{option} ({value!r}) means nothing for the corpus {spec!r}: leave it out")
     if spec == "python":
         return PythonSources(validation=validation or 0.1)
     name = ALIASES.get(spec, spec)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?", name) or Path(name).suffix in SUFFIXES:
         names = ", ".join(["python", *ALIASES])
         raise InputError(
-            f"no corpus {spec!r}: expected {names}, an existing path, or a Hub data set as ORG/NAME[@REVISION][:CONFIG]"
+            f"no corpus {spec!r}: expected {names}, an existing path, or ORG/NAME[@REVISION][:CONFIG] of the Hub"
         )
     return HubText(name, column=column or "text", validation=validation)
 
@@ -123,8 +116,7 @@ class PythonSources(Source):
         size = sum((self.root / path).stat().st_size for path in files)
         if size < ENOUGH:
             raise InputError(
-                f"this Python ({self.root}) carries only {size} bytes of its standard library's source, "
-                "too little for the corpus 'python': name another corpus, or use a Python with sources"
+                f"this Python ({self.root}) carries only {size} bytes of its library's source: name another corpus"
             )
         return files
 
@@ -159,8 +151,6 @@ BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many
 
 
 CONVERTED = "refs/convert/parquet"
-COMMIT = re.compile("[0-9a-f]{40}")
-ANSWER = 10.0  # seconds that the Hub has to answer which commit is the newest
 _CONVERTED_FILE = re.compile(r"([^/]+)/(partial/[^/]+|[^/]+)/\d{4}\.parquet")
 
 
@@ -187,16 +177,6 @@ class HubText(Source):
             **({"revision": self.named_revision} if self.named_revision else {}),
         }
 
-    def newest(self) -> str | None:
-        from huggingface_hub import constants
-
-        if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(self.named_revision):
-            return None
-        try:
-            return self._commit(None)[0]
-        except (*HUB_ERRORS, RuntimeError):
-            return None
-
     def pin(self, revision: str | None) -> None:
         """Opens the data set at the commit `revision`, or at that which is now the newest, or the named revision."""
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
@@ -218,10 +198,10 @@ class HubText(Source):
         from huggingface_hub import HfApi
 
         asked = revision or self.named_revision or None
-        info = HfApi().dataset_info(self.name, revision=asked, timeout=ANSWER)
+        info = HfApi().dataset_info(self.name, revision=asked)
         paths = [file.rfilename for file in info.siblings or ()]
         if asked is None and f"{self.name.rpartition('/')[2]}.py" in paths:
-            info = HfApi().dataset_info(self.name, revision=CONVERTED, timeout=ANSWER)
+            info = HfApi().dataset_info(self.name, revision=CONVERTED)
             paths = [file.rfilename for file in info.siblings or ()]
         return str(revision or info.sha), paths
 
@@ -236,8 +216,7 @@ class HubText(Source):
             return None
         if any(split.startswith(("partial-", "partial/")) for _, split in converted):
             raise InputError(
-                f"{self.name} is a program, which is not run, and the Hub has converted only a part of its rows to "
-                "parquet: download it yourself, and name the folder"
+                f"the Hub has converted only a part of {self.name} to parquet: download it, and name the folder"
             )
         configs = sorted({config for config, _ in converted})
         chosen = self.config or (configs[0] if len(configs) == 1 else None)
@@ -275,15 +254,8 @@ class HubText(Source):
                 row = next(rows, None)
             if row is None:
                 return
-            if self.column not in row:
-                raise InputError(
-                    f"{self.name} has no column {self.column!r} (it has {', '.join(row)}): name the column of the text"
-                )
-            if not isinstance(row[self.column], str | None):
-                kind = type(row[self.column]).__name__
-                raise InputError(f"column {self.column!r} of {self.name} holds {kind}, not text: name another column")
             count += 1
-            yield row[self.column] or ""
+            yield _text_of(row, self.column, self.name)
 
     def _open(self, split: str | None) -> Any:
         import datasets  # seconds, which a corpus on this machine need not wait for
@@ -314,18 +286,11 @@ class LocalText(Source):
         files = [file for file in shown if file.is_file() and file.suffix in SUFFIXES]
         if not files:
             raise InputError(f"{path} is or holds no {', '.join(SUFFIXES)} file: name another source")
-        kinds = {file.suffix for file in files}
-        if separator is not None and ".txt" not in kinds:
-            raise InputError(f"separator ({separator!r}) is for .txt files and {path} has none: leave it out")
-        if column is not None and kinds == {".txt"}:
-            raise InputError(f"column ({column!r}) is for .parquet and .jsonl files and {path} has none: leave it out")
         parts = [_split_of(file.relative_to(path)) for file in files]
         has_splits = path.is_dir() and None not in parts and {"train", "validation"} <= set(parts)
         if has_splits and validation is not None:
             first = files[parts.index("validation")]
-            raise InputError(
-                f"{path} brings its own validation split ({first.name}): leave validation out, or name one file"
-            )
+            raise InputError(f"{path} brings its own validation split ({first.name}): leave validation out")
         self.path, self.column, self.separator = path, column or "text", SEPARATOR if separator is None else separator
         self.files = list(zip(files, parts if has_splits else [None] * len(files), strict=True))
         self.splits = SPLITS if has_splits else (None,)
@@ -371,57 +336,30 @@ class LocalText(Source):
                 yield start, _decoded(document, file, start), place, 1.0
 
     def _read_jsonl(self, file: Path, place: int) -> Iterator[_Piece]:
-        total, column = max(file.stat().st_size, 1), self.column
-        with file.open("rb") as lines:
-            lines.seek(place)
-            for line in lines:
-                start, place = place, place + len(line)
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise InputError(
-                        f"{file} has no JSON object at byte {start} ({error}): mend or remove that line"
-                    ) from error
-                if not isinstance(row, dict) or not isinstance(row.get(column, 0), str | None):
-                    keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-                    raise InputError(
-                        f"{file} has no text {column!r} at byte {start} (found: {keys}): name the column of the text"
-                    )
-                text = (row[column] or "").encode("utf-8", "replace").decode("utf-8")  # JSON may halve surrogate pairs
-                yield start, text, place, place / total
+        total = max(file.stat().st_size, 1)
+        for start, row, after in json_objects(file, place):
+            text = _text_of(row, self.column, str(file))
+            yield start, text.encode("utf-8", "replace").decode(), after, after / total  # halves of characters
 
     def _read_parquet(self, file: Path, place: int) -> Iterator[_Piece]:
-        import pyarrow as pa  # not needed for text files, and slow to import
-        import pyarrow.parquet as pq
-
-        column, row = self.column, 0
-        try:
-            table = pq.ParquetFile(file)
-        except pa.ArrowInvalid as error:
-            raise InputError(f"{file} is no parquet file, or only a part of one ({error}): copy it again") from error
-        with table:
-            names = table.schema_arrow.names
-            if column not in names:
-                raise InputError(
-                    f"{file} has no column {column!r} (it has {', '.join(names)}): name the column of the text"
-                )
-            kind = table.schema_arrow.field(column).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise InputError(f"column {column!r} of {file} holds {kind}, not text: name another column")
+        row = 0
+        with open_parquet(file, {self.column: "column"}) as table:
             total = max(table.metadata.num_rows, 1)
-            try:
-                for batch in table.iter_batches(batch_size=256, columns=[column]):
-                    if row + len(batch) <= place:
-                        row += len(batch)
-                        continue
-                    for text in batch.column(0).to_pylist():
-                        row += 1
-                        if row > place:
-                            yield row - 1, text or "", row, row / total
-            except (pa.ArrowInvalid, OSError) as error:
-                raise InputError(f"{file} cannot be read at row {row} ({error}): copy it again") from error
+            for batch in table.iter_batches(batch_size=256, columns=[self.column]):
+                first, row = row, row + len(batch)
+                if row <= place:
+                    continue
+                for number, each in enumerate(batch.to_pylist(), first):
+                    if number >= place:
+                        yield number, _text_of(each, self.column, str(file)), number + 1, (number + 1) / total
+
+
+def _text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+    if column not in row:
+        raise InputError(f"column: {place} has no column {column!r}: it has {', '.join(row)}")
+    if not isinstance(row[column], str | None):
+        raise InputError(f"column {column!r} of {place} holds {type(row[column]).__name__}, not text: name another")
+    return row[column] or ""
 
 
 def _decoded(lines: list[bytes], file: Path, start: int) -> str:
@@ -429,8 +367,7 @@ def _decoded(lines: list[bytes], file: Path, start: int) -> str:
         return b"".join(lines).decode("utf-8" if start else "utf-8-sig").strip("\r\n")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file} is not UTF-8 (byte {start + error.start} is {error.object[error.start]:#x}): convert it first, "
-            "for instance with iconv"
+            f"{file} is not UTF-8 (byte {start + error.start} is {error.object[error.start]:#x}): convert it first"
         ) from error
 
 

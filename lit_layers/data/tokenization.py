@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import naming
 from lit_layers.files.gguf_files import GgufFile, is_gguf
@@ -57,10 +58,7 @@ def bpe_size(spec: str) -> int | None:
     if not spec.startswith("bpe:"):
         return None
     if not re.fullmatch(r"bpe:[0-9]{1,9}", spec) or not BYTES < int(spec[4:]) <= MOST_TOKENS:
-        raise InputError(
-            f"expected bpe:SIZE with a size over {BYTES} (every byte and the end of text) and at most {MOST_TOKENS:,}, "
-            f"not {spec!r}"
-        )
+        raise InputError(f"expected bpe:SIZE with a size over {BYTES} and at most {MOST_TOKENS:,}, not {spec!r}")
     return int(spec[4:])
 
 
@@ -188,10 +186,6 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     asked = _read_json(companions[CONFIG]) if CONFIG in companions else {}
     named = asked.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    if not isinstance(named, str | None):
-        raise InputError(
-            f"{companions[CONFIG]}: eos_token: expected text, got {str(named)[:80]}: mend it or copy it again"
-        )
     loaded = _ending(tokenizer, named, main, companions)
     if asked.get("add_eos_token") is True and named == loaded.end_of_text:
         _add_end(loaded)
@@ -217,11 +211,9 @@ def _ending(tokenizer: Tokenizer, named: str | None, main: Path, companions: dic
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for token in (named, *ENDS):
-        if token is not None and tokenizer.token_to_id(token) is not None:
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
             return TextTokenizer(tokenizer, token, companions)
-    raise InputError(
-        f"the tokenizer {main} has no token to end a document: name one as eos_token in a {CONFIG} beside it"
-    )
+    raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
 
 
 def _download(spec: str) -> Path:
@@ -235,13 +227,7 @@ def _download(spec: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is no JSON ({error}): mend it or copy it again") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected keys and values, got {str(content)[:80]}: mend it or copy it again")
-    return content
+    return schema.read(path, dict[str, Any], "mend it or copy it again")
 
 
 def _without_offsets(part: Any) -> Any:

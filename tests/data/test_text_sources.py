@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_layers.data import preparing, text_sources
+from lit_layers.data import text_sources
 from lit_layers.data.preparing import prepared
 from lit_layers.data.text_sources import LocalText, PythonSources, open_source
 from lit_layers.errors import InputError
@@ -186,16 +186,7 @@ def test_a_share_for_a_source_with_its_own_validation_split_is_refused(tmp_path)
         open_source(str(tmp_path), validation=0.1)
 
 
-def test_options_without_a_meaning_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b").mkdir()
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "b" / "b.parquet")
-    with pytest.raises(InputError, match=r"column .'body'. is for .parquet and .jsonl"):
-        open_source(str(tmp_path / "a.txt"), column="body")
-    with pytest.raises(InputError, match=r"separator .''. is for .txt files"):
-        open_source(str(tmp_path / "b"), separator="")
-    with pytest.raises(InputError, match=r"column .'body'. means nothing for the corpus 'python'"):
-        open_source("python", column="body")
+def test_a_share_out_of_range_is_refused():
     with pytest.raises(InputError, match=r"validation must lie between 0 and 1 .* not 1.5"):
         open_source("python", validation=1.5)
 
@@ -225,15 +216,15 @@ def test_damaged_text_is_named_with_its_place(tmp_path):
     with pytest.raises(InputError, match=r"a.txt is not UTF-8 \(byte 6 is 0xff\): convert it first"):
         read_all(tmp_path / "a.txt")
     (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
-    with pytest.raises(InputError, match=r"b.jsonl has no JSON object at byte 17 .* mend or remove that line"):
+    with pytest.raises(InputError, match=r"b.jsonl has no JSON object at byte 17 .* mend that line"):
         read_all(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").write_text('{"body": "good", "id": 1}\n')
-    with pytest.raises(InputError, match=r"no text 'text' at byte 0 \(found: body, id\): name the column"):
+    with pytest.raises(InputError, match="has no column 'text': it has body, id"):
         read_all(tmp_path / "c.jsonl")
     pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match=r"has no column 'text' \(it has body, id\): name the column"):
+    with pytest.raises(InputError, match="has no column 'text': it has body, id"):
         read_all(tmp_path / "d.parquet")
-    with pytest.raises(InputError, match=r"column 'id' of .* holds int64, not text"):
+    with pytest.raises(InputError, match=r"column 'id' of .* holds int, not text"):
         read_all(tmp_path / "d.parquet", column="id")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
     with pytest.raises(InputError, match=r"e.parquet is no parquet file, or only a part of one"):
@@ -248,7 +239,7 @@ def test_a_null_text_is_an_empty_document_in_json_as_in_parquet(tmp_path):
         source = LocalText(tmp_path / name)
         assert [document.text for document in source.read(None)] == ["one", "", "two"]
     (tmp_path / "a.jsonl").write_text('{"title": "one"}\n')
-    with pytest.raises(InputError, match="has no text 'text'"):
+    with pytest.raises(InputError, match="has no column 'text': it has title"):
         next(LocalText(tmp_path / "a.jsonl").read(None))
 
 
@@ -330,28 +321,19 @@ def test_a_pinned_revision_is_kept(hub):
     assert set(stand_in.revisions) == {"old"}
 
 
-def test_two_revisions_of_a_data_set_have_tokens_of_their_own_and_a_moved_one_is_told(
-    hub, tmp_path, monkeypatch, caplog
-):
-    stand_in = hub(train=[[f"old {n}" for n in range(400)]])
+def test_two_revisions_of_a_data_set_have_tokens_of_their_own(hub, tmp_path, monkeypatch):
+    hub(train=[[f"old {n}" for n in range(400)]])
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("lit_layers.files.hub._found", {"huggingface.co"})  # whose address nobody looks up here
     first = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
     assert first.header.get("revision") == "abc123"
     assert prepared("some/corpus", "bpe:280", cache=tmp_path / "cache") == first
-    assert not caplog.records
 
     pq.write_table(pa.table({"text": [f"new {n}" for n in range(400)]}), tmp_path / "train-0.parquet")
     named = prepared("some/corpus@v2", "bpe:280", cache=tmp_path / "cache")
     assert named.header.get("revision") == "commit of v2"
     assert named.corpus_hash != first.corpus_hash
     assert named.header["settings"]["source"]["revision"] == "v2"
-
-    preparing._newest.cache_clear()
-    stand_in.sha = "def456"
-    again = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
-    assert again.corpus_hash == first.corpus_hash
-    assert "are those of commit abc123, and it is at def456 by now: name ORG/NAME@def456" in caplog.text
 
 
 CONVERTED = "refs/convert/parquet"
@@ -380,7 +362,7 @@ def test_a_conversion_of_a_part_or_of_several_configurations_is_refused(hub):
     script = {None: ["corpus.py"]}
     for part in ("partial-train", "partial/train"):  # as the Hub calls it, and as it did until 2023
         stand_in.listed = {**script, CONVERTED: [f"plain_text/{part}/0000.parquet", "plain_text/test/0000.parquet"]}
-        with pytest.raises(InputError, match=r"some/corpus is a program, .* has converted only a part of its rows"):
+        with pytest.raises(InputError, match="has converted only a part of some/corpus"):
             open_source("some/corpus").pin(None)
     stand_in.listed = {**script, CONVERTED: ["en/train/0000.parquet", "de/train/0000.parquet"]}
     with pytest.raises(InputError, match=r"expected :CONFIG behind its name, one of de, en$"):
@@ -449,7 +431,7 @@ def test_what_the_hub_does_not_have_is_named(hub):
         open_source("some/corpus", validation=0.1).pin(None)
     source = open_source("some/corpus", column="body")
     source.pin(None)
-    with pytest.raises(InputError, match=r"has no column 'body' \(it has text\): name the column of the text"):
+    with pytest.raises(InputError, match="has no column 'body': it has text"):
         list(source.read("train"))
 
 

@@ -129,7 +129,7 @@ def test_a_folder_or_file_that_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"has no token to end a document: name one as eos_token"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InputError, match=r"tokenizer_config.json is no JSON .* mend it"):
+    with pytest.raises(InputError, match=r"tokenizer_config.json: not valid JSON .* mend it"):
         load_tokenizer(str(tmp_path))
 
 

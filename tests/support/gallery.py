@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import analyses, measure, plots, records
-from lit_layers.data.batches import encode_texts
-from lit_layers.data.given_batches import GivenBatches
+from lit_layers.data.batches import GivenBatches, encode_texts
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.figures.vega import pictures_of
 from lit_layers.layerwise import DEFAULT_TEXTS

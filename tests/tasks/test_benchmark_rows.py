@@ -157,8 +157,8 @@ def test_wrong_input_is_refused(tmp_path):
         ('{"context": "a", "choices": ["b", "c"], "label": Infinity}', "the label inf, expected a whole number"),
         (f'{{"context": "a", "choices": ["b", "c"], "label": {10**400}}}', "row 0 is no row of mine"),
         ('{"context": 5, "choices": ["b", "c"], "label": 0}', "context: expected a text, got 5"),
-        ("{", "no JSON object in line 1"),
-        ("[1]", "has a list, no JSON object, in line 1"),
+        ("{", "no JSON object at byte 0"),
+        ("[1]", "has a list, no JSON object, at byte 0"),
         ("", "has no "),
     ):
         own.write_text(text)
