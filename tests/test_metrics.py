@@ -23,7 +23,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import logged_numbers, sections, write_report
 from lit_layers.report.rendering import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
-from lit_layers.tasks.glue_rows import GLUE
+from lit_layers.tasks.catalogue import GLUE
 from lit_layers.training.run_log import RunLog
 from tests.support import every_analysis
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer

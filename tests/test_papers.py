@@ -20,7 +20,7 @@ from lit_layers.cli.options import parser_of
 from lit_layers.metrics import METRICS
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
 from lit_layers.records import Measurement, Record
-from lit_layers.tasks.glue_rows import GLUE
+from lit_layers.tasks.catalogue import GLUE
 from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
 from tests.support.papers_place import FILES, recipes_of
 

@@ -78,8 +78,7 @@ class Grammar:
             parts = spelling.split("{step}")
             if len(parts) != 2:
                 raise InputError(
-                    f"grammar: expected auto, {', '.join(PATTERNS)} or a template with one {{step}}, such as "
-                    f"iter_{{step}}, got {spelling!r}"
+                    f"grammar: expected auto, {', '.join(PATTERNS)} or a template as iter_{{step}}, got {spelling!r}"
                 )
             pattern = rf"{re.escape(parts[0])}(?P<step>\d+){re.escape(parts[1])}"
         self._pattern = re.compile(pattern)

@@ -196,8 +196,7 @@ class HubRevisions(Series):
         if not steps:
             first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
             raise InputError(
-                f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): "
-                "name the grammar, or measure it as one model"
+                f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
             )
         kept, doubles = ordered(self._in_stage(steps))
 
@@ -226,15 +225,16 @@ class HubRevisions(Series):
     def _in_stage(self, steps: list[StepName]) -> list[StepName]:
         stages = sorted({step.stage for step in steps})
         if self.stage not in stages:
-            raise InputError(f"stage: {self.repo} has {_counted('stage', stages)}, no stage {self.stage}")
+            raise InputError(f"stage: {self.repo} has the stages {_listed(stages)}, no stage {self.stage}")
         steps = [step for step in steps if step.stage == self.stage]
         siblings = sorted({step.ingredient for step in steps if step.ingredient is not None})
         if self.ingredient is None and len(siblings) < 2:
             return steps
         if self.ingredient not in siblings:
+            names = _listed(siblings) or "none"
             raise InputError(
-                f"ingredient: stage {self.stage} of {self.repo} has {_counted('ingredient', siblings)}, sibling runs "
-                f"of the same steps; choose one, got {self.ingredient}"
+                f"ingredient: stage {self.stage} of {self.repo} has the ingredients {names}, sibling runs of the same "
+                f"steps; choose one, got {self.ingredient}"
             )
         return [step for step in steps if step.ingredient == self.ingredient]
 
@@ -250,7 +250,5 @@ class HubRevisions(Series):
         )
 
 
-def _counted(noun: str, numbers: list[int]) -> str:
-    if not numbers:
-        return f"no {noun}s"
-    return f"the {noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -76,9 +76,7 @@ class StepFolders(_LocalSeries):
                 advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
             elif strangers:
                 advice = f"; of {strangers[0]} the step is not known: write it as a whole number"
-            raise InputError(
-                f"{self.root} holds no folder that is a step, such as step-000001000 or checkpoint-500{advice}"
-            )
+            raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000{advice}")
         kept, doubles = ordered(steps)
         run = run_facts(self.root)
         per_step = self.tokens_per_step or run.get("tokens_per_step")

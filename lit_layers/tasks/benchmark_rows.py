@@ -81,9 +81,7 @@ def local_rows(task: str, folder: Path | None, limit: int | None = None, *, trai
     row, copy = official.in_folder(folder), local_copy("benchmark", task, folder)
     as_official, columns = _AS_OFFICIAL.get(task, dict), dict.fromkeys(row.text, "columns")
     if training and copy.paths(EXAMPLES) == copy.paths(row.split):
-        raise InputError(
-            f"task {task}: {copy.paths(EXAMPLES)[0]} holds the rows that are scored: list files of train, too"
-        )
+        raise InputError(f"task {task}: {copy.paths(EXAMPLES)[0]} holds the rows that are scored: list files of train")
     try:
         rows = {row.split: _rows(task, row.read([row.split], columns), as_official, limit)}
         if row.examples or training:
@@ -339,8 +337,5 @@ def write_broken_answers(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Pat
     Raises:
         InputError: where it cannot be written.
     """
-    first = ("variant", "middle", "loops", "seed", "block", "schedule")
-    frame: Any = pd.DataFrame(rows)
-    names = [*(name for name in first if name in frame), *(name for name in frame if name not in first)]
-    export(frame[names].convert_dtypes().dropna(axis="columns", how="all"), folder / BROKEN_ANSWERS)
+    export(pd.DataFrame(rows).convert_dtypes().dropna(axis="columns", how="all"), folder / BROKEN_ANSWERS)
     return folder / BROKEN_ANSWERS

@@ -298,9 +298,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     def _check_rows(self, scores: Iterable[TaskScores], folder: ResultFolder) -> None:
         if len({each.rows_hash for each in scores}) > 1:
-            raise InputError(
-                f"{self.name}: the task's rows changed between variants: remove {folder.folder} and begin anew"
-            )
+            raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder.folder}")
 
     def _rows(self) -> LocalRows:
         if self._local is None:

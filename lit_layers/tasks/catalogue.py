@@ -1,28 +1,28 @@
 """The one catalogue of tasks, of whatever asks for labelled text, prompts, scores or embeddings.
 
-Its rows are in `catalogue.yaml`, by use and name.
+Its rows are in `catalogue.yaml`, by use and name. The rows and metrics of GLUE are here as well.
 """
 
+import hashlib
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
 import yaml
 
 from lit_layers.errors import InputError, did_you_mean
-from lit_layers.schema import COUNT_OR_NONE, MANY, Range, beginning, refuse_outside
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import Task, Use
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 SUITE, LOCAL = "layerwise32", "local"
-_OF_MTEB = ("domain", "official", "score", "scores", "subset")
-_TEXTS: Mapping[Use, tuple[int, str]] = {"prompts": (1, "one column"), "glue": (2, "one or two columns")}  # at most
-_CLASSES = Range(2, 10_000, whole=True)
-_RANGES = dict.fromkeys(("examples", "sets", "set_size"), COUNT_OR_NONE) | {"num_classes": _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,8 @@ class ScoredTask(Task):
         object.__setattr__(self, "score", "".join(self.scores[:1]))
 
     def checked_options(self, options: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Options that are those of this kind of task, and fit its use; `score` is foremost among the scores."""
-        chosen, place = super().checked_options(options, place), f"task {self.name}: {place}"
-        if self.use == "mteb":
-            fixed = _OF_MTEB if self.official else ("official",)
-            if given := [name for name in fixed if name in chosen]:
-                raise InputError(f"{place}: {given[0]}: mteb itself says it: leave it out")
-        refuse_outside(f"{place}: ", _RANGES, chosen)
-        sets, size = (chosen.get(name, getattr(self, name)) for name in ("sets", "set_size"))
-        if bool(sets) != bool(size):
-            raise InputError(f"{place}: sets: expected sets and set_size, both of at least 1, got {sets} and {size}")
-        if sets and chosen.get("domain", self.domain) != "clustering":
-            raise InputError(f"{place}: sets: are for tasks of the domain clustering: leave them out")
-        most, number = _TEXTS.get(self.use, (MANY, "one column or more"))
-        if "text" in chosen and not 1 <= len(chosen["text"]) <= most:
-            raise InputError(f"{place}: text: expected {number}, got {beginning([*chosen['text']])}")
+        """Options that are those of this kind of task; `score` is foremost among the scores."""
+        chosen = super().checked_options(options, place)
         if "score" in chosen:
             chosen["scores"] = tuple(dict.fromkeys((chosen["score"], *chosen.get("scores", ()))))
         return chosen
@@ -170,3 +157,98 @@ CATALOGUE = tuple(_catalogue())
 TASKS: Mapping[str, ProbeTask] = MappingProxyType({row.name: row for row in CATALOGUE if isinstance(row, ProbeTask)})
 LAYERWISE32: tuple[ScoredTask, ...] = tuple(tasks_of("mteb").values())
 LOCAL_TASKS: Mapping[str, ScoredTask] = MappingProxyType(tasks_of("benchmark"))
+GLUE: Mapping[str, ScoredTask] = MappingProxyType(tasks_of("glue"))
+SPLITS = ("train", "validation")
+_CORRELATIONS = ("pearson", "spearman")
+
+
+# ------------------------------------------------------------------------------------------------ GLUE
+# Source: Wang et al. 2018, GLUE, arXiv 1804.07461; metrics as in its table 1.
+
+
+@dataclass(frozen=True, eq=False)
+class GlueRows:
+    """Rows of one split."""
+
+    task: ScoredTask
+    texts: tuple[tuple[str, ...], ...]  # one or two a row
+    targets: tuple[float, ...]  # numbers of classes, or values
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, number: int | None, *, seed: int) -> "GlueRows":
+        """So many rows, drawn without replacement (fewer are the beginning of more); None, or more than there are:
+        all, in their order."""
+        if number is None or number >= len(self):
+            return self
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:number].tolist()
+        return GlueRows(self.task, tuple(self.texts[row] for row in order), tuple(self.targets[row] for row in order))
+
+    def content_hash(self) -> str:
+        """Return sixteen hex digits over the texts, the targets, and how answers are scored."""
+        content = [self.task.name, self.texts, self.targets, self.task.scores, self.task.num_classes]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:
+    """The rows of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
+
+    Raises:
+        InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
+            a row without text, or a target that is none.
+    """
+    if split not in SPLITS:
+        raise InputError(f"split: expected train or validation, got {split!r}")
+    try:
+        task = task.in_folder(folder)
+        read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
+    except InputError as error:
+        raise InputError(f"task {task.name}: {error}") from error
+    texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
+    for row, (pair, target) in enumerate(zip(texts, read.values["label"], strict=True)):
+        if not all(isinstance(text, str) and text.strip() for text in pair):
+            raise InputError(f"task {task.name}: row {row} of {read.place} has no text: mend it or take it out")
+        if not _is_target(task, target):
+            expected = "a finite number" if task.num_classes is None else f"a class from 0 to {task.num_classes - 1}"
+            raise InputError(f"task {task.name}: row {row} of {read.place} has {target!r}, expected {expected}")
+    return GlueRows(task, texts, tuple(float(target) for target in read.values["label"]))
+
+
+def _is_target(task: ScoredTask, target: Any) -> bool:
+    if isinstance(target, bool) or not isinstance(target, int | float):
+        return False
+    return math.isfinite(target) if task.num_classes is None else target in range(task.num_classes)
+
+
+def glue_metrics(
+    task: ScoredTask, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
+) -> dict[str, float]:
+    """The task's metrics by name, -1..1 (correlations) or 0..1, and `task_score`, their mean.
+
+    Of a classifier that gives one class alone the Matthews correlation is 0 by its definition; correlations with
+    predictions that do not vary are undefined and are not a number, and so is their mean. Nor are any metrics where a
+    prediction is none.
+
+    Raises:
+        ValueError: other numbers of predictions than of targets, or none.
+    """
+    predicted, true = np.asarray(predictions), np.asarray(targets)
+    if predicted.shape != true.shape or predicted.ndim != 1 or not len(true):
+        raise ValueError(f"expected a prediction for each target, got {predicted.shape} for {true.shape}")
+    values: dict[str, float] = {}
+    broken = bool(np.isnan(predicted).any())
+    for name in task.scores:
+        undefined = broken or (name in _CORRELATIONS and (np.ptp(predicted) == 0 or np.ptp(true) == 0))
+        values[name] = math.nan if undefined else float(_metric(name, true, predicted))
+    return {**values, "task_score": math.fsum(values.values()) / len(values)}
+
+
+def _metric(name: str, targets: np.ndarray, predictions: np.ndarray) -> Any:
+    from scipy import stats
+    from sklearn import metrics
+
+    if name in _CORRELATIONS:
+        return getattr(stats, f"{name}r")(targets, predictions)[0]
+    of_classes = {"accuracy": metrics.accuracy_score, "f1": metrics.f1_score, "matthews": metrics.matthews_corrcoef}
+    return of_classes[name](targets, predictions)  # f1 is that of class 1

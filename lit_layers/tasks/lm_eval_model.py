@@ -238,8 +238,7 @@ def lm_eval_class() -> Any:
             longest = max(request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests)
             if longest >= self.max_length:
                 raise InputError(
-                    f"max_new_tokens: {longest} leave no room for a prompt in a model of {self.max_length} tokens: "
-                    "ask for fewer"
+                    f"max_new_tokens: {longest} leave no room for a prompt in a model of {self.max_length} tokens"
                 )
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 

@@ -57,19 +57,6 @@ def mteb_version() -> str:
         raise InputError(INSTALL) from error
 
 
-def the_library() -> Any:
-    """The package mteb, imported now: that takes seconds.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        import mteb
-    except ImportError as error:
-        raise InputError(INSTALL) from error
-    return mteb
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where to look, in this order: `folder`, `mirror`, the Hub.
@@ -201,7 +188,10 @@ def no_bars() -> Iterator[None]:
 
 @functools.cache
 def _official(name: str) -> Any:
-    return the_library().get_task(name)
+    mteb_version()
+    import mteb
+
+    return mteb.get_task(name)
 
 
 def _hash_of(files: Iterable[Path]) -> str:

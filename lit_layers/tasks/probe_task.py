@@ -6,14 +6,13 @@ import string
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lit_layers.errors import InputError, whole_path
+from lit_layers.errors import InputError
 from lit_layers.schema import Range, refuse_outside
-from lit_layers.tasks.task_files import Columns, Task, TaskFiles, is_local, is_one_file
+from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
 from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 
 _SHARE, _ROWS = "a share between 0 and 1", "at least 1, or null for all rows"
@@ -51,8 +50,6 @@ class ProbeTask(Task):
         group: A column, for instance of documents: rows of one value stay together where a part is cut off here.
         validation: A split of its own, or None to cut `validation_share` off train, stratified.
         validation_share: Share of the training rows for validation, where validation is None.
-        local: Where a folder of local data has the task, such as banking77/{split}.parquet; else its `tasks.yaml` says.
-        local_options: Options that are others in that local copy.
         classes: Names of all classes, in the order of their numbers; without it those that occur, by name.
         label_offset: Added to the values of a regression: 1 where stars are stored from 0.
         balance: Random rows of each class (or value) of train; None for all.
@@ -77,8 +74,6 @@ class ProbeTask(Task):
     num_test: int | None = None
     validation: str | None = None
     validation_share: float = 0.2
-    local: str | None = None
-    local_options: dict[str, Any] = field(default_factory=dict)
     balance: int | None = None
     seed: int = 0
     description: str = ""
@@ -89,19 +84,10 @@ class ProbeTask(Task):
         Raises:
             InputError: says which option.
         """
-        if self.kind not in ("classification", "regression"):
-            raise self.refusal("kind", f"expected classification or regression, got {self.kind!r}")
-        if not self.train or len(set(self.train_splits)) < len(self.train_splits):
-            raise self.refusal("train", f"expected a split, or several different ones, got {self.train!r}")
         refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
-        if self.kind == "regression" and self.classes is not None:
-            raise self.refusal("classes", "a regression has none: leave them out, or choose kind classification")
-        if self.kind == "classification" and self.label_offset:
-            raise self.refusal("label_offset", "is for regressions: leave it out, or choose kind regression")
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             raise self.refusal("classes", f"expected two or more different names, got {list(self.classes)}")
         self.text_columns()
-        self.checked_options(self.local_options, "local_options")
 
     @property
     def train_splits(self) -> Sequence[str]:
@@ -126,7 +112,7 @@ class ProbeTask(Task):
     def load(self, folder: str | None = None) -> TaskData:
         """Reads and splits the task.
 
-        With `folder`, a data set of the Hub is read from its copy there, where `local` or the folder's `tasks.yaml`
+        With `folder`, a data set of the Hub is read from its copy there, where the folder's `tasks.yaml`
         says. Such a copy may be a sample: where it has fewer rows than the task asks for all are taken, and
         `num_train_wanted` or `num_test_wanted` tells.
 
@@ -136,17 +122,9 @@ class ProbeTask(Task):
                 nothing is left for a part.
         """
         self.check()
-        task = self if self.local is None and is_local(self.source) else self.in_folder(folder)
+        task = self if is_local(self.source) else self.in_folder(folder)
         task.check()
         return _load(task)
-
-    def in_folder(self, folder: str | Path | None) -> "ProbeTask":
-        if folder is None or self.local is None:
-            return super().in_folder(folder)
-        place = whole_path(folder)
-        if not place.is_dir():
-            raise self.refusal("folder", f"expected a folder of data, {place} is none")
-        return self.as_copied(TaskFiles(folder=place, files=self.local, options=self.local_options))
 
 
 class Row(NamedTuple):

@@ -4,7 +4,6 @@ They are data; nothing in them is run. What a `type` of modules.json names decid
 """
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.analyses.probes.task_features import TextPooling
 from lit_layers.errors import InputError
-from lit_layers.schema import Count
 
 MODULES = "modules.json"
 _ADVICE = "with --modules none pooled states are taken as they are"
@@ -32,8 +30,6 @@ _SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_SIMILARITIES = ("cosine", "dot")
-_FOLDER = re.compile(r"(?!\.)[\w.-]{0,99}")  # beside modules.json: none outside, and a name that a disk can have
 _UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
 
 
@@ -41,38 +37,6 @@ _UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
 class _Module(TypedDict):
     path: str
     type: str
-
-
-@with_config(schema.OPEN)
-class _Transformer(TypedDict, total=False):
-    max_seq_length: Count | None
-    do_lower_case: bool
-    transformer_task: str
-    module_output_name: str | None
-    query_expansion: Any
-
-
-@with_config(schema.OPEN)
-class _Pooling(TypedDict, total=False):
-    pooling_mode: str | list[str]
-    include_prompt: bool
-
-
-@with_config(schema.OPEN)
-class _Normalize(TypedDict, total=False):
-    module_input_name: str
-
-
-@with_config(schema.OPEN)
-class _Encoding(TypedDict, total=False):
-    prompts: dict[str, str | None]
-    default_prompt_name: str | None
-    similarity_fn_name: str | None
-
-
-@with_config(schema.OPEN)
-class _Tokenizer(TypedDict, total=False):
-    model_max_length: Any
 
 
 @dataclass(frozen=True)
@@ -132,33 +96,28 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     modules = _read(read, MODULES, list[_Module])
     if modules is None:
         return None
-    kinds = [module["type"].split(".")[-1] for module in modules]
-    for module, kind in zip(modules, kinds, strict=True):
-        usual = module["type"].startswith("sentence_transformers.") and kind in ("Transformer", "Pooling", "Normalize")
-        if not usual or not _FOLDER.fullmatch(module["path"]):
-            raise _unlike(f"{MODULES}: expected Transformer, Pooling and Normalize of sentence_transformers", module)
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0]["path"]:
-        raise _unlike(f"{MODULES}: expected Transformer at the top, Pooling, and perhaps Normalize", kinds)
-    about = _read(read, "config_sentence_transformers.json", _Encoding) or {}
-    prompts = {name: prompt or "" for name, prompt in about.get("prompts", {}).items()}
-    default = about.get("default_prompt_name")
-    if default is not None and default not in prompts | {"query": "", "document": ""}:
-        raise _unlike(f"default_prompt_name: expected one of the prompts {', '.join(prompts)}", default)
-    if (similarity := about.get("similarity_fn_name") or "cosine") not in _SIMILARITIES:
-        raise _unlike(f"similarity_fn_name: expected one of {', '.join(_SIMILARITIES)}", similarity)
-    normalizes = len(kinds) == 3
-    if normalizes:
-        place = f"{modules[2]['path']}/config.json"
-        normalized = (_read(read, place, _Normalize) or {}).get("module_input_name", "sentence_embedding")
-        if normalized != "sentence_embedding":
-            raise _unlike(f"{place}: module_input_name: expected sentence_embedding", normalized)
+    kinds = [module["type"].rpartition(".")[2] for module in modules]
+    usual = all(module["type"].startswith("sentence_transformers.") for module in modules)
+    if not usual or kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        types = ", ".join(module["type"] for module in modules) or "nothing"
+        raise _unlike(MODULES, "sentence_transformers' Transformer, Pooling, and perhaps Normalize", types)
+    about = _read(read, "config_sentence_transformers.json") or {}
+    prompts = {name: prompt for name, prompt in about.get("prompts", {}).items() if prompt}
+    similarity = about.get("similarity_fn_name") or "cosine"
+    if similarity not in ("cosine", "dot"):
+        raise _unlike("similarity_fn_name", "cosine or dot", similarity)
+    for module in modules[2:]:
+        _expect(read, f"{module['path']}/config.json", module_input_name="sentence_embedding")
+    pooling = f"{modules[1]['path']}/config.json"
+    if prompts:
+        _expect(read, pooling, include_prompt=True)
     return SentenceEncoder(
-        pooling=_pooling(read, f"{modules[1]['path']}/config.json", prompted=any(prompts.values())),
-        normalizes=normalizes,
+        pooling=_pooling(read, pooling),
+        normalizes=len(kinds) == 3,
         similarity=similarity,
         **_transformer(read),
-        prompts=tuple(sorted((name, prompt) for name, prompt in prompts.items() if prompt)),
-        default_prompt=default,
+        prompts=tuple(sorted(prompts.items())),
+        default_prompt=about.get("default_prompt_name"),
     )
 
 
@@ -180,45 +139,44 @@ def save_sentence_encoder(folder: Path, pooling: TextPooling, dim: int, max_toke
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _pooling(read: Callable[[str], bytes], place: str, *, prompted: bool) -> TextPooling:
+def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
     """The one way of pooling that its file names."""
-    config: Any = _read(read, place, _Pooling)
+    config = _read(read, place)
     if config is None:
         raise InputError(f"{MODULES} names {place}, which is not there: {_REMEDY}")
-    switches = {name: on for name, on in config.items() if name.startswith("pooling_mode_")}
-    if wrong := [name for name, on in switches.items() if type(on) is not bool]:
-        raise _unlike(f"{place}: {wrong[0]}: expected true or false", repr(switches[wrong[0]]))
-    switched = [_SWITCHES.get(name, name) for name, on in switches.items() if on]  # one of a newer kind by its name
+    switched = [_SWITCHES.get(name, name) for name, on in config.items() if name.startswith("pooling_mode_") and on]
     modes = config.get("pooling_mode", switched or "mean")
     modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise _unlike(f"{place}: expected pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
-    if prompted and not config.get("include_prompt", True):
-        raise _unlike(f"{place}: include_prompt: expected a vector of all that is read", "one without the prompt")
+        raise _unlike(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     return _POOLINGS[modes[0]]
 
 
 def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
     """The limit of tokens and whether texts are lower case. Without a limit of its own the tokenizer's counts."""
     place = "sentence_bert_config.json"
-    config = _read(read, place, _Transformer) or {}
-    expected = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
-    for name, value in expected.items():
-        if config.get(name) not in (None, value):
-            raise _unlike(f"{place}: {name}: expected {value}", config.get(name))
-    if config.get("query_expansion") is not None:
-        raise _unlike(f"{place}: query_expansion: expected none", "one")
+    usual = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    _expect(read, place, **usual, query_expansion=None)
+    config = _read(read, place) or {}
     limit = config.get("max_seq_length")
     if limit is None:
-        limit = (_read(read, "tokenizer_config.json", _Tokenizer) or {}).get("model_max_length")
+        limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     limited = isinstance(limit, int) and 0 < limit < _UNLIMITED
     return {"max_tokens": limit if limited else None, "lowercases": config.get("do_lower_case", False)}
 
 
-def _read(read: Callable[[str], bytes], path: str, kind: Any) -> Any:
+def _expect(read: Callable[[str], bytes], place: str, **usual: Any) -> None:
+    """Refuses a field of a file that is there and has another value."""
+    config = _read(read, place) or {}
+    for name, value in usual.items():
+        if config.get(name) not in (None, value):
+            raise _unlike(f"{place}: {name}", value, config[name])
+
+
+def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:
     """The content of a file; None where there is none."""
     try:
-        text = read(path)
+        return schema.parse(read(path), kind, path, _REMEDY)
     except (FileNotFoundError, KeyError):
         return None
     except InputError as error:
@@ -229,7 +187,6 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any) -> Any:
         if path == MODULES:  # a snapshot of a model that has none does not say so, and most models have none
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
-    return schema.parse(text, kind, path, _REMEDY)
 
 
 def _is_offline(error: BaseException | None) -> bool:
@@ -241,6 +198,5 @@ def _is_offline(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _unlike(expected: str, got: Any) -> InputError:
-    got = got["type"] + (f" in {got['path']}" if got["path"] else "") if isinstance(got, dict) else got
-    return InputError(f"{expected}, got {(', '.join(got) or 'nothing') if isinstance(got, list) else got}: {_ADVICE}")
+def _unlike(place: str, expected: Any, got: Any) -> InputError:
+    return InputError(f"{place}: expected {expected}, got {got}: {_ADVICE}")

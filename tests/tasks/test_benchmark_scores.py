@@ -367,5 +367,5 @@ def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
         return module.TaskScores(**vars(whole(self, network, known)) | {"rows_hash": next(calls)})
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
-    with pytest.raises(InputError, match="the task's rows changed between variants: remove .* and begin anew"):
+    with pytest.raises(InputError, match="the task's rows changed between variants: remove "):
         list(records_of(make(), LayeredModel(model)))

@@ -128,23 +128,17 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
     [
         (
             {"modules": [*FIRST, {"type": OF + "Dense", "path": "2_Dense"}]},
-            "modules.json: expected Transformer, Pooling and Normalize of sentence_transformers, got "
-            "sentence_transformers.models.Dense in 2_Dense: with --modules none",
+            "modules.json: expected sentence_transformers' Transformer, Pooling, and perhaps Normalize, got "
+            "sentence_transformers.models.Transformer, sentence_transformers.models.Pooling, "
+            "sentence_transformers.models.Dense: with --modules none",
         ),
         (
-            {"modules": [{"type": "custom_st.Transformer", "path": ""}]},
-            "got custom_st.Transformer: with --modules none",
+            {"modules": [{"type": "custom_st.Transformer", "path": ""}, FIRST[1]]},
+            "got custom_st.Transformer, sentence_",
         ),
-        ({"modules": [{"type": "os.Pooling", "path": ""}]}, "got os.Pooling: with --modules none"),
-        ({"modules": [FIRST[0], {**FIRST[1], "path": "../.."}]}, "got sentence_transformers.models.Pooling in ../.."),
-        *[
-            ({"modules": [FIRST[0], {**FIRST[1], "path": path}]}, "got sentence_transformers.models.Pooling in ")
-            for path in (".", "/etc", "a\0b", "C:\\x", "x" * 300)
-        ],
         ({"modules": []}, "Pooling, and perhaps Normalize, got nothing"),
-        ({"modules": [FIRST[1]]}, "expected Transformer at the top, Pooling, and perhaps Normalize, got Pooling"),
-        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "got Transformer, Pooling, Normalize, Normalize"),
-        ({"modules": [{**FIRST[0], "path": "0_Transformer"}, FIRST[1]]}, "expected Transformer at the top"),
+        ({"modules": [FIRST[1]]}, "and perhaps Normalize, got sentence_transformers.models.Pooling: with"),
+        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "sentence_transformers.models.Normalize, sentence_transformers"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
         ({"modules": {"0": 1}}, "modules.json: expected a list, got {'0': 1}; download or save the model again"),
         ({"modules": [{"path": ""}]}, "modules.json: 0.type: this field is missing"),
@@ -153,19 +147,13 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
         ({"pooling": {"pooling_mode": ""}}, "lasttoken, got nothing"),
         ({"pooling": {"pooling_mode_median_tokens": True}}, "lasttoken, got pooling_mode_median_tokens"),
         (
-            {"pooling": {"pooling_mode_cls_token": "false"}},
-            "pooling_mode_cls_token: expected true or false, got 'false'",
-        ),
-        (
             {"pooling": {"include_prompt": False}, "config_sentence_transformers": {"prompts": PROMPTS}},
-            "include_prompt: expected a vector of all that is read, got one without the prompt",
+            "include_prompt: expected True, got False",
         ),
-        ({"sentence_bert_config": {"max_seq_length": "8"}}, "max_seq_length: expected a whole number"),
         ({"sentence_bert_config": {"transformer_task": "fill-mask"}}, "expected feature-extraction, got fill-mask"),
-        ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "default_prompt_name: expected one of"),
         (
             {"config_sentence_transformers": {"similarity_fn_name": "manhattan"}},
-            "expected one of cosine, dot, got manh",
+            "expected cosine or dot, got manh",
         ),
         ({"2_Normalize/config": {"module_input_name": "token_embeddings"}}, "sentence_embedding, got token_embeddings"),
     ],

@@ -19,8 +19,7 @@ from lit_layers.models.build import save
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import load, sequence_classifier
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks.catalogue import find
-from lit_layers.tasks.glue_rows import GLUE, GlueRows, glue_metrics, read_rows
+from lit_layers.tasks.catalogue import GLUE, GlueRows, find, glue_metrics, read_rows
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
 from lit_layers.training.tuning import sequence_tasks

@@ -127,7 +127,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     [
         (
             {"arc_challenge": "w_train.parquet"},
-            "w_train.parquet holds the rows that are scored: list files of train, too",
+            "w_train.parquet holds the rows that are scored: list files of train",
         ),
         ({"arc_challenge": {"files": {"test": "w_train.parquet"}}}, "expected files of the split 'train', got test"),
         (

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.schema import refuse_outside
-from lit_layers.tasks.catalogue import find
-from lit_layers.tasks.glue_rows import SPLITS, GlueRows, read_rows
+from lit_layers.tasks.catalogue import SPLITS, GlueRows, find, read_rows
 from lit_layers.training.datamodules import DATA_RANGES, LitStepData
 
 
@@ -62,7 +61,7 @@ class LitGlueData(LitStepData):
     """Rows of a task of GLUE: `{"input_ids": (batch, tokens), "attention_mask", "token_type_ids", "labels": (batch,)}`.
 
     Args:
-        task: a name of `lit_layers.tasks.glue_rows.GLUE`.
+        task: a name of `lit_layers.tasks.catalogue.GLUE`.
         tokenizer: a local path or a name of the Hub: the model's own.
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
         num_tokens: of a row; a longer one is cut.

@@ -26,8 +26,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import refuse_outside
 from lit_layers.tasks.benchmark_rows import interval
-from lit_layers.tasks.catalogue import ScoredTask, find
-from lit_layers.tasks.glue_rows import SPLITS, glue_metrics, read_rows
+from lit_layers.tasks.catalogue import SPLITS, ScoredTask, find, glue_metrics, read_rows
 from lit_layers.training.checkpoints import writable_folder
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
 from lit_layers.training.tuning import variant_training
@@ -43,7 +42,7 @@ class GlueRecipe(variant_training.TrainingRecipe):
     """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
 
     Args:
-        tasks: names of `lit_layers.tasks.glue_rows.GLUE`.
+        tasks: names of `lit_layers.tasks.catalogue.GLUE`.
         training: full, every weight; frozen, the new head alone; or both.
         num_epochs: over the training rows.
         max_steps: no more of them; None: as many as the epochs have.
@@ -186,7 +185,7 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
     is opened anew from `model`; what is measured must be the same.
 
     Args:
-        task: a name of `lit_layers.tasks.glue_rows.GLUE`.
+        task: a name of `lit_layers.tasks.catalogue.GLUE`.
         recipe: how it is trained.
         model: a folder with an encoder, or a name on the Hub.
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
