@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lit_layers import records
-from lit_layers.cli.training_display import StepProgress
+from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.modules import adamw, warmup_cosine

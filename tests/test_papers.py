@@ -275,7 +275,7 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
         ),
         (
             {"steps": [{"correlate": {"resamples": "many"}}]},
-            "steps: 1, correlate: resamples: expected a whole number, got many",
+            "steps: 1, correlate: resamples: expected int, got many",
         ),
         ({"reduced": {"prompts": 3}}, "reduced: there is no 'prompts' among the sizes"),
         (

@@ -1,6 +1,5 @@
 """`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
 
-import errno
 import gc
 import importlib
 import logging
@@ -9,9 +8,9 @@ import sys
 from importlib.metadata import version
 from types import ModuleType
 
-from lit_layers.cli import INTERRUPTED, READER_GONE, REFUSED, TERMINATED, threads
+from lit_layers.cli import INTERRUPTED, READER_GONE, REFUSED, TERMINATED, process
 from lit_layers.cli.console import one_line, without_verbosity
-from lit_layers.cli.stopping import reader_is_gone, stopping
+from lit_layers.cli.process import reader_is_gone, stopping
 from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`
@@ -29,7 +28,6 @@ COMMANDS = {  # each a file of `verbs`
 }
 STAGES = ("validate", "test", "predict")  # of a Trainer, with the options of `fit`
 GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
-_LOST = (errno.EIO, errno.ESTALE)  # nor does a read of a disk that is broken or gone
 
 
 def run(argv: list[str], *, is_own_process: bool) -> int:
@@ -86,12 +84,12 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         InputError, OSError: a disk takes no more, which with `passes_full` ends the command around this one, too.
     """
     try:
-        threads.settle()
+        process.settle()
         verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
         # its parser takes a quarter of a second to load, which `lit-layers --help` does without
         from lit_layers.cli import options
 
-        return options.run(options.Recipe(verb, rest))
+        return verb(**options.Recipe(verb, rest).arguments())
     except InputError as error:
         if passes_full and is_full(error):
             raise
@@ -101,11 +99,10 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         full = is_full(error)  # what a write says of it names no file
         if passes_full and full:
             raise
-        if error.filename is None and not full and error.errno not in _LOST:  # not about a file that was named
+        if error.filename is None and not full:  # not about a file that was named
             raise
         where = "" if error.filename is None else str(error.filename)[:200]
-        if full or not where:
-            where = f"cannot {'write' if full else 'read or write'} {where}".rstrip()
+        where = f"cannot write {where}".rstrip() if full else where
         return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         then = ": run the same command again to go on" if command in GO_ON else ""

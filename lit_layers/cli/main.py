@@ -24,9 +24,9 @@ def run_and_end() -> NoReturn:
         if end.code:
             raise
         code = 0
-    from lit_layers.cli import stopping
+    from lit_layers.cli import process
 
-    stopping.end_process(code)
+    process.end_process(code)
 
 
 def _leave_working_directory() -> None:

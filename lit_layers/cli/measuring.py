@@ -9,11 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli import threads
+from lit_layers.cli import process
 from lit_layers.cli.console import bar, note, show_audit, show_table
-from lit_layers.cli.options import Steps, given
-from lit_layers.cli.refusals import refuse_beside
-from lit_layers.errors import InputError, refuse_odd_files
+from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.errors import refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.measuring import AUTO, MeasuringOptions
 
@@ -135,17 +134,13 @@ class Checkpoints(MeasuringOptions):
         if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
-        if is_series and self.revision is not None:
-            raise InputError(f"revision: {self.revision} is one model: leave it out, or leave --steps out")
-        if self.untrained is not None and self.steps is not None:
-            raise InputError("untrained: is for one model, and --steps, which are a series', were given: leave one out")
-        if is_series and self.untrained is not None:
-            raise InputError(f"untrained: is for one model, and {model} is a series: name one of its checkpoints")
-        if self.offload is not None and self.untrained is not None:
-            raise InputError("untrained: new weights are in no file that --offload could read: leave one of them out")
         of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
-        cases = [(of_series, not is_series, "is for series, and one model was named")]
-        refuse_beside(given(self), cases, remedy=": leave it out, or name its --steps")
+        cases = [
+            (of_series, not is_series, "is for series, and one model was named"),
+            (("revision", "untrained"), is_series, f"is for one model, and {model} is a series"),
+            (("untrained",), self.offload is not None, "new weights are in no file that --offload could read"),
+        ]
+        refuse_beside(given(self), cases)
         return is_series
 
     def opened(self, model: str) -> "list[Series]":
@@ -173,7 +168,7 @@ def outcomes(
     hidden = options.is_hidden
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
-        threads.tell(options.device)
+        process.tell(options.device)
     from lit_layers.measuring.offline import analyze_series, silent
     from lit_layers.measuring.plan import analyses_for, plan_of, root_of
 

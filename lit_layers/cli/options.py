@@ -8,31 +8,31 @@ import dataclasses
 import functools
 import inspect
 import re
+import tempfile
 from argparse import Action
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import docstring_parser
-from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
+from jsonargparse import SUPPRESS, ActionConfigFile, DefaultHelpFormatter, Namespace
 from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
-from lit_layers.cli.help import MOST_USED, HelpFormatter
-from lit_layers.cli.own_code import blaming_classes, trust_code
 from lit_layers.cli.recipes import (
     HELP,
     RecipeParser,
+    blaming_classes,
     find_recipe,
     placed,
     placed_path,
     recipe_file,
-    refuse_wild_values,
+    trust_code,
 )
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.schema import Range, refuse_outside
 
 T = TypeVar("T")
@@ -137,21 +137,17 @@ class Recipe:
         """
         self.parser.set_defaults(**defaults)
         options = _parsed(self.parser, self.argv)
-        for action in self.parser._actions:  # YAML reads ~ and --- as nothing; on a command line they are words
-            kind = getattr(action, "_typehint", None)
-            is_written = action.dest in ("root", *WRITTEN)
-            words = self.typed(action.dest) if is_written or kind in (str | None, Path | None, Path) else []
-            named = words[-1] if words else str(options.get(action.dest) or "") if is_written else ""
-            if named.startswith("~" if is_written else "~/") and (is_written or kind != str | None):
-                # a shell leaves it so behind `--root=`, and nobody looks for a folder that is called so
-                raise InputError(f"{action.dest}: expected a whole path, got {named!r}, with ~ not written out")
-            if words and options[action.dest] is None and words[-1] != "null":
-                if kind == Path | None:
-                    raise InputError(f"{action.dest}: expected a file or folder, got {words[-1]!r}")
-                options[action.dest] = words[-1]
-        _refuse_blank(self.parser, options)
-        _refuse_out_of_range(self.parser, options)
-        refuse_wild_values(options.as_dict())
+        for action in self.parser._actions:
+            name, kind, value = action.dest, getattr(action, "_typehint", None), options.get(action.dest)
+            is_written = name in ("root", *WRITTEN)
+            words = self.typed(name) if is_written or kind == str | None else []
+            if words and value is None and words[-1] != "null":  # YAML reads ~ and --- as nothing: here they are words
+                options[name] = value = words[-1]
+            if is_written and str(value).startswith("~"):  # a shell leaves it so behind `--root=`
+                raise InputError(f"{name}: expected a whole path, got {str(value)!r}, with ~ not written out")
+            if isinstance(value, str) and not value.strip() and name != "separator":  # a variable that is not set
+                raise InputError(f"{name}: expected a name or a path, got {value!r}")
+            _refuse_out_of_range(action, value)
         return self.checked(options)
 
     def typed(self, name: str) -> list[str]:
@@ -176,6 +172,10 @@ class Recipe:
     def _placed(self, options: Namespace) -> Namespace:
         return placed(options, options.root or "checkpoints", self.argv) if self.takes_classes else options
 
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the verb."""
+        return arguments(self.verb, {**vars(self.options), "recipe": self})
+
     def group(self, kind: type[T], options: Namespace) -> T:
         """The options of a group, as its dataclass."""
         return kind(**arguments(kind, vars(options)))
@@ -198,15 +198,6 @@ class Recipe:
             return self.parser.instantiate_classes(alone)[name]
 
 
-def run(recipe: Recipe) -> int:
-    """Calls a verb with what its command line and recipes say, and returns its exit code.
-
-    Raises:
-        InputError: an option that is unknown, missing or of another kind than its type says.
-    """
-    return recipe.verb(**arguments(recipe.verb, {**vars(recipe.options), "recipe": recipe}))
-
-
 def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeParser:
     """A parser with an option for each parameter of a verb, and `--config` for recipes."""
     doc = docstring_parser.parse(inspect.getdoc(verb) or "")
@@ -219,7 +210,6 @@ def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeP
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
-    parser.most_used = () if _is_group(verb) else MOST_USED.get(verb.__name__, ())
     _add_options(parser, verb)
     parser.add_argument(
         "-c",
@@ -275,22 +265,8 @@ def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
         sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")
         option = getattr(error, "full_key", None)
         raise InputError(f"{option}: {sentence}" if option else sentence) from error
-    except SyntaxError as error:  # of a module of --code that a recipe names
-        where = f"{error.filename or 'a module of --code'}, line {error.lineno or 1}"
-        raise InputError(f"{where}: no Python ({error.msg}): mend it, or leave its class out of the recipe") from error
     except UnicodeDecodeError as error:
-        words = [part for word in argv for part in (word, word.partition("=")[2]) if Path(part).is_file()]
-        recipe = next((word for word in words if not _is_utf8(Path(word))), "a recipe")
-        where = f"{error.reason} at byte {error.start}"
-        raise InputError(f"{recipe} is not UTF-8 ({where}): convert it with iconv") from error
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+        raise InputError(f"config: a recipe is not UTF-8 ({error}): convert it with iconv") from error
 
 
 def _parts(verb: Callable[..., Any]) -> list[Any]:
@@ -361,28 +337,15 @@ def _with_range(kind: Any) -> tuple[Any, Any]:
     return get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, None)
 
 
-def _refuse_out_of_range(parser: Any, options: Namespace) -> None:
-    """Refuses the first number outside the range that its option was declared with; words and times have none.
+def _refuse_out_of_range(action: Action, value: Any) -> None:
+    """Refuse a number outside the range that its option was declared with; words and times have none.
 
     Raises:
         InputError: naming it, what is expected and what came.
     """
-    for action in parser._actions:
-        value, allowed = options.get(action.dest), getattr(action, "allowed", None)
-        if allowed is not None and not isinstance(value, str | Mapping | Namespace):
-            refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
-
-
-def _refuse_blank(parser: Any, options: Namespace) -> None:
-    """Refuses the first text without a letter: a name or a path was meant, and no default. A separator may be one.
-
-    Raises:
-        InputError: naming it and what came.
-    """
-    for action in parser._actions:
-        value = options.get(action.dest)
-        if isinstance(value, str) and not value.strip() and action.dest != "separator":
-            raise InputError(f"{action.dest}: expected a name or a path, got {value!r}")
+    allowed = getattr(action, "allowed", None)
+    if allowed is not None and not isinstance(value, str | Mapping | Namespace):
+        refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
 
 
 def _is_group(kind: Any) -> bool:
@@ -398,3 +361,74 @@ def _spelt(parser: RecipeParser, argv: list[str]) -> list[str]:
     }
     parts = [word.partition("=") for word in argv]
     return [f"{option}{'+' if option in lists else ''}{equals}{value}" for option, equals, value in parts]
+
+
+class HelpFormatter(DefaultHelpFormatter):
+    """Shows the default of an option where the signature has one, and no types: the words say what is meant."""
+
+    def _format_action_invocation(self, action: Any) -> str:
+        value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
+        spellings = {each.replace("-", "_").rstrip("+"): each for each in reversed(action.option_strings)}
+        options = ", ".join(reversed(spellings.values()))
+        if value.startswith("\b"):  # jsonargparse would have a terminal take the blank before it back
+            return options + value.removeprefix("\b")
+        return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: Any) -> str:
+        if "." in action.dest:  # of a class of a library, whose words leave that to the type
+            return super()._get_help_string(action) or ""
+        words = (super()._get_help_string(action) if action.help is None else action.help) or ""
+        if extra := getattr(action, "extra_help", str)():
+            words = f"{words.removesuffix('.')} ({_class_names(extra.lstrip(', '))})"
+        default = action.default
+        if default in (None, [], SUPPRESS) or action.nargs == 0 or not str(default) or "(default" in words:
+            return words
+        return f"{words} (default: %(default)s)"
+
+
+def _class_names(extra: str) -> str:
+    """Return the classes of the package by the names that recipes may call them by, without those that are private."""
+    _, is_list, paths = extra.partition("known subclasses: ")
+    if not is_list:
+        return extra
+    public = [path for path in paths.split(", ") if not path.startswith("lit_layers.") or path.count(".") == 2]
+    return f"classes: {', '.join(sorted(re.sub(r'^lit_layers[.].*[.]', '', path) for path in public))}"
+
+
+def refuse_beside(
+    options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]], *, remedy: str = ": leave it out"
+) -> None:
+    """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for names, applies, why in cases:
+        if applies and (name := next((name for name in names if name in options), None)):
+            raise InputError(f"{name}: {why}{remedy}")
+
+
+def refuse_unwritable(name: str, folder: Path) -> None:
+    """Refuses, before anything is computed for it, a folder to be that is a file or where nothing can be written.
+
+    Raises:
+        InputError: naming the option, and the file or why.
+    """
+    with refused(f"{name}: cannot write to {folder}"):
+        there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
+        if not there.is_dir():
+            raise InputError(f"{name}: expected a folder, {there} is a file")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+
+
+def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
+    """Refuses a folder whose results, by their names without endings, would take the place of a file that is read.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for path in map(Path, filter(None, read)):
+        is_replaced = path.stem in written and path.resolve().parent == folder.resolve()
+        if is_replaced and not path.is_dir():  # of a run, which a file of that name leaves alone
+            raise InputError(f"root: {path}, which is read, would be replaced in {folder}: name another folder")

@@ -5,14 +5,18 @@ address.
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import importlib
 import inspect
-import math
+import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -21,10 +25,9 @@ from jsonargparse import ArgumentParser, Namespace, add_instantiator, set_parsin
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from lit_layers.cli.help import sections, usage
-from lit_layers.cli.own_code import is_under, own_code
 from lit_layers.errors import InputError, did_you_mean
 
+own_code: set[str] = set()  # packages of --code, whose functions may also be named
 PACKAGES = ("lit_layers", "torch", "lightning", "transformers", "timm", "torchmetrics")
 HELP = "lets recipes name the classes of this package, or of all modules of this folder; command line only, repeatable"
 _OF_LIGHTNING = (  # its demonstrations fetch data, and its server starts a process
@@ -40,7 +43,6 @@ _ADDRESSES = {"api_key", "host", "settings", "tracking_uri"}
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _HARMLESS = ("lit_layers", *_OF_LIGHTNING, "lightning.pytorch.cli", "torch.distributed", "torch.optim")
 _OPTIONS = ("init_args", "dict_kwargs")  # of a class
-_MOST = 10**12
 _PURE = "lit_layers.functional"  # and these, from tensors to tensors
 _MOST_SHOWN = 400  # characters; a nested complaint repeats itself beyond that
 _UNION = re.compile(
@@ -53,40 +55,14 @@ _REFUSED = re.compile(  # deep in an account of all the kinds that a value might
     rf"(?P<whole>[\w.]+: {REFUSED} .*?, got \S+)|Importing '(?P<path>[^']+)' is not allowed"
     r"|Import path (?P<other>\S+) does not correspond to a subclass of (?P<kind>\w+)"
 )
-_FUNCTION = "expected the import path of a function, package.module.function, got "
-_CLASS = "expected a class by its name, or the import path of a class or function, got "
 _ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
-_MISSPELT = re.compile(  # a class that there is not, alone or with options
-    rf"({_CLASS}|null, got )({{'class_path': ')?(?P<name>[\w.]+)|module '\S+' has no attribute '(?P<of>\w+)'$"
-)
+_MISSPELT = re.compile(r"(?:string: |'class_path': ')(?P<name>[A-Za-z]\w*)|has no attribute '(?P<of>\w+)'$")
 _REWORDED = [
-    (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r"expected one of \1, got \2"),
-    (r"Type \S*Callable\[.*?\] expects .*?: Expected a dot import path string: .*? Got value: (.*)", rf"{_FUNCTION}\1"),
-    (
-        r"Type \S*Callable\[.*?\] expects a function or a callable class: (.*?)\.? Got value: (.*)",
-        rf"{_FUNCTION}\2: \1",
-    ),
-    (r"(?:Expected a dot import path string|Unexpected import path format): (.*)", rf"{_CLASS}\1"),
-    (r"Unable to load config '(.*?)' - .*", r"expected options, such as {max_steps: 100}, or a file of them, got '\1'"),
-    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
-    (r"Problem with given class_path '([^']+)': ", r"class_path \1: "),
-    (r"Expected a (\w+)\. Got value: (.*)", r"expected \1, got \2"),
-    (
-        r"Not a valid subclass of (\w+)\. Got value: (.*?) Subclass types expect.*",
-        r"expected a \1, by class_path, got \2",
-    ),
-    (r"^argument (?:\S+/)?(--\S+): ignored explicit argument (.*)", r"\1: it takes no value, got \2"),
-    (r"expected list, got (\S+\.ya?ml)$", r"expected a list of classes, got a file; a recipe is given by --config \1"),
-    (r"expected list, got ([A-Za-z]\w*)$", r"expected a list, such as [{class_path: \1, init_args: {...}}], got \1"),
-    (r"expected list, got (\{'class_path': .*)", r"expected a list of classes, each behind a dash, got \1"),
-    (r"(got cuda:(\d+))$", r"\1: set CUDA_VISIBLE_DEVICES=\2 and take cuda"),
-    (r"expected bool\b", "expected true or false"),
-    (r"expected float\b", "expected a number"),
-    (r"expected int\b", "expected a whole number"),
-    (r"expected tuple\b", "expected a list"),
-    (r"expected Path\b", "expected a file or folder"),
-    (r"Not of type \w+: ", ""),
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"typing\.Literal\[(.*?)\]", r"one of \1"),
+    (r"Expected an? (.*?)\. Got value: ?(.*)", r"expected \1, got \2"),
+    (r" Subclass types expect.*", ""),
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
 ]
 
@@ -97,21 +73,25 @@ class RecipeParser(ArgumentParser):
     A recipe names classes, and each is made only where it is a kind of the class that the field asks for: nothing in a
     field that takes any value, and no function but of the user's own code.
 
-    The options of a library's class, such as Lightning's Trainer, are told by `--help trainer` alone. `classes` are
-    their names, `shown` the one whose help is asked for. `most_used` are the options that the help shows first.
+    Only `--help trainer` shows the options of a library's class, such as Lightning's Trainer. `classes` are the names
+    of such options, `shown` the one whose help is asked for.
     """
 
     classes: tuple[str, ...] = ()
     shown: str = ""
-    most_used: tuple[str, ...] = ()
 
     def format_help(self) -> str:
-        if not self.most_used:
-            return super().format_help()
         shown = [action for action in self._actions if (self._class_of(action) or "") == self.shown]
-        start = f"{self.prog} [RECIPE ...]" if self.prog == "lit-layers fit" else self.prog
-        self.usage = usage(start, shown)
-        self._action_groups = sections(shown, () if self.shown else self.most_used)
+        words = [action.dest for action in shown if not action.option_strings]
+        words += [
+            f"--{action.dest} {action.dest.upper()}"
+            for action in shown
+            if action.option_strings and getattr(action, "is_needed", 0)
+        ]
+        self.usage = " ".join([self.prog, *dict.fromkeys(words), "[options]"])
+        for group in self._action_groups:
+            group._group_actions = [action for action in group._group_actions if action in shown]
+        self._action_groups = [group for group in self._action_groups if group._group_actions]
         return super().format_help()
 
     def _class_of(self, action: Any) -> str | None:
@@ -119,7 +99,13 @@ class RecipeParser(ArgumentParser):
         return option if option in self.classes else None
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise refusal(message, self.get_defaults(skip_validation=True).keys(branches=True), self.prog, ex) from ex
+        options = [*self.get_defaults(skip_validation=True).keys(branches=True)]
+        sentence = one_sentence(message, options, ex)
+        if sentence.startswith("unknown") and "did you mean" not in sentence:
+            is_verb = self.prog.startswith("lit-layers ")  # else a recipe of its own, whose keys are all that there is
+            keys = ", ".join(key for key in options if key != "config")
+            sentence += f"; see `{self.prog} --help`" if is_verb else f"; the keys are {keys}"
+        raise InputError(sentence) from ex
 
     def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
@@ -194,6 +180,93 @@ def _takes_callables(hint: Any) -> bool:
     return Callable in (hint, get_origin(hint)) or any(map(_takes_callables, get_args(hint)))
 
 
+def trust_code(argv: list[str]) -> list[str]:
+    """Takes every `--code PACKAGE` out of a command line: recipes may then name the classes of that package.
+
+    It is no option of a parser: a recipe could set that. A folder goes behind the installed packages on the import
+    path, so that no file of its replaces one of them.
+
+    Raises:
+        InputError: a word that is neither an importable package or module nor a folder.
+    """
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--code", action="append", default=[])
+    try:
+        given, rest = options.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise InputError("--code: expected an importable package or module, or a folder such as .") from error
+    for named in given.code:
+        packages = _packages(named)
+        set_parsing_settings(import_path_allowlist=packages)
+        own_code.update(packages)
+    return rest
+
+
+def _packages(named: str) -> list[str]:
+    folder = Path(named)
+    is_folder = folder.is_dir() and bool(named.strip())  # no word at all would be this folder
+    if is_folder and not named.isidentifier():
+        sys.path.append(str(folder.resolve()))
+        return [name for name in map(_module_name, sorted(folder.iterdir())) if name and _is_in(name, folder)]
+    parts = named.split(".")
+    if all(part.isidentifier() for part in parts) and parts[0] != "__main__" and _is_there(named):
+        return [named]
+    near = f"; for the folder say --code ./{named}" if is_folder else ""
+    raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}{near}")
+
+
+def _is_there(named: str) -> bool:
+    """Whether there is such a module; of one inside of a package, the package is imported."""
+    try:
+        return find_spec(named) is not None
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        raise InputError(f"--code: {named.rpartition('.')[0]} cannot be imported: {error}") from error
+
+
+@contextlib.contextmanager
+def blaming_classes(*, made: bool) -> Iterator[None]:
+    """Turn what goes wrong in the user's own code, or in any class that is `made`, into a sentence that says where.
+
+    Raises:
+        InputError: in place of any other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        chain: list[BaseException] = [error]  # jsonargparse wraps what a module or a constructor says
+        while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(inner)
+        said = next((each for each in chain if isinstance(each, InputError)), None)
+        for raised in (each for each in chain if not isinstance(each, InputError)):
+            frames = [*traceback.walk_tb(raised.__traceback__)]
+            own = [each for each in frames if is_under(each[0].f_globals.get("__name__", ""), own_code)]
+            if own or (made and said is None and raised is chain[-1] and not isinstance(raised, OSError)):
+                where = "".join(f"{each.f_code.co_filename}, line {line}: " for each, line in (own or frames)[-1:])
+                words = " ".join(f"{type(raised).__name__}: {raised}".split())
+                raise InputError(f"{where}{words}: mend it, or leave its class out of the recipe") from error
+        if made and said is not None:
+            raise said from None
+        raise
+
+
+def _module_name(path: Path) -> str | None:
+    is_package = path.is_dir() and ((path / "__init__.py").is_file() or any(path.glob("*.py")))
+    return path.stem if (path.suffix == ".py" or is_package) and path.stem.isidentifier() else None
+
+
+def _is_in(name: str, folder: Path) -> bool:
+    """Whether a module is imported from this folder, not from an installed package of the same name."""
+    spec = find_spec(name)
+    places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
+    return any(Path(place).is_relative_to(folder.resolve()) for place in places or ())
+
+
+def is_under(path: str, packages: Any) -> bool:
+    return any(path == package or path.startswith(f"{package}.") for package in packages)
+
+
 def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
     """Return the options with the relative places of their classes below `root`.
 
@@ -261,22 +334,6 @@ def _out_of_reach(name: str, value: str) -> InputError:
     )
 
 
-def refuse_wild_values(options: Mapping[str, Any]) -> None:
-    """Refuse numbers that are infinite, not a number, or larger than any count.
-
-    Raises:
-        InputError: naming the option and its value.
-    """
-    for where, within, name, _ in _values(options):
-        value = within[name]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        if not math.isfinite(value):
-            raise InputError(f"{where}: expected a finite number, got {value}")
-        if abs(value) > _MOST and not where.endswith("seed"):
-            raise InputError(f"{where}: expected at most {_MOST:.0e}, got {value}")
-
-
 def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, Any, str]]:
     """Yield where each value among options stands, what holds it, its name there, and the class that it is for.
 
@@ -318,39 +375,25 @@ def _without_code(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def refusal(message: str, options: Iterable[str], prog: str, error: Exception | None = None) -> InputError:
-    """What a command says of a message of jsonargparse's, and of the error that it is of."""
-    sentence = one_sentence(message, options := list(options), error)
-    needs_help = sentence.startswith("un") and "did you mean" not in sentence  # unknown, unrecognized
-    if needs_help and prog.startswith("lit-layers "):
-        sentence += f"; see `{prog} --help`"
-    elif needs_help:  # a recipe of its own, whose keys are all that there is
-        sentence = f"{sentence.partition(':')[0]}; the keys are {', '.join(key for key in options if key != 'config')}"
-    return InputError(sentence)
+def one_sentence(message: str, options: Sequence[str] = (), error: BaseException | None = None) -> str:
+    """Return jsonargparse's message on one line, in plainer words for the mistakes that people really make.
 
-
-def one_sentence(message: str, options: Iterable[str] = (), error: BaseException | None = None) -> str:
-    """Returns jsonargparse's message without its layout; a misspelt option gains the nearest of `options`.
-
-    Where the parser of a class inside has refused something, that is the cause of `error`, and says it best.
+    If the parser of a class inside has refused something, that is the cause of `error`, and says it best.
     """
-    text, options = " ".join(message.split()), list(options)
-    text += " ''" * text.endswith(("Got value:", "import path string:"))
+    text = " ".join(message.split())
     if unknown := re.match(r"unrecognized arguments: (--([^\s=]+))", text):
         return f"unknown option {unknown[1]}{_nearest(unknown[2], options, '--')}"
-    if unknown := re.match(r"Group '([^']+)' does not accept option '([^']+)'", text):
-        key = f"{unknown[1]}.{unknown[2]}"
+    if unknown := re.match(r"(?:Group '(.+?)' does not accept o|O)ption '(.+?)'", text):
+        key = ".".join(filter(None, unknown.groups()))
         return f"unknown key {key} in the recipe{_nearest(key, options)}"
-    if unknown := re.match(r"Option '([^']+)' is not accepted", text):
-        near = _nearest(unknown[1], options) or ": no class given there has an option of that name"
-        return f"unknown key {unknown[1]} in the recipe{near}"
     if recipe := re.match(r"Unexpected config: ?(.*)", text):
         text = f"expected a recipe of KEY: VALUE lines, got {recipe[1] or 'an empty one'}"
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__
     where = re.match(r'Parser key "([^"]+)"', text)
     if error is not None and where:
-        return _shortened(_of_class(where[1], str(error), text))
+        names_option = _UNION.search(text) and not str(error).startswith(("missing: ", "unknown "))
+        return _shortened(f"{where[1]}{'.' if names_option else ': '}{error}")
     if refused := _REFUSED.search(text):
         sentence = refused["whole"] or f"{REFUSED} {refused['path']}: {_MAY_BE_NAMED}"
         if refused["other"]:
@@ -358,47 +401,28 @@ def one_sentence(message: str, options: Iterable[str] = (), error: BaseException
         return f"{where[1]}{'.' if refused['whole'] else ': '}{sentence}" if where else sentence
     if union := _UNION.search(text):
         place = text[: union.start()].partition(" - Expected a path but ")[0]  # a recipe of its own might be meant
-        value = union["value"].strip() or "''"
-        text = f"{place.rstrip()} expected {_plainly(union['kinds'])}, got {value}".lstrip()
+        kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", re.sub(r"<class '([^']+)'>", r"\1", union["kinds"]))
+        kinds = re.sub(r"Literal\[(.*?)\]", r"\1", kinds).replace("NoneType", "null")
+        text = f"{place.rstrip()} expected one of {kinds}, got {union['value'].strip() or repr('')}"
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
     return _shortened(text) + _nearest_class(text)
-
-
-def _of_class(place: str, sentence: str, message: str) -> str:
-    """What the parser of the class at a place says: of one of its options, where it names one."""
-    option = re.search(r"NestedArg\(key='([^']+)'", message)
-    if option and sentence.startswith("unknown"):
-        return f"unknown option --{place}.{option[1]}: the class given for {place} has none of that name"
-    names_option = _UNION.search(message) and not sentence.startswith(("missing: ", "unknown "))
-    return f"{place}{'.' if names_option else ': '}{sentence}"
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].rstrip()} ..."
 
 
-def _plainly(kinds: str) -> str:
-    """Python's names of kinds of values as a user would write them."""
-    kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", re.sub(r"<class '([^']+)'>", r"\1", kinds))
-    kinds = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", kinds)
-    kinds = re.sub(r"Callable\[\[Any\], (\w+)\]", r"the class of an \1", kinds)
-    kinds = kinds.replace("NoneType", "null").replace("dict[str, Any]", "keys and values")
-    kinds = re.sub(r"\bNames\b", "names such as a,b", re.sub(r"\bNumbers\b", "numbers such as 1,5,9", kinds))
-    is_pair = kinds.count(", ") == 1
-    return kinds.replace(", ", " or ") if is_pair else f"one of {kinds}"
-
-
 def _nearest_class(sentence: str) -> str:
     """The class of the package whose name is like the one that a sentence refuses, if that is of none."""
     if not (misspelt := _MISSPELT.search(sentence)):
         return ""
-    name = (misspelt["of"] or misspelt["name"]).rpartition(".")[2]
+    name = misspelt["of"] or misspelt["name"]
     names = [each for room in _ROOMS for each in importlib.import_module(room).__all__ if each[0].isupper()]
     return "" if name in names else _nearest(name, names)
 
 
-def _nearest(word: str, options: list[str], dashes: str = "") -> str:
+def _nearest(word: str, options: Sequence[str], dashes: str = "") -> str:
     near = difflib.get_close_matches(word[:_MOST_SHOWN], options, n=1)
     return f"; did you mean {dashes}{near[0]}?" if near else ""
 
@@ -424,7 +448,7 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         InputError: there is neither.
     """
-    if _is_file(name):
+    if os.path.isfile(name):
         return Path(name)
     if (shipped := shipped_recipe(name)) is not None:
         return shipped
@@ -449,15 +473,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def recipe_file(name: str | Path) -> str:
     """A recipe's file; a name that is none stays, to be refused where it is read."""
-    return str(name if _is_file(name) else shipped_recipe(name) or name)
-
-
-def _is_file(name: str | Path) -> bool:
-    """Whether there is such a file; a name that is too long for one is none."""
-    try:
-        return Path(name).is_file()
-    except OSError:
-        return False
+    return str(name if os.path.isfile(name) else shipped_recipe(name) or name)
 
 
 def _name(file: str | Path) -> str:

@@ -154,7 +154,7 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
         (["--series", "HubRevisions"], "missing: repo"),
         (
             ["--series", "HubRevisions", "--series.repo", "a/b", "--series.stage", "x"],
-            "stage: expected a whole number, got x",
+            "stage: expected int, got x",
         ),
         (["--series", "Models", "--series.model", "[a]"], "unknown key model"),
         (

@@ -160,7 +160,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         (["{run}", "--steps", "{log"], "steps: expected all, a list or a schedule, got '{log'"),
         (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, continued, checkpoint or a template"),
         (["{run}", "--stage", "2"], "first is a folder and has no stages: leave --stage and --ingredient out"),
-        (["{run}", "--ingredient", "x"], "ingredient: expected a whole number or null, got x"),
+        (["{run}", "--ingredient", "x"], "ingredient: expected one of int, null, got x"),
         (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),
         (
             ["{run}", "--json", "{run}/none/x.json"],

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.training_display import StepProgress, show_results
+from lit_layers.cli.verbs.fit import StepProgress, show_results
 from lit_layers.records import Measurement
 from lit_layers.run_data import cost, read_run
 from lit_layers.training import run_log

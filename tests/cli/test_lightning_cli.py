@@ -70,7 +70,7 @@ REFUSED = {
     "overfit_batches": (["--trainer.overfit_batches=2"], "trainer.overfit_batches: expected 0"),
     "epochs without end": (["--trainer.max_epochs=2"], "trainer.max_epochs: expected none without"),
     "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected the number of steps to train, got -1"),
-    "a random seed": (["--seed_everything", "true"], "seed_everything: expected a whole number"),
+    "a random seed": (["--seed_everything", "true"], "seed_everything: expected int"),
 }
 
 

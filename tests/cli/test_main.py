@@ -53,16 +53,9 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def broken(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("lit_layers.cli.threads.settle", full)
+    monkeypatch.setattr("lit_layers.cli.process.settle", full)
     assert main(["audit", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "lit-layers audit: error: cannot write: no space left on device\n"
-    monkeypatch.setattr("lit_layers.cli.threads.settle", broken)
-    assert main(["audit", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "lit-layers audit: error: cannot read or write: input/output error\n"
-    monkeypatch.setattr("lit_layers.cli.threads.settle", full)
     monkeypatch.setattr("lit_layers.errors._FULL", ())
     with pytest.raises(OSError, match="No space left"):
         main(["audit", str(tmp_path)])
@@ -118,8 +111,8 @@ def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered, tmp_path):
 ENDING = """
 import atexit, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from lit_layers.cli.own_code import own_code
-from lit_layers.cli.stopping import end_process
+from lit_layers.cli.process import end_process
+from lit_layers.cli.recipes import own_code
 
 ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print("thread")))
 own_code.update({own})
@@ -142,11 +135,11 @@ def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
     """It registers a function for the end, which fails where its service has died."""
     lines = [
         "import atexit, sys, types",
-        "from lit_layers.cli import own_code, stopping",
-        "own_code.own_code.add('package')",
+        "from lit_layers.cli import process, recipes",
+        "recipes.own_code.add('package')",
         "sys.modules['lit_layers.report.wandb_mirror'] = types.SimpleNamespace(abandoned=[None])",
         "atexit.register(lambda: 1 / 0)",
-        "stopping.end_process(3)",
+        "process.end_process(3)",
     ]
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert (ended.stderr, ended.returncode) == ("", 3)

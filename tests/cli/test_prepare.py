@@ -46,7 +46,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     [
         (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
         (["--work", "2"], "unknown option --work; did you mean --workers?"),
-        (["--workers", "two"], "workers: expected a whole number or null, got two"),
+        (["--workers", "two"], "workers: expected one of int, null, got two"),
         (["--column", "nope"], "has no column 'nope'"),
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),

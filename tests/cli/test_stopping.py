@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from lit_layers.cli import options, stopping
+from lit_layers.cli import options, process
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs import fit
 from lit_layers.training.checkpoints import saved_steps
@@ -39,13 +40,14 @@ def terminate(*after: float) -> None:
 def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, limit: float, signals: Sequence[float]) -> int:
     """Exit code of a command that does `work`, in a process of its own."""
 
-    def run(_: options.Recipe) -> int:
+    def run() -> int:
         terminate(*signals)
         work()
         return 0
 
-    monkeypatch.setattr(options, "run", run)
-    monkeypatch.setattr(stopping, "LIMIT", limit)
+    monkeypatch.setattr(fit, "fit", run)
+    monkeypatch.setattr(options, "Recipe", lambda verb, words: SimpleNamespace(arguments=dict))
+    monkeypatch.setattr(process, "LIMIT", limit)
     return run_forked(lambda: main(["fit", "quickstart/gpt2"]))
 
 
@@ -76,7 +78,7 @@ def test_a_command_is_left_in_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize("work", [pytest.param(deaf, marks=pytest.mark.soak), in_foreign_code])
 @pytest.mark.parametrize(("limit", "signals"), [(0.5, (0.1,)), (FOR_EVER, (0.1, 1.5))], ids=["limit", "second signal"])
 def test_one_that_does_not_heed_it_is_ended(work, limit, signals, monkeypatch):
-    monkeypatch.setattr(stopping, "_ONE", 0.2)
+    monkeypatch.setattr(process, "_ONE", 0.2)
     assert ended(work, monkeypatch, limit=limit, signals=signals) == 143
 
 
@@ -89,7 +91,7 @@ def test_two_signals_of_one_scheduler_are_one(tmp_path, monkeypatch):
             time.sleep(0.5)
             (tmp_path / "tidied").touch()
 
-    monkeypatch.setattr(stopping, "_ONE", FOR_EVER)
+    monkeypatch.setattr(process, "_ONE", FOR_EVER)
     assert ended(work, monkeypatch, limit=FOR_EVER, signals=()) == 143
     assert (tmp_path / "tidied").exists()
 
@@ -108,7 +110,8 @@ def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
 
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(options, "run", lambda _: 0)
+    monkeypatch.setattr(fit, "fit", lambda: 0)
+    monkeypatch.setattr(options, "Recipe", lambda verb, words: SimpleNamespace(arguments=dict))
     assert main(["fit", "quickstart/gpt2"]) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -136,7 +139,7 @@ def test_a_page_under_way_is_written_and_a_corpus_under_way_is_not_waited_for(tm
         terminate(0.1)  # the sleep has begun: a signal just before it would not end it
         time.sleep(FOR_EVER)
 
-    monkeypatch.setattr(stopping, "LIMIT", FOR_EVER)
+    monkeypatch.setattr(process, "LIMIT", FOR_EVER)
     monkeypatch.setattr("lit_layers.training.datamodules.LitTextData.prepare_data", preparing)
     assert run_forked(lambda: main([*command, "--root", str(tmp_path / "other")])) == 143
     assert not (tmp_path / "other").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.cli import stopping
+from lit_layers.cli import process
 from lit_layers.cli.main import main
 from lit_layers.files import durable
 from tests.cli.test_full_disk import CASES, files, home  # noqa: F401
@@ -58,7 +58,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
             time.sleep(FOR_EVER) if len(signals) == 1 else in_foreign_code()
 
     def slowly() -> int:  # in the fork alone: what it imports is imported here, too
-        durable.sync, stopping._ONE, stopping.LIMIT = slow, 0.2, FOR_EVER
+        durable.sync, process._ONE, process.LIMIT = slow, 0.2, FOR_EVER
         return main(case.argv(home, folder))
 
     code = run_forked(slowly)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_layers.cli import console, threads
-from lit_layers.cli.threads import ranks_here
+from lit_layers.cli import console, process
+from lit_layers.cli.process import ranks_here
 from lit_layers.machine import Processors
 
 
@@ -29,30 +29,30 @@ def test_ranks_on_this_machine_are_what_started_them_says(environment, expected)
 
 def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
     made: list[int] = []
-    monkeypatch.setattr(threads, "processors", lambda: Processors(12, 12))
+    monkeypatch.setattr(process, "processors", lambda: Processors(12, 12))
     monkeypatch.setattr(torch, "set_num_threads", made.append)
     monkeypatch.setattr("threadpoolctl.threadpool_limits", made.append)
-    monkeypatch.setattr(threads, "_divided", None)
-    monkeypatch.setenv(threads.VARIABLE, "5")
-    threads.settle()
-    assert (os.environ[threads.VARIABLE], made) == ("5", [])
-    monkeypatch.delenv(threads.VARIABLE)
+    monkeypatch.setattr(process, "_divided", None)
+    monkeypatch.setenv(process.VARIABLE, "5")
+    process.settle()
+    assert (os.environ[process.VARIABLE], made) == ("5", [])
+    monkeypatch.delenv(process.VARIABLE)
     for ranks, expected in {1: 12, 4: 3, 2: 6}.items():
-        threads.settle(ranks)
-        assert (os.environ[threads.VARIABLE], made[-2:]) == (str(expected), [expected, expected])
+        process.settle(ranks)
+        assert (os.environ[process.VARIABLE], made[-2:]) == (str(expected), [expected, expected])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="what a process was started with is read from /proc")
 @pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "1"), ("2", "2")])
 def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, tmp_path):
-    program = "from lit_layers.cli import threads; from lit_layers.machine import Processors; import os\n"
-    program += "threads.processors = lambda: Processors(6, 6); threads.settle(); print(os.environ['OMP_NUM_THREADS'])"
+    program = "from lit_layers.cli import process; from lit_layers.machine import Processors; import os\n"
+    program += "process.processors = lambda: Processors(6, 6); process.settle(); print(os.environ['OMP_NUM_THREADS'])"
     agent = "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
     agent += f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
-    environment.pop(threads.VARIABLE, None)
-    environment |= {threads.VARIABLE: given} if given else {}
+    environment.pop(process.VARIABLE, None)
+    environment |= {process.VARIABLE: given} if given else {}
     done = subprocess.run([sys.executable, "-c", agent], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
 
@@ -77,7 +77,7 @@ def test_a_data_loaders_worker_has_one_thread():
 def test_a_quiet_command_does_not_say_on_what_it_computes(words, is_told, capsys):
     try:
         console.without_verbosity(words)
-        threads.tell("cpu", "; watching")
+        process.tell("cpu", "; watching")
     finally:
         console.without_verbosity([])
     assert capsys.readouterr().err.endswith("cpu; watching\n") == is_told
@@ -85,5 +85,5 @@ def test_a_quiet_command_does_not_say_on_what_it_computes(words, is_told, capsys
 
 def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what measures refuses it, or has workers with one
-    assert threads.description("cuda").endswith(", cuda")
-    assert threads.description("auto").endswith(", cpu")
+    assert process.description("cuda").endswith(", cuda")
+    assert process.description("auto").endswith(", cpu")

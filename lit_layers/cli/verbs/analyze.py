@@ -12,7 +12,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED
 from lit_layers.cli.console import note
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes, take_own_gpu, wait_for_the_others
-from lit_layers.cli.options import Recipe
+from lit_layers.cli.options import Recipe, given, refuse_beside
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.follow import follow as follow_folder
@@ -137,16 +137,10 @@ class Command:
             if options.model is None:
                 raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
             return checkpoints.opened(options.model)
-        if checkpoints.untrained is not None:
-            raise InputError("untrained: is for one model, and --series was given: leave one of them out")
-        if checkpoints.submodule is not None:
-            raise InputError("submodule: is for a folder of *.ckpt files; of --series it is --series.model")
         if options.model is not None:
             raise InputError(f"model and series: expected one of them, got {options.model} and a series: leave one out")
-        if checkpoints.steps is not None:
-            raise InputError(f"steps: {checkpoints.steps} belongs among the series' own options: say --series.steps")
-        if checkpoints.revision is not None:
-            raise InputError(f"revision: {checkpoints.revision} is one model: leave it out, or leave --series out")
+        own = ("steps", "submodule", "revision", "untrained")
+        refuse_beside(given(checkpoints), [(own, True, "the class of --series has options of its own, --series.steps")])
         return [self._recipe.made("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:

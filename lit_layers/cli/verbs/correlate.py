@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, Pairs, given
-from lit_layers.cli.refusals import refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range

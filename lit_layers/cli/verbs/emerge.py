@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, Pairs
-from lit_layers.cli.refusals import refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, Pairs, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import SEED, Range
 

@@ -12,8 +12,7 @@ from lit_layers import schema
 from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
-from lit_layers.cli.options import Names, Numbers, Recipe, given
-from lit_layers.cli.refusals import refuse_beside
+from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.functional.block_schedules import (
@@ -125,9 +124,7 @@ class Interventions:
         settled = self if chosen else dataclasses.replace(self, tasks=TASKS)
         cases = []
         for name, owners in NEEDS.items():
-            missing = {1: "which was not given", 2: "neither of which was given"}.get(len(owners), "none of them given")
-            why = f"is for --{' and --'.join(owners).replace(' and ', ', ', len(owners) - 2)}, {missing}"
-            cases.append(([name], not given(settled).keys() & {*owners}, why))
+            cases.append(([name], not given(settled).keys() & {*owners}, f"is for --{' or --'.join(owners)}"))
         refuse_beside(options, cases)
         return settled
 
@@ -142,12 +139,9 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
             a name on the Hub with --steps, or a manifest
     """
     options = options.settled(recipe)
-    if options.glue is not None and checkpoints.revision is not None:
-        raise InputError(f"revision: --glue trains what {model} holds without one: leave it out")
-    if options.glue is not None and checkpoints.dtype != "float32":
-        raise InputError("dtype: --glue trains in the precision of its recipe: leave it out")
-    if options.glue is not None and checkpoints.untrained is not None:
-        raise InputError(f"untrained: --glue opens {model} anew for each variant, with its weights: leave it out")
+    others = ("revision", "dtype", "untrained")
+    why = f"--glue opens {model} for each variant, as it is and in the precision of its recipe"
+    refuse_beside(given(checkpoints), [(others, options.glue is not None, why)])
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
-from lit_layers.cli.options import Names, Numbers
-from lit_layers.cli.refusals import refuse_unwritable
+from lit_layers.cli.options import Names, Numbers, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lit_layers.cli import threads
+from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import given
-from lit_layers.cli.refusals import refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.errors import InputError, whole_path
 from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
@@ -180,7 +179,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         run = sorted(Path(each).glob("step-*/config.json"))
         if run and not (Path(each) / "config.json").is_file():
             raise InputError(f"{each} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
-    threads.tell(options.device)
+    process.tell(options.device)
     if len(models) > 1:
         return _compare(models, names, options, texts)
     selection = _selection(model, names[0], options, texts)

@@ -1,22 +1,31 @@
-"""The end of a command: by SIGTERM wherever it is, within a minute, a second one at once; or with its exit code."""
+"""The process of a command: how many threads it computes with, and its end.
+
+It ends by SIGTERM wherever it is, within a minute, by a second one at once; or with its exit code.
+"""
 
 import atexit
 import contextlib
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
+from lit_layers.cli.console import verbosity
+from lit_layers.machine import processors
 
 LIMIT = 50.0  # seconds
 _ONE = 1.0  # torchrun passes on what SLURM sends to all processes, too: two signals within this time are one
 _current: "Stopping | None" = None
+VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
+_divided: str | None = None  # what this process has set the variable to
 
 
 class Stopping:
@@ -130,7 +139,7 @@ def end_process(code: int) -> NoReturn:
         sys.exit(code)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C from here on ends the process without a traceback
-    own, ranks = map(sys.modules.get, ("lit_layers.cli.own_code", "torch.distributed"))
+    own, ranks = map(sys.modules.get, ("lit_layers.cli.recipes", "torch.distributed"))
     aside = sys.modules.get("lit_layers.report.wandb_mirror")
     if aside is not None and aside.abandoned:
         sys.unraisablehook = lambda _: None  # what W&B does at the end of Python fails again, as was said
@@ -149,3 +158,59 @@ def reader_is_gone() -> bool:
     state = select.poll()
     state.register(sys.stdout, 0)
     return bool(state.poll(0))
+
+
+def settle(ranks: int = 1) -> None:
+    """Sets the threads of this process, and of those it starts, unless the caller did.
+
+    Called before torch is imported, and once more where this process is to be one of several `ranks`.
+    """
+    global _divided
+    if _is_asked(os.environ):
+        return
+    started, allocated = ranks_here(os.environ)
+    threads = processors().threads(max(started, ranks), allocated)
+    os.environ[VARIABLE] = _divided = str(threads)
+    if "torch" in sys.modules:  # which has read the variable
+        import torch
+        from threadpoolctl import threadpool_limits
+
+        torch.set_num_threads(threads)
+        threadpool_limits(threads)
+
+
+def _is_asked(environment: Mapping[str, str]) -> bool:
+    if VARIABLE not in environment or environment[VARIABLE] == _divided:
+        return False
+    if environment[VARIABLE] == "1" and "TORCHELASTIC_RUN_ID" in environment:
+        # torchrun sets it to 1 where its caller did not: the variables that torchrun itself was started with tell.
+        with contextlib.suppress(OSError):
+            return f"{VARIABLE}=".encode() in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return True
+
+
+def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
+    """The ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return int(environment["LOCAL_WORLD_SIZE"]), None
+    # Such as 4(x2),1: of a step, which a batch script alone is none of.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID", 0))
+    return (tasks[node] if node < len(tasks) else 1), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
+
+
+def tell(device: object, then: str = "") -> None:
+    """Says on what a command computes, unless it is to be quiet."""
+    if verbosity() >= 0:
+        print(f"{description(device)}{then}", file=sys.stderr)
+
+
+def description(device: object) -> str:
+    """What a command computes on, in a line: `8 threads, cuda:0`."""
+    import torch
+
+    number = torch.get_num_threads()
+    named = "cuda" if device == "auto" and torch.cuda.is_available() else str(device).replace("auto", "cpu")
+    where = f"cuda:{torch.cuda.current_device()}" if named == "cuda" and torch.cuda.is_available() else named
+    return f"{number} thread{'s' if number > 1 else ''}, {where}"
