@@ -135,9 +135,9 @@ def choose(
         for layer in range(num_layers + 1):
             show_progress(layer, num_layers + 1, f"probe of layer {layer}")
             probes[layer] = fitted(layer)
-            rows.append(score_rows(probes[layer], held_out.layer(layer), targets["validation"]).of_rows(metric))
+            rows.append(score_rows(probes[layer], held_out.layer(layer), targets["validation"]).row_shares(metric))
         validation = {each: _score(values, metric) for each, values in enumerate(_defined(torch.stack(rows)))}
-        baseline = float(_defined(_baseline(targets, num_classes).of_rows(metric)[None]).mean())
+        baseline = float(_defined(_baseline(targets, num_classes).row_shares(metric)[None]).mean())
         layer, by_layer = _chosen(_defined(torch.stack(rows))[1:], metric, rule, tolerance, baseline)
         shares = dict(enumerate(by_layer.tolist(), start=1))
     else:
@@ -147,7 +147,7 @@ def choose(
     show_progress(num_layers + 1, num_layers + 1, "")
     test, test_metric = features("test"), usual[0] if measured is not None else metric
     on_test = {
-        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).of_rows(test_metric)[None])[0]
+        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).row_shares(test_metric)[None])[0]
         for each in {layer, num_layers}
     }
     return Choice(
