@@ -215,6 +215,8 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
         InputError: vl-convert cannot draw this, dies, or takes too long.
     """
     task = json.dumps([suffixes, specs])
+    # Also where an expression quotes it: a NUL ends vl-convert's process.
+    task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", task)
     command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PATIENCE, "start_new_session": True}
     try:
