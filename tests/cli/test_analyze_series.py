@@ -124,7 +124,7 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
         (["--steps", "sometimes"], "got 'sometimes'"),
         (["--shard", "3"], "shard: expected auto or i/n, such as 0/4, got '3'"),
         (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
-        (["--revision", "step0"], "revision: step0 is one model"),
+        (["--revision", "step0"], "revision: is for one model"),
         (["--keep_downloads", "perhaps"], "perhaps"),
         (["--series", "Models", "--series.models", "[a]"], "model and series: expected one of them, got "),
         (["--analyses.k", "[99]"], "99"),
@@ -166,7 +166,10 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
             ["--series", "StepFolders", "--series.root", "nowhere"],
             "expected a folder with checkpoints, nowhere",
         ),
-        (["--series", "StepFolders", "--series.root", "RUN", "--steps", "0,1"], "say --series.steps"),
+        (
+            ["--series", "StepFolders", "--series.root", "RUN", "--steps", "0,1"],
+            "has options of its own",
+        ),
         (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "[0,9]"], "has no step 9"),
         (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "often"], "got 'often'"),
         (

@@ -396,7 +396,7 @@ OWN = "--text title --label mood"
         (f"{M} --task banking77 --root new --export new", "root: new is where the export goes: name another folder"),
         (f"{M} --task banking77 --overwrite", "overwrite: is for --export DIR, which was not given: leave it out"),
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
-        (f"{M} --task banking77 --tolerance nan", "tolerance: expected a number, got nan"),
+        (f"{M} --task banking77 --tolerance nan", "tolerance: expected float, got nan"),
         (f"{M} --task banking77 --tolerance some", "tolerance: expected float, got some"),
         (f"{M} --task banking77 --rule fraction_of_last --tolerance 1", "tolerance: expected at least 0 and below 1"),
         (
