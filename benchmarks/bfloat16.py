@@ -14,7 +14,7 @@ import torch
 from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models import LayeredModel, causal_lm
-from lit_layers.models.bfloat16 import BFloat16View
+from lit_layers.models.copies import BFloat16View
 
 
 def main() -> int:

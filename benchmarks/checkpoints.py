@@ -22,8 +22,8 @@ from training import SIZES, RandomText
 
 from lit_layers.schedule import Schedule
 from lit_layers.training import LitCausalLM, SeriesCheckpoint
-from lit_layers.training.checkpoints import saved_steps
 from lit_layers.training.resuming import ResumeCheckpoint
+from lit_layers.training.run_folder import saved_steps
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import DEFAULTS, StepSeed
 

@@ -36,12 +36,12 @@ import lightning as L
 import numpy as np
 import torch
 from rounds import Row, add_options, clock, finish, ratios
+from timm.data import Mixup
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers import records
 from lit_layers.data.images import ImageSource, SmallPictures
-from lit_layers.models.pixels import mixup
 from lit_layers.training import LitImageClassifier, LitImageData
 from lit_layers.training.datamodules import SampleOrder
 from lit_layers.training.modules import parameter_groups, warmup_cosine
@@ -113,7 +113,8 @@ class Loop:
         self.order = SampleOrder(len(data.pictures), seed=data.seed, num_repeats=data.num_repeats)
         self.mix = None
         if lit.mixup:
-            self.mix = mixup(mixup=lit.mixup, cutmix=lit.cutmix, smoothing=lit.label_smoothing, num_classes=10)
+            options = {"label_smoothing": lit.label_smoothing, "num_classes": 10}
+            self.mix = Mixup(mixup_alpha=lit.mixup, cutmix_alpha=lit.cutmix, **options)
         groups = parameter_groups(self.model, lit.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=lit.lr, betas=lit.betas, fused=True)
         factor = warmup_cosine(warmup_steps=WARMUP, decay_steps=lit.trainer.max_steps, min_ratio=lit.min_lr_ratio)

@@ -22,7 +22,7 @@ ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
     "transformers": {"models", "files", "integrations"},
-    "timm": {"models"},
+    "timm": {"models", "training"},
     "datasets": {"data", "tasks"},
     "tokenizers": {"data", "tasks"},
     "mteb": {"tasks"},

@@ -24,7 +24,7 @@ from lit_layers.cli.main import main
 from lit_layers.functional.block_schedules import parse_schedule
 from lit_layers.identity import divided
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.bfloat16 import BFloat16View
+from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel

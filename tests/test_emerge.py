@@ -32,7 +32,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import wrapped
 from lit_layers.figures.theme import COLORS
 from lit_layers.figures.vega import encoded
-from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.identity import UNKNOWN
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report

@@ -14,7 +14,7 @@ RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
 PLUMBING = {
-    "gram_spectra",
+    "singular",
     "jacobian.block_call",
     "jacobian.block_attention",
     "jacobian.linear_cut",

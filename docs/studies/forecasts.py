@@ -19,7 +19,7 @@ from lit_layers.clock.step_curves import StepCurve
 from lit_layers.clock.times_and_order import Clock, measure_times
 from lit_layers.figures.labels import value as number_text
 from lit_layers.functional.correlation import UndefinedError, bootstrap_rows
-from lit_layers.functional.emergence import FEWEST_CHECKPOINTS, emergence_times
+from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS, emergence_times
 
 Array = NDArray[np.float64]
 LOSS = "lens/logit_lens_loss"

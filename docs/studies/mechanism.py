@@ -13,7 +13,7 @@ from lit_layers.clock.step_curves import StepCurve, over_seeds
 from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times, order_table
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
-from lit_layers.functional.emergence import EmergenceTimes
+from lit_layers.functional.emergence.curve_times import EmergenceTimes
 from lit_layers.report.emergence import LEAST_P, axis_text, time_text, timeline
 from lit_layers.report.side_by_side import Line, difference, over_training
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import state_distances
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -203,9 +204,9 @@ def _compared(
     k = min(NUM_DIRECTIONS, number - 1, rows.shape[-1])
     matrices: dict[str, Callable[..., Any]] = {
         CKA: lambda rows: similarity.linear_cka_matrix(rows, debiased=True, undefined="nan"),
-        PROCRUSTES: lambda rows: similarity.procrustes_distance_matrix(rows, undefined="nan"),
-        SUBSPACE: lambda rows: similarity.subspace_overlap_matrix(rows, k=k, undefined="nan"),
-        PROMPT_SUBSPACE: lambda rows: similarity.subspace_overlap_matrix(rows, k=k, of="rows", undefined="nan"),
+        PROCRUSTES: lambda rows: state_distances.procrustes_distance_matrix(rows, undefined="nan"),
+        SUBSPACE: lambda rows: state_distances.subspace_overlap_matrix(rows, k=k, undefined="nan"),
+        PROMPT_SUBSPACE: lambda rows: state_distances.subspace_overlap_matrix(rows, k=k, of="rows", undefined="nan"),
     }
     shuffled = rows[:, torch.randperm(number, generator=torch.Generator().manual_seed(0))]
     for metric in metrics:

@@ -21,8 +21,14 @@ from lit_layers.analyses.token_jacobians import (
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
-from lit_layers.functional.coupling import Factors, compressions, singular_factors
-from lit_layers.functional.jacobian import block_jacobian, inverse_norm_line, linearized_rollout, token_places
+from lit_layers.functional.coupling import (
+    Factors,
+    compressions,
+    inverse_norm_line,
+    linearized_rollout,
+    singular_factors,
+)
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

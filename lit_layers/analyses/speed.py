@@ -1,6 +1,5 @@
 """How fast a model is while its blocks run in another order, and what memory it takes."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, members
-from lit_layers.models.costs import any_inputs, call_of, interleaved
+from lit_layers.models.costs import any_inputs, call_of, interleaved, peak_of_call
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.records import Record
@@ -80,23 +79,6 @@ def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
     used = {number for step in schedule for number in members(step)}
     parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
     return sum(each.numel() * each.element_size() for each in parameters.values())
-
-
-def peak_of_call(call: Callable[[], Any]) -> int:
-    """Return the most bytes that torch's allocators hold during a call above those before, over all devices, including
-    what the call returns."""
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities, profile_memory=True) as watched:
-        kept = call()
-    del kept
-    events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = sorted(
-        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if event.name() == "[memory]"
-    )
-    return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
 
 
 @dataclass(kw_only=True)

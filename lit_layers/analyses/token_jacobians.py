@@ -17,8 +17,16 @@ from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
-from lit_layers.functional.coupling import Directions, Factors, excess_coupling, num_directions, singular_factors
-from lit_layers.functional.jacobian import Influence, block_jacobian, cross_token_influence, token_places
+from lit_layers.functional.coupling import (
+    Directions,
+    Factors,
+    Influence,
+    cross_token_influence,
+    excess_coupling,
+    num_directions,
+    singular_factors,
+)
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -15,22 +15,19 @@ if TYPE_CHECKING:
     from lit_layers.functional.geometry import *
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.block_jacobians import *
-    from lit_layers.functional.jacobian.singular import *
-    from lit_layers.functional.jacobian.summaries import *
     from lit_layers.functional.layer_selection import *
     from lit_layers.functional.ngrams import *
-    from lit_layers.functional.probes.attentive import *
     from lit_layers.functional.probes.logistic import *
     from lit_layers.functional.probes.regression import *
     from lit_layers.functional.probes.watching_probe import *
     from lit_layers.functional.similarity import *
+    from lit_layers.functional.singular import *
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
 
 # Files that metrics are computed with; all others define them.
 _PLUMBING = (
-    *("_checks", "gram_spectra", "emergence.drawn_curves", "emergence.replicates"),
-    "emergence.step_pairs",
+    *("_checks", "emergence.drawn_curves", "emergence.curve_parts"),
     *("jacobian.block_call", "jacobian.block_attention", "jacobian.linear_cut"),
 )
 _HERE = Path(__file__).parent

@@ -28,7 +28,7 @@ from lit_layers.functional._checks import (
     widened,
     without,
 )
-from lit_layers.functional.gram_spectra import (
+from lit_layers.functional.singular import (
     LEAST_IN_ENTROPIES,
     eigenvalues_,
     products,

@@ -24,7 +24,7 @@ from lit_layers.functional.entropy import (
     renyi,
     renyi_of_matrices,
 )
-from lit_layers.functional.gram_spectra import cholesky, products, singular_values, solved
+from lit_layers.functional.singular import cholesky, products, singular_values, solved
 
 View = Float[Tensor, "*n prompts dim"]
 PerSet = Float[Tensor, "*n"]

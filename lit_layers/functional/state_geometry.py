@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
-from lit_layers.functional.gram_spectra import eigenvalues_, products
+from lit_layers.functional.singular import eigenvalues_, products
 
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]

@@ -24,8 +24,8 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.measuring.ranks import OneProcess, Ranks
 from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
-from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash as hash_weights
+from lit_layers.models.copies import BFloat16View
 from lit_layers.models.offload import is_offloaded
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Measurement, Record, Store

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lit_layers.errors import kind_and_words
+from lit_layers.models.block_calls import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.families import Network
-from lit_layers.models.fingerprints import fingerprints, hook_ids, remove_new_hooks_
 from lit_layers.models.offload import execution_device
 from lit_layers.models.view import evaluating
 

@@ -1,8 +1,8 @@
 """Models: the layered view of them, and how they are built, saved and loaded."""
 
 from lit_layers.models.build import causal_lm, save, true_vocab_size, vit, weights_hash
+from lit_layers.models.copies import truncate
 from lit_layers.models.saved import load
-from lit_layers.models.truncation import truncate
 from lit_layers.models.view import Batch, BlockCall, LayeredModel, Trajectory
 
 __all__ = [

@@ -21,69 +21,41 @@ from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluat
 @dataclass(frozen=True)
 class Layout:
     """How blocks hold a state that they do not hold as (batch, tokens, dim): with its axes in another order, with
-    several streams for each token, which are its `dim` side by side, with more tokens than the text has, or with a
-    part of it beside the other, in tensors (batch, tokens, width) that each block hands to the next one."""
+    several streams for each token, which are its `dim` side by side, or with more tokens than the text has."""
 
     axes: tuple[int, ...]  # of a state as blocks hold it: batch, tokens, then what is laid side by side
     sizes: tuple[int, ...]  # of the latter
-    beside: tuple[tuple[int, int, int], ...] = ()  # place among a block's other arguments, in what it returns; width
     streams: int = 1  # that lie one behind the other along the tokens
     num_tokens: int | None = None  # of the text of one call
     num_held: int | None = None  # of the tokens that blocks hold of it: the ones behind the text are zeros
 
     @property
     def dim(self) -> int:
-        return math.prod(self.sizes) + sum(width for _, _, width in self.beside)
+        return math.prod(self.sizes)
 
     @property
     def description(self) -> str:
         """What a state is of each token."""
-        return " + ".join([" x ".join(map(str, self.sizes)), *(str(width) for _, _, width in self.beside)])
+        return " x ".join(map(str, self.sizes))
 
     def at(self, held: Tensor, num_tokens: int | None = None) -> "Layout":
         """Of a call with a text of so many tokens (None: as many as they hold), whose blocks hold such a state."""
         return replace(self, num_tokens=num_tokens, num_held=self._spread(held).shape[1])
 
-    def taken(self, held: Tensor, args: tuple) -> Tensor:
-        """The state (batch, tokens, dim) with which a block is called; zeros for what it is not given."""
-        state = self._seen(held)
-        parts = [
-            state.new_zeros(*state.shape[:2], width) if args[place] is None else args[place]
-            for place, _, width in self.beside
-        ]
-        return torch.cat([state, *parts], dim=-1) if parts else state
+    def taken(self, held: Tensor) -> Tensor:
+        """The state (batch, tokens, dim) with which a block is called."""
+        return self._spread(held)[:, : self.num_tokens].flatten(2)
 
     def given(self, output: Any) -> Tensor:
         """The state (batch, tokens, dim) in what a block returns."""
-        state, parts = self._seen(first(output)), [output[place] for _, place, _ in self.beside]
-        return torch.cat([state, *parts], dim=-1) if parts else state
+        return self.taken(first(output))
 
-    def put(self, hidden: Tensor, args: tuple) -> tuple[Tensor, tuple]:
-        """The state as a block is called with it, and its other arguments with what is beside."""
-        held, parts = self._held(hidden)
-        others = list(args)
-        for (place, _, _), part in zip(self.beside, parts, strict=True):
-            others[place] = part
-        return held, tuple(others)
-
-    def returned(self, hidden: Tensor, num_values: int) -> Any:
-        """The state as a block returns it that returns so many values in a tuple."""
-        held, parts = self._held(hidden)
-        values = in_place_of(held, num_values)
-        if not parts:
-            return values
-        places = {place: part for (_, place, _), part in zip(self.beside, parts, strict=True)}
-        return tuple(places.get(number, value) for number, value in enumerate(values))
-
-    def _seen(self, held: Tensor) -> Tensor:
-        return self._spread(held)[:, : self.num_tokens].flatten(2)
-
-    def _held(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        state, *parts = hidden.split([math.prod(self.sizes), *(width for _, _, width in self.beside)], dim=-1)
+    def put(self, hidden: Tensor) -> Tensor:
+        """The state as blocks hold it."""
         more = 0 if self.num_held is None else self.num_held - hidden.shape[1]
-        spread = F.pad(state, (0, 0, 0, more)).unflatten(2, self.sizes)
+        spread = F.pad(hidden, (0, 0, 0, more)).unflatten(2, self.sizes)
         held = spread.permute([self.axes.index(axis) for axis in range(len(self.axes))])
-        return held.flatten(1, 2) if self.streams > 1 else held, parts
+        return held.flatten(1, 2) if self.streams > 1 else held
 
     def _spread(self, held: Tensor) -> Tensor:
         split = held.unflatten(1, (self.streams, -1)) if self.streams > 1 else held
@@ -106,8 +78,7 @@ class BlockCall:
         with evaluating(self.module):
             if self.layout is None:
                 return first(self.module(hidden, *self.args, **self.kwargs))
-            held, args = self.layout.put(hidden, self.args)
-            return self.layout.given(self.module(held, *args, **self.kwargs))
+            return self.layout.given(self.module(self.layout.put(hidden), *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
         """The call with states of the batch as the model was called with it."""
@@ -169,11 +140,10 @@ def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout
     values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        state, args, _ = split_arguments(args, kwargs)
-        if layout is None:
-            return in_place_of(state if last is None else last, num_values)
-        layout_here = layout.at(state, None if last is None else last.shape[1])
-        return layout_here.returned(layout_here.taken(state, args) if last is None else last, num_values)
+        state = split_arguments(args, kwargs)[0]
+        if last is not None:
+            state = last if layout is None else layout.at(state, last.shape[1]).put(last)
+        return in_place_of(state, num_values)
 
     return forward
 
@@ -310,3 +280,62 @@ def stacked(states: list[Tensor]) -> Tensor:
     for layer in range(len(states)):
         whole[layer], states[layer] = states[layer], whole[0, :0]
     return whole
+
+
+# What tells that a model was written to, or hooked: of parameters, buffers and modules.
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def fingerprints(model: nn.Module) -> dict[str, tuple]:
+    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory); of
+    rotary frequencies, which some models write anew at each call, the values."""
+    seen: set[int] = set()  # a tied one once
+    prints: dict[str, tuple] = {}
+    for module, path in _modules(model):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    prints[path + name] = "meta", tensor.shape  # accelerate exchanges it at each call
+                elif tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
+                    prints[path + name] = id(tensor), tensor.data_ptr(), _written(tensor, is_table)
+    return prints
+
+
+def _written(tensor: Tensor, is_table: bool) -> int | bytes:
+    if is_table:
+        return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def hook_ids(model: nn.Module) -> dict[str, set]:
+    """Of the modules that bear hooks."""
+    return {path + kind: set(of) for part, path in _modules(model) for kind in HOOKS if (of := getattr(part, kind))}
+
+
+def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+    """`named_modules` without a generator for each level, as every update of an analysis asks; paths end in a dot."""
+    paths: dict[nn.Module, str] = {}
+    waiting = [(model, "")]
+    while waiting:
+        module, path = waiting.pop()
+        if module not in paths:
+            paths[module] = path
+            for name, child in reversed(module._modules.items()):
+                if child is not None:
+                    waiting.append((child, f"{path}{name}."))
+    return paths.items()
+
+
+def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
+    """Takes off the hooks that were not there before; the modules that bore them."""
+    left = []
+    for part, path in _modules(model):
+        for kind in HOOKS:
+            hooks = getattr(part, kind)
+            for key in set(hooks) - before.get(path + kind, set()):
+                del hooks[key]
+                left.append(path.removesuffix(".") or type(model).__name__)
+    return left

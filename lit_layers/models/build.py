@@ -23,14 +23,12 @@ from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.machine import free_memory
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.families.own_networks import known_inside
-from lit_layers.models.families.trial_batch import is_timm
+from lit_layers.models.families.proof import is_timm
 from lit_layers.models.offload import weight
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 
-MOST_LAYERS = 10_000
-MOST_CLASSES = 1_000_000  # each is given a name
 _LAYERS, _WIDTH = ("n_layer", "num_hidden_layers", "num_layers", "depth"), ("n_embd", "hidden_size", "embed_dim")
 _SIZES = (
     *(*_LAYERS, *_WIDTH, "n_head", "num_attention_heads", "num_heads", "num_key_value_heads", "patch_size", "img_size"),
@@ -118,31 +116,15 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     return model.train()
 
 
-def refuse_endless(config: Any) -> None:
-    """Refuses sizes of a config with which building a model would take hours, even without memory for its weights.
+def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
+    """Refuse sizes below 1, and weights that could not be held; counts no more than what every family has.
 
     Raises:
-        ValueError: a size below 1, which may build a model without blocks; too many layers or classes, also of a part.
+        ValueError: naming the size, or what is needed and what is free.
     """
     for name in _SIZES:
         if isinstance(size := getattr(config, name, None), int) and size < 1:
             raise ValueError(f"expected {name} of at least 1, got {size}")
-    parts = [vars(config), *(part for part in vars(config).values() if isinstance(part, dict))]
-    layers = max((part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)), default=0)
-    if layers > MOST_LAYERS:
-        raise ValueError(f"expected at most {MOST_LAYERS:,} layers, got {layers:,}")
-    classes = max((part["num_labels"] for part in parts if isinstance(part.get("num_labels"), int)), default=0)
-    if classes > MOST_CLASSES:
-        raise ValueError(f"expected num_labels of at most {MOST_CLASSES:,}, got {classes:,}")
-
-
-def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
-    """Refuses what could not be built, before it takes hours or all memory; counts no more than what every family has.
-
-    Raises:
-        ValueError: what `refuse_endless` refuses, or weights that do not fit.
-    """
-    refuse_endless(config)
     layers, width = (
         next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
         for names in (_LAYERS, _WIDTH)
@@ -390,20 +372,11 @@ def true_vocab_size(model: Network) -> int:
 
 
 def pad_vocabulary_(model: Network, multiple: int) -> None:
-    """Adds zero rows to the embedding and the head up to the next multiple; logits of real tokens stay as they are.
+    """Add zero rows to the embedding and the head up to the next multiple; logits of real tokens stay as they are.
 
     The model stays a plain transformers model: `config.vocab_size` counts all rows, `config.unpadded_vocab_size` the
     real tokens.
-
-    Raises:
-        ValueError: the vocabulary is padded already, or `multiple` is not positive.
     """
-    if multiple < 1:
-        raise ValueError(f"a vocabulary is padded to a positive multiple, got {multiple}")
-    if hasattr(model.config, TRUE_SIZE):
-        raise ValueError(
-            f"the vocabulary is padded already, from {true_vocab_size(model)} to {model.config.vocab_size}"
-        )
     size = model.config.vocab_size
     model.resize_token_embeddings(-(-size // multiple) * multiple, mean_resizing=False)
     setattr(model.config, TRUE_SIZE, size)

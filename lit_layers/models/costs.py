@@ -1,12 +1,8 @@
 """What models cost on this machine: parameters, bytes, memory, time, measured side by side."""
 
-import contextlib
-import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import hooked, now
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import trunk_of
-from lit_layers.models.saved import bytes_of_weights, import_code_of, open_plainly
+from lit_layers.models.saved import bytes_of_weights, open_plainly
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.schema import refuse_below_one
 
@@ -43,7 +38,7 @@ class Cost:
     name: str
     parameters: int
     bytes_on_disk: int  # of the weight files
-    peak_memory: int  # bytes: opening the model and running one batch, above what the libraries take
+    peak_memory: int  # bytes: weights, and what torch's allocators hold at most while one batch runs
     latency: float  # seconds for one text or image: median
     latency_quartiles: tuple[float, float]
     throughput: float  # texts or images a second in batches of `batch_size`: from the median
@@ -70,18 +65,15 @@ def measure_costs(
     A model is called as its class is: with its own head and without a cache, in the precision it is saved in. Of those
     named in `trunks` the head is left out when the folder is opened. Preparing the text is no part of the cost.
 
-    Time is measured in this process with all models open: in each round every model runs one text and then one batch,
-    and each round begins with another model, so that whatever else the machine does meets all of them alike. Memory is
-    measured in a process for each model: on a CPU the most that was resident (weight files that are mapped count) over
-    what was before opening it, with its code imported; on a GPU the most that was allocated. It is that of a batch:
-    16 texts x 128 tokens x 50,257 words x 4 B = 0.4 GB of scores alone for GPT-2 with its head.
+    In each round every model runs one text and then one batch, and each round begins with another model, so that
+    whatever else the machine does meets all of them alike. Memory is that of a batch: 16 texts x 128 tokens x 50,257
+    words x 4 B = 0.4 GB only for the scores of GPT-2 with its head.
 
     `inputs` is a batch that is taken instead of random tokens (or pixels); its first row is the one text.
 
     Raises:
         InputError: no model, a name in `trunks` that is none of theirs, numbers below 1, a text longer than a model
             takes, models of texts beside models of images.
-        RuntimeError: a process that measures memory failed.
     """
     refuse_below_one(num_tokens=num_tokens, batch_size=batch_size, num_rounds=num_rounds)
     if not variants:
@@ -99,6 +91,8 @@ def measure_costs(
         num_warm_up=num_warm_up,
         device=device,
     )
+    with torch.inference_mode():
+        memory = {name: _bytes(model) + peak_of_call(call_of(model, batch)) for name, model in models.items()}
     machine, costs = this_machine(device), []
     rows, *others = next(iter(batch.values())).shape
     for name, folder in variants.items():
@@ -109,7 +103,7 @@ def measure_costs(
                 name=name,
                 parameters=sum(parameter.numel() for parameter in models[name].parameters()),
                 bytes_on_disk=bytes_of_weights(folder),
-                peak_memory=peak_memory(folder, batch, head=name not in trunks, device=device),
+                peak_memory=memory[name],
                 latency=middle,
                 latency_quartiles=(low, high),
                 throughput=rows / float(np.median(many)),
@@ -120,6 +114,10 @@ def measure_costs(
             )
         )
     return costs
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 
 def interleaved(
@@ -149,27 +147,21 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     return lambda: view.family.call(view.model, columns, dict(view.family.options))
 
 
-def peak_memory(folder: str | Path, batch: Batch, *, head: bool = True, device: str = "cpu") -> int:
-    """Bytes that opening a saved model and running one batch take at most, in a process of its own.
+def peak_of_call(call: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocators hold during a call above what they held before, on all devices together;
+    what the call returns is counted."""
+    from torch.profiler import ProfilerActivity, profile
 
-    Raises:
-        RuntimeError: that process failed.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "inputs.safetensors"
-        save_file({key: rows.cpu().contiguous() for key, rows in batch.items()}, file)
-        part, threads = "head" if head else "trunk", torch.get_num_threads()
-        command = [sys.executable, "-P", "-m", "lit_layers.models.costs", str(Path(folder).resolve()), str(file)]
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(
-            [*command, part, device, str(threads)], capture_output=True, text=True, env=environment, check=False
-        )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise RuntimeError(f"measuring the memory of {folder} failed: {why}")
-    return json.loads(done.stdout)["peak"]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities, profile_memory=True) as watched:
+        kept = call()
+    del kept
+    events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    changes = sorted(
+        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if event.name() == "[memory]"
+    )
+    return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
 
 
 def this_machine(device: str = "cpu") -> Machine:
@@ -256,51 +248,12 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
     return passes.diff(dim=1).median(0).values.cumsum(0)
 
 
-# What `peak_memory` starts: a process that opens one saved model, runs one batch and prints how much memory that took:
-# python -m lit_layers.models.costs FOLDER INPUTS.safetensors head|trunk DEVICE THREADS
-
-STATUS = Path("/proc/self/status")
-
-
-def resident(field: str) -> int:
-    """A field of Linux' account of this process, in bytes: VmRSS now, VmHWM the most there was."""
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{STATUS} has no {field}")
-
-
 def most_ever() -> int:
-    # Not getrusage where it can be helped: on Linux its maximum begins with that of the process that started this one.
-    if STATUS.exists():
-        return resident("VmHWM")
+    """Return the most bytes that were resident in this process."""
+    status = Path("/proc/self/status")
+    if status.exists():  # the maximum of getrusage begins with that of the process that started this one
+        return next(int(row.split()[1]) * 1024 for row in status.open() if row.startswith("VmHWM:"))
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def forget_most() -> int:
-    """What is resident now; where the system allows it, the most there was is counted from here."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS") if STATUS.exists() else most_ever()
-
-
-def main(folder: str, inputs: str, part: str, device: str, threads: int) -> None:
-    torch.set_num_threads(threads)
-    batch, on_gpu = load_file(inputs), torch.device(device).type == "cuda"
-    import_code_of(folder, head=part == "head")  # the libraries are not its cost
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # so are the buffers of its linear algebra
-    if on_gpu:
-        torch.cuda.init()
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else forget_most()
-    with torch.inference_mode():
-        call_of(open_plainly(folder, head=part == "head").to(device), batch)()
-    after = torch.cuda.max_memory_allocated(device) if on_gpu else most_ever()
-    sys.stdout.write(json.dumps({"peak": after - before}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:5], threads=int(sys.argv[5]))

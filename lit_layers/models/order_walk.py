@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.functional.block_schedules import Step, members
-from lit_layers.models.block_calls import BlockCall
-from lit_layers.models.fingerprints import HOOKS
+from lit_layers.models.block_calls import HOOKS, BlockCall
 from lit_layers.models.view import LayeredModel, Trajectory
 
 

@@ -152,9 +152,8 @@ class _Order:
 
     def _run(self, call: _Call, returned: int) -> Any:
         caches = _Slots(len(self.forwards), self.kind)
-        first_args, _ = call.arguments[0]
         layout = None if self.layout is None else self.layout.at(call.hidden)
-        hidden = call.hidden if layout is None else layout.taken(call.hidden, first_args)
+        hidden = call.hidden if layout is None else layout.taken(call.hidden)
         for number, (args, kwargs) in enumerate(call.arguments, 1):
             for value in (*args, *kwargs.values()):
                 caches.advance_cache(value, number, hidden)
@@ -165,12 +164,12 @@ class _Order:
                 args, kwargs = call.arguments[number - 1]
                 args = tuple(caches.of(value, slot, number) for value in args)
                 kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
-                held, args = (hidden, args) if layout is None else layout.put(hidden, args)
+                held = hidden if layout is None else layout.put(hidden)
                 output = self.forwards[number - 1](held, *args, **kwargs)
                 outputs.append(first(output) if layout is None else layout.given(output))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-        return in_place_of(hidden, returned) if layout is None else layout.returned(hidden, returned)
+        return in_place_of(hidden if layout is None else layout.put(hidden), returned)
 
     def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
         """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""
@@ -274,7 +273,7 @@ class SharedPrefixes:
     batch, in one without a row in lit_layers/models/families, nor in one with hooks, with parts of another package or
     with quantized weights, where a scale may be that of a whole batch.
 
-    In memory are at most `num_held` states for each batch that is run on at a time (`num_together`), not one for each
+    In memory are at most `num_held` states for each batch that is run on at a time (`together`), not one for each
     schedule. Where a batch is large, the walk is depth first: there are the states on the way to where it is, one for
     each step, and at each of them what the branches yet to come still need of a group. A small batch has as many times
     the room: the block that most places of the tree wait for is next, until no more room is left than one way takes.
@@ -294,17 +293,13 @@ class SharedPrefixes:
         self._on_one_way = max(map(len, steps), default=0) + 2 * widest
         self.num_held = self._on_one_way + 3  # what a block is given, what it returns, what is read
 
-    def num_together(self, num_tokens: int, state_bytes: float) -> int:
-        """On how many states a block runs at a time at most, of a batch with so many tokens in all."""
-        room = int(BYTES_TOGETHER // max(1, self.num_held * state_bytes))
-        return power_of_two(max(1, min(MOST_TOGETHER, TOKENS_TOGETHER // max(1, num_tokens), room)))
-
     def together(self, trajectory: Trajectory) -> int:
-        """`num_together` of the batch of a trajectory; 1 where its model takes one at a time."""
+        """On how many states of a batch a block runs at a time at most; 1 if its model takes one at a time."""
         state = trajectory.hidden[0]
         if not takes_copies(trajectory.model):
             return 1
-        return self.num_together(state.shape[0] * state.shape[1], state.nbytes)
+        room = int(BYTES_TOGETHER // max(1, self.num_held * state.nbytes))
+        return power_of_two(max(1, min(MOST_TOGETHER, TOKENS_TOGETHER // max(1, state.shape[:2].numel()), room)))
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.

@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whol
 from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
-from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, refuse_endless, untrained
+from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
 from lit_layers.models.offload import Offload
 
@@ -85,7 +85,8 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
-    (refuse_beyond_memory if offload is None else refuse_endless)(SimpleNamespace(**settings))
+    if offload is None:
+        refuse_beyond_memory(SimpleNamespace(**settings))
     if is_timm(settings):
         _refuse_offload(name, "a model of timm", offload)
         model = _open_timm(name, settings, revision)
@@ -196,7 +197,7 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
     """The class of transformers that the config.json of a model names.
 
     Raises:
-        InputError: none is named, or this version has none of that name; or a field that it reads is of another kind.
+        InputError: none is named, or this version has none of that name.
     """
     import transformers
 
@@ -204,41 +205,12 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
         raise InputError(
             f"the config.json of {name} names neither a model_type (transformers) nor an architecture (timm)"
         )
-    for field, (expected, fits) in _FIELDS.items():
-        if (value := settings.get(field)) is not None and not fits(value):
-            raise InputError(f"the config.json of {name}: expected {field} {expected}, got {str(value)[:200]}")
+    if (known := settings["model_type"]) not in transformers.CONFIG_MAPPING:
+        raise InputError(f"the config.json of {name}: expected model_type that this transformers knows, got {known}")
     architecture = (settings.get("architectures") or ["AutoModelForCausalLM"])[0]
     if (kind := class_named(architecture)) is None:
         raise InputError(f"transformers {transformers.__version__} has no {architecture}, which {name} asks for")
     return kind
-
-
-def _is_type(value: Any) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return isinstance(value, str) and value in CONFIG_MAPPING
-
-
-def _is_dtype(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else [value]
-    names = [part.removeprefix("torch.") if isinstance(part, str) else "" for part in parts]
-    return all(name == "auto" or isinstance(getattr(torch, name, None), torch.dtype) for name in names)
-
-
-# By field of a config.json what it is to be: transformers would take another value for none, or stumble over it.
-_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model_type": ("that this transformers knows", _is_type),
-    "architectures": (
-        "a list of names of classes",
-        lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
-    ),
-    "quantization_config": ("keys and values", lambda value: isinstance(value, dict)),
-    "id2label": (
-        "numbers of classes with their names",
-        lambda value: isinstance(value, dict) and all(str(key).isdecimal() for key in value),
-    ),
-    **dict.fromkeys(("dtype", "torch_dtype"), ("a dtype of torch such as float32", _is_dtype)),
-}
 
 
 def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:
@@ -254,7 +226,6 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
                 import timm
 
                 options = settings.get("model_args", {})
-                refuse_endless(SimpleNamespace(**options))
                 model = timm.create_model(settings["architecture"], pretrained=False, **options)
                 setattr(model, TIMM_OPTIONS, options)
                 pixels.keep_pixel_statistics_(model, settings)
@@ -262,7 +233,6 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
             from transformers import AutoConfig
 
             refuse_foreign_code(settings, name)
-            refuse_endless(SimpleNamespace(**settings))
             kind = class_of(settings, name)
             config = AutoConfig.for_model(**json.loads(json.dumps(settings), object_hook=_with_infinity))
             build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
@@ -372,20 +342,6 @@ def open_plainly(
             use_safetensors=True if safetensors_only else None,
             **options,
         ).eval()
-
-
-def import_code_of(folder: str | Path, *, head: bool = True) -> None:
-    """Imports all code that opening the folder needs; no weight is read and no memory taken for one."""
-    folder = Path(folder)
-    if is_timm(settings := read_config(folder)):
-        import timm  # noqa: F401
-
-        return
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with quiet(reports=False), torch.device("meta"):
-        _auto_class(folder, settings, head).from_config(config)
 
 
 def has_head(folder: str | Path) -> bool:

@@ -1,6 +1,7 @@
 """The layered view: hidden states at every block boundary, and each block as a function of its input."""
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +30,8 @@ from lit_layers.models.block_calls import (
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, family_of, short_length, text_config, trunk_of
 from lit_layers.models.families.own_networks import OwnNetwork, wrapped_if_own
-from lit_layers.models.families.proof import apart
+from lit_layers.models.families.proof import apart, probe_texts
 from lit_layers.models.families.structure import UNPROVEN, is_proven
-from lit_layers.models.families.trial_batch import probe_texts
 from lit_layers.models.offload import execution_device
 
 Batch = Mapping[str, Tensor]
@@ -178,39 +178,28 @@ class LayeredModel:
         """
         return self._seen(batch)
 
-    def with_states(self, batch: Batch, hidden: Tensor, *, in_tuple: bool = False) -> "Trajectory":
-        """The trajectory of a batch whose states (layers + 1, batch, tokens, dim) are there already: no block runs."""
-        with handing_on(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
-            return self._seen(batch, hidden)
-
     def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
         """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
         with handing_on(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
             return self._seen(batch, as_far_as_0=True)
 
-    def _seen(self, batch: Batch, hidden: Tensor | None = None, *, as_far_as_0: bool = False) -> "Trajectory":
+    def _seen(self, batch: Batch, *, as_far_as_0: bool = False) -> "Trajectory":
         states: list[Tensor] = []
         calls: list[BlockCall] = []
         in_tuple = False
 
-        def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        def keep(state: Tensor, _: Tensor, call: BlockCall | None, output: Any) -> None:
             nonlocal in_tuple
-            before, args, kwargs = split_arguments(args, kwargs)
-            in_tuple = output is not first(output)
-            layout, after = self._layout(before, inputs), first(output)
-            if layout is not None and hidden is None:
-                before, after = layout.taken(before, args), layout.given(output)
-            of_layers = ([] if calls else [before]) + ([] if as_far_as_0 else [after])
-            for state in of_layers if hidden is None else ():
-                states.append(state if alignment is None else alignment.restored(state))
-            calls.append(BlockCall(module, args, kwargs, alignment, layout))
+            if call is None or not as_far_as_0:
+                states.append(state)
+            if call is not None:
+                calls.append(call)
+                in_tuple = output is not first(output)
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            inputs, alignment = self._inputs(batch)
-            with self._watched(keep):
-                self.family.features(self.model, inputs, dict(self.family.options))
-            whole = block_calls.stacked(states) if hidden is None else hidden  # (layers + 1, batch, tokens, dim)
+        with torch.inference_mode(False), torch.no_grad():
+            inputs, alignment = self._pass(batch, keep)
+            whole = block_calls.stacked(states)  # (layers + 1, batch, tokens, dim)
             mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
 
@@ -223,27 +212,35 @@ class LayeredModel:
         Raises:
             InputError, ValueError: as `trajectory`.
         """
-        layer = 0
+        layers = itertools.count()
+        with torch.inference_mode(False), torch.no_grad():
+            self._pass(batch, lambda state, mask, *_: look(next(layers), state, mask))
 
-        def give(hidden: Tensor) -> None:
+    def _pass(self, batch: Batch, look: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
+        """Call `look(state, mask, call, output)` with the input of the first block (no call) and after each block."""
+        is_first = True
+
+        def give(state: Tensor, call: BlockCall | None = None, output: Any = None) -> None:
             if alignment is None:
-                look(layer, hidden, block_calls.mask_of(inputs, hidden))
+                look(state, block_calls.mask_of(inputs, state), call, output)
             else:
-                look(layer, alignment.restored(hidden), alignment.given_mask)
+                look(alignment.restored(state), alignment.given_mask, call, output)
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal layer
-            before, args, _ = split_arguments(args, kwargs)
+            nonlocal is_first
+            before, args, kwargs = split_arguments(args, kwargs)
             layout = self._layout(before, inputs)
-            if layer == 0:
-                give(before if layout is None else layout.taken(before, args))
-            layer += 1
-            give(first(output) if layout is None else layout.given(output))
+            if is_first:
+                give(before if layout is None else layout.taken(before))
+                is_first = False
+            after = first(output) if layout is None else layout.given(output)
+            give(after, BlockCall(module, args, kwargs, alignment, layout), output)
 
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+        with evaluating(self.model):
             inputs, alignment = self._inputs(batch)
             with self._watched(show):
                 self.family.features(self.model, inputs, dict(self.family.options))
+        return inputs, alignment
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.

@@ -33,7 +33,7 @@ from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import DECADES, TITLES, Axis, layer_axis, place, rounded
 from lit_layers.figures.vega import write_pictures
-from lit_layers.functional.emergence import EmergenceTimes, Time
+from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
 from lit_layers.report.template import Block, Table, block_of, fill, table_of
 

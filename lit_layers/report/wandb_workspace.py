@@ -10,7 +10,7 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-from lit_layers.functional.emergence import FEWEST_CHECKPOINTS
+from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import Measurement

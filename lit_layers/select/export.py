@@ -18,9 +18,9 @@ from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tok
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import naming, own_draft_of, sync
 from lit_layers.models.build import save, weights_hash
+from lit_layers.models.copies import truncate
 from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly
-from lit_layers.models.truncation import truncate
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
 from lit_layers.tasks.sentence_encoder import save_sentence_encoder
@@ -157,7 +157,7 @@ def measured_on(costs: Sequence[Cost]) -> str:
     return (
         f"Medians of {cost.num_rounds} rounds in which the models took turns, {things}, one alone or in batches "
         f"of {cost.batch_size}, on {machine.processor} ({threads}, {machine.system}, torch "
-        f"{machine.torch}); peak memory is that of opening the model and running one batch, without the libraries."
+        f"{machine.torch}); peak memory is that of the weights and of running one batch."
     )
 
 

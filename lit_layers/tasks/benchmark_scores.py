@@ -17,8 +17,8 @@ from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
 from lit_layers.identity import hash_of
-from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import architecture_hash, weights_hash
+from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record

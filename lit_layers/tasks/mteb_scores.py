@@ -25,8 +25,8 @@ from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.identity import hash_of, settings_of
-from lit_layers.models.bfloat16 import BFloat16View
 from lit_layers.models.build import weights_hash
+from lit_layers.models.copies import BFloat16View
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame

@@ -2,10 +2,9 @@
 
 from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitImageData, LitTextData
+from lit_layers.training.glue import LitGlueData, LitSequenceClassifier
 from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
-from lit_layers.training.tuning.glue_data import LitGlueData
-from lit_layers.training.tuning.sequence_tasks import LitSequenceClassifier
 
 __all__ = [
     "EmergenceCallback",

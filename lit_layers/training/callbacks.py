@@ -26,8 +26,15 @@ from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import VALUES_MB, refuse_below_one
-from lit_layers.training.checkpoints import axis_step, origin_of, planned_steps, save_step
-from lit_layers.training.run_folder import IfExists, RunFolder, begin_training
+from lit_layers.training.run_folder import (
+    IfExists,
+    RunFolder,
+    axis_step,
+    begin_training,
+    origin_of,
+    planned_steps,
+    save_step,
+)
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
 

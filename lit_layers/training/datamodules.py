@@ -28,7 +28,6 @@ from lit_layers.data.images import (
 from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
 from lit_layers.measuring.undisturbed import kept_random_state
-from lit_layers.models.pixels import train_transform
 from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
 from lit_layers.training.trainer import StepSampler, refuse_another_order
@@ -355,18 +354,15 @@ class LitImageData(LitStepData):
         """What the workers do with a large image."""
         if isinstance(self.source.train, SmallPictures):
             return None
-        mean, std = self.statistics
+        from timm.data import create_transform  # takes a second
+
+        options: dict[str, Any] = {"color_jitter": 0.0, "interpolation": "bicubic", "re_mode": "pixel"}
+        (mean, std), flip = self.statistics, 0.5 if self.flip else 0.0
+        options |= {"mean": mean, "std": std, "hflip": flip, "re_prob": self.erasing}
         try:
-            return train_transform(
-                self.image_size,
-                flip=self.flip,
-                rand_augment=self.rand_augment,
-                erasing=self.erasing,
-                mean=mean,
-                std=std,
-            )
-        except ValueError as error:
-            raise InputError(f"data.rand_augment: {error}") from error
+            return create_transform(self.image_size, is_training=True, auto_augment=self.rand_augment, **options)
+        except AssertionError as error:
+            raise InputError(f"data.rand_augment: timm does not know {self.rand_augment!r}") from error
 
 
 class SampleOrder:

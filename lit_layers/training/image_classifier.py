@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import vit
-from lit_layers.models.pixels import mixup, set_pixel_statistics_
+from lit_layers.models.pixels import set_pixel_statistics_
 from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
 from lit_layers.training.datamodules import LitImageData
 from lit_layers.training.losses import WeightedMean
@@ -208,19 +208,15 @@ class LitImageClassifier(LitModule):
                 f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose "
                 "another, or another data.image_size"
             )
-        micro_batch = data.global_batch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
-        if (self.mixup or self.cutmix) and micro_batch % 2:
-            raise InputError(
-                f"data.global_batch_size: expected an even number of images a micro-batch for mixup and cutmix, "
-                f"got {micro_batch} of {data.global_batch_size}"
-            )
 
     def take(self, model: Any) -> None:
         super().take(model)
         count = model.num_classes
         if self.mixup or self.cutmix:
-            options: dict[str, Any] = {"mixup": self.mixup, "cutmix": self.cutmix}
-            self._mix = mixup(smoothing=self.label_smoothing, num_classes=count, **options)
+            from timm.data import Mixup  # takes a second
+
+            options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "num_classes": count}
+            self._mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, **options)
         names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else count}
         self.validation_metrics = nn.ModuleDict(
             {name: MulticlassAccuracy(count, top_k=k, average="micro") for name, k in names.items() if k < count}

@@ -103,29 +103,21 @@ def _fused(logits: Tensor, targets: Tensor, num_words: int) -> Tensor | None:
     if _cannot_compile:
         return None
     try:
-        compiled = _compiled_sum_into_gradient()
-    except RuntimeError as error:  # nothing is compiled yet: torch refuses this version of Python
-        return _take_slower_kernels(error)
-    try:
-        return compiled(logits, targets, num_words)
-    except _errors_of_compiling() as error:  # before anything ran: no compiler for C, no triton
+        return _compiled_sum_into_gradient()(logits, targets, num_words)
+    except RuntimeError as error:
         if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
             raise inner from error
-        return _take_slower_kernels(error)
+        if not _is_of_compiling(error):
+            raise
+        _cannot_compile.append(" ".join(str(error).split())[:300])
+        logger.warning("the loss is computed by slower kernels, as torch.compile fails here: %s", _cannot_compile[0])
+        return None
 
 
-def _errors_of_compiling() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it is at fault itself. An error of the operations comes as it is once they run,
-    and as a `TorchRuntimeError` while they are traced: neither is among these."""
-    from torch._dynamo import exc  # takes a second
-
-    # ShortenTraceback: a backend that failed, and triton that is missing or does not know the GPU
-    return exc.ShortenTraceback, exc.Unsupported, exc.InternalTorchDynamoError, exc.FailOnRecompileLimitHit
-
-
-def _take_slower_kernels(error: Exception) -> None:
-    _cannot_compile.append(" ".join(str(error).split())[:300])
-    logger.warning("the loss is computed by slower kernels, as torch.compile fails here: %s", _cannot_compile[0])
+def _is_of_compiling(error: RuntimeError) -> bool:
+    """Return whether torch.compile failed (no compiler for C, no triton, this Python), and not what it compiles."""
+    is_compilers = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    return (is_compilers and type(error).__name__ != "TorchRuntimeError") or "is not supported on Python" in str(error)
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:

@@ -21,8 +21,8 @@ from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.local_series import DESCRIBED
-from lit_layers.training.checkpoints import Origin, planned_steps, published, refuse_another_tokenizer
 from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
+from lit_layers.training.run_folder import Origin, planned_steps, published, refuse_another_tokenizer
 from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
 
 
@@ -116,23 +116,6 @@ def _stepped(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) ->
         about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
         about["monitor"] = getattr(scheduler, "monitor", "validation/loss")
     return {"optimizer": optimizer, "lr_scheduler": about}
-
-
-def checkpoint_activations_(model: nn.Module) -> None:
-    """Has each block of a model of transformers compute its inside again in the backward pass of training.
-
-    Raises:
-        InputError: for blocks that cannot.
-    """
-    block: Any
-    for block in LayeredModel(model).blocks:
-        if not hasattr(block, "gradient_checkpointing"):
-            raise InputError(
-                f"model.activation_checkpointing: expected false, got true: {type(block).__name__} cannot be computed "
-                "again in the backward pass"
-            )
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -429,7 +412,7 @@ class LitCausalLM(LitModule):
                 "choose shorter blocks or a longer context in model.config"
             )
         if self.activation_checkpointing:
-            checkpoint_activations_(model)
+            model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=False))
         return model
 
     @property

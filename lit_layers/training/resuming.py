@@ -28,7 +28,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 from lit_layers.schema import Count
 from lit_layers.series.local_series import read_lightning
-from lit_layers.training.checkpoints import (
+from lit_layers.training.run_folder import (
     axis_step,
     draft_of,
     explained,

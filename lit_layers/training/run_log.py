@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lit_layers.measuring.plan import duration
 from lit_layers.records import Measurement, ScalarLog
-from lit_layers.training.checkpoints import Origin, axis_step, origin_of
 from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
+from lit_layers.training.run_folder import Mirror, Origin, axis_step, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,6 @@ logger = logging.getLogger(__name__)
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
 # The names of a row's own place and of what is written at every step: a user's values cannot have them.
 _TAKEN = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
-
-
-class Mirror(Protocol):
-    """Where closed steps are shown again, e.g. W&B; what is on disk stays the truth."""
-
-    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None: ...
-
-    def log_step(
-        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: list[Measurement]
-    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
 from torch.utils.data import Sampler
 
@@ -88,22 +87,6 @@ def plugins_with_cluster(given: Any) -> Any:
         return [*plugins, SLURMEnvironment(auto_requeue=False)]
     except RuntimeError as error:  # its account of options of the job that do not fit
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
-
-
-def refuse_another_number_of_ranks(trainer: L.Trainer) -> None:
-    """Refuses a mesh of shards that is not as large as the number of ranks.
-
-    Raises:
-        InputError: naming the option and the right number.
-    """
-    strategy = trainer.strategy
-    if not isinstance(strategy, ModelParallelStrategy):
-        return
-    ranks, shards = trainer.num_nodes * trainer.num_devices, strategy._data_parallel_size
-    if shards != ranks:
-        raise InputError(
-            f"trainer.strategy.data_parallel_size: expected {ranks}, the number of nodes times devices, got {shards}"
-        )
 
 
 def refuse_another_order(trainer: L.Trainer, *, also: Sequence[type] = ()) -> None:

@@ -36,8 +36,7 @@ from lit_layers.report.logged_numbers import (
 )
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, VALUES_MB, Range, refuse_outside
-from lit_layers.training.checkpoints import save_step
-from lit_layers.training.run_folder import IfExists, begin_training
+from lit_layers.training.run_folder import IfExists, begin_training, save_step
 from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
 

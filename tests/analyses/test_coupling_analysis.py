@@ -9,7 +9,7 @@ import torch
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.jacobian import singular
+from lit_layers.functional import singular
 from lit_layers.models.view import LayeredModel
 from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lit_layers.analyses.speed import Speed, measure_speed, peak_of_call, weight_bytes
+from lit_layers.analyses.speed import Speed, measure_speed, weight_bytes
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import variants
 from lit_layers.measuring.one_model import measure
+from lit_layers.models.costs import peak_of_call
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny, tiny_batch
 

@@ -29,7 +29,6 @@ OPTIONS = [
     ("--model.config.n_layer -1", "expected n_layer of at least 1, got -1"),
     ("--model.config.n_head -2", "expected n_head of at least 1, got -2"),
     ("--model nothing", "model: expected LightningModule or null, got nothing"),
-    ("--model.config.n_layer 20000", "expected at most 10,000 layers, got 20,000"),
     ("--model.config.n_embd 1000000", "cannot build gpt2"),
     ("--data.num_workers -1", "data.num_workers: expected at least 0, got -1"),
     (f"--steps [{MUCH}]", f"steps: expected {A_BILLION}"),

@@ -23,7 +23,7 @@ from lit_layers.models.build import save, untrained, vit
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.training.tuning.sequence_tasks import LitSequenceClassifier
+from lit_layers.training.glue import LitSequenceClassifier
 from tests.support.benchmark_rows import pairs_of, tiny_speaker, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2

@@ -14,8 +14,8 @@ from filelock import FileLock
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.files.run_lock import writing
-from lit_layers.training import checkpoints
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training import run_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import _fork, _wait, run_forked
 from tests.support.labelled_texts import saved_gpt2
@@ -64,7 +64,7 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):
-    root, save = tmp_path / "run", checkpoints.save
+    root, save = tmp_path / "run", run_folder.save
 
     def full(model, folder, tokenizer):
         if folder.name.endswith("2"):
@@ -72,7 +72,7 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(r
             raise OSError(errno.ENOSPC, "No space left on device")
         save(model, folder, tokenizer)
 
-    monkeypatch.setattr(checkpoints, "save", full)
+    monkeypatch.setattr(run_folder, "save", full)
     assert fit(recipe, root) == 2
     (said,) = errors(capfd.readouterr().err, "fit")
     assert f"cannot write {root}/step-000000002: no space left on device" in said

@@ -21,10 +21,9 @@ from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.measuring import one_model
-from lit_layers.training import LitCausalLM, checkpoints, resuming, run_folder
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training import LitCausalLM, resuming, run_folder
 from lit_layers.training.resuming import FACTS, STATE, resume_point
-from lit_layers.training.run_folder import RunFolder
+from lit_layers.training.run_folder import RunFolder, saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_command, run_forked
 from tests.support.read_wandb import read_finished

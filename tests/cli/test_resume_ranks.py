@@ -16,8 +16,8 @@ from lit_layers import records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
 from lit_layers.training import LitCausalLM
-from lit_layers.training.checkpoints import step_folder
 from lit_layers.training.resuming import STATE, resume_point
+from lit_layers.training.run_folder import step_folder
 from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
 from tests.support.forked import run_forked, run_ranks
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ from tests.support.rounding import assert_rounded
 QUICK = ["--rounds", "2"]
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 8, "patch_size": 4, "num_classes": 10}
 TEXTS = ["A merry song they sang tonight", "A sad song for number 7", "A calm song they heard by the sea"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def memory_is_not_measured() -> Iterator[None]:
-    """That takes three processes for each export, and is tested with the costs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **options: 10**6)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import yaml
 from lit_layers.cli import options, process
 from lit_layers.cli.main import main
 from lit_layers.cli.verbs import fit
-from lit_layers.training.checkpoints import saved_steps
+from lit_layers.training.run_folder import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
 

@@ -94,8 +94,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(datasets, "load_dataset", loaded)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
         patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
-        # Of the copies that `select` exports, measured in three processes: by test_docs and tests/models/test_costs.
-        patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **__: 10**6)
         leave_undrawn(patch)
         yield folder
 

@@ -13,7 +13,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.report import MirrorAside, WandbMirror, wandb_mirror
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn

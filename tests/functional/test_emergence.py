@@ -8,11 +8,18 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
-from lit_layers.functional.emergence import bootstrap_counts, drawn_curves, step_pairs
+from lit_layers.functional.emergence import curve_parts as step_pairs
+from lit_layers.functional.emergence import drawn_curves
+from lit_layers.functional.emergence.curve_parts import (
+    SHAPES,
+    Pairs,
+    Steps,
+    bootstrap_counts,
+    drawn_together,
+    likeliest,
+)
 from lit_layers.functional.emergence.curve_times import SHORTEST, _best_cuts, _Lines
 from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
-from lit_layers.functional.emergence.replicates import drawn_together
-from lit_layers.functional.emergence.step_pairs import SHAPES, Pairs, Steps, likeliest
 from tests.support.drawn_emergence import covered, drawn, flat_noise
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])

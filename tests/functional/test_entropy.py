@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_layers.functional import gram_spectra as module
+from lit_layers.functional import singular as module
 from lit_layers.functional.entropy import (
     dataset_entropy,
     effective_rank,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lit_layers.functional.entropy import matrix_entropy
-from lit_layers.functional.gram_spectra import eigenvalues_
 from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
+from lit_layers.functional.singular import eigenvalues_
 
 BOTH: Any = "both"
 

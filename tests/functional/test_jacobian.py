@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 
 
 class TinyBlock(nn.Module):

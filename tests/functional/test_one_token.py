@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_layers.functional.jacobian import block_attention, block_jacobian, block_jacobians
+from lit_layers.functional.jacobian import block_attention, block_jacobians
 from lit_layers.functional.jacobian.block_call import Call
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import FAMILIES, tiny, tiny_batch
 

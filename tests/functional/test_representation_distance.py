@@ -1,12 +1,17 @@
 """Distances of representations against scipy and closed forms, their invariances and refusals."""
 
+from operator import itemgetter
+from pathlib import Path
+from runpy import run_path
+
 import numpy as np
 import pytest
 import torch
 from scipy.linalg import subspace_angles
 from scipy.spatial import procrustes
 
-from lit_layers.functional import procrustes_distance, subspace_overlap
+FILE = Path(__file__).parents[2] / "docs" / "studies" / "state_distances.py"
+procrustes_distance, subspace_overlap = itemgetter("procrustes_distance", "subspace_overlap")(run_path(str(FILE)))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

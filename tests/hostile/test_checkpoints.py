@@ -253,49 +253,25 @@ def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(t
             load(str(tmp_path))
 
 
-def test_a_config_that_would_be_built_for_hours_or_names_what_is_none_is_refused_before(tmp_path):
-    """Of a part of a model, of one of timm, and without memory for the weights, too."""
-    many = {"num_hidden_layers": 10**9}
-    for odd, sentence in (
-        ({"n_layer": 10**9}, "expected at most 10,000 layers, got 1,000,000,000"),
-        ({"num_labels": 10**12}, "expected num_labels of at most 1,000,000, got 1,000,000,000,000"),
-        (
-            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": many},
-            "10,000 layers",
-        ),
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
         ({"activation_function": "os.system"}, "KeyError: 'os.system'"),
         ({"architectures": ["utils"]}, "AttributeError: module 'transformers.utils' has no attribute"),
-    ):
-        settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2, **odd}
-        with pytest.raises(InputError, match=f"^the config.json of x describes no model: .*{sentence}"):
-            outline(settings, "x")
-    saved_vit(tmp_path)
-    settings = read_config(tmp_path)
-    settings["model_args"]["depth"] = 10**7
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match="expected at most 10,000 layers, got 10,000,000"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("model_type", "nonsense", "that this transformers knows, got nonsense"),
-        ("model_type", {"a": 1}, "that this transformers knows, got {'a': 1}"),
-        ("architectures", 3, "a list of names of classes, got 3"),
-        ("architectures", [7], r"a list of names of classes, got \[7\]"),
-        ("quantization_config", 3, "keys and values, got 3"),
-        ("dtype", "nonsense", "a dtype of torch such as float32, got nonsense"),
-        ("torch_dtype", ["float32"], r"a dtype of torch such as float32, got \['float32'\]"),
-        ("id2label", {"x": "y"}, "numbers of classes with their names, got {'x': 'y'}"),
     ],
 )
-def test_a_field_of_a_config_of_another_kind_is_named(field, value, expected, tmp_path):
+def test_a_config_that_names_what_is_none_is_refused(odd, sentence):
+    settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2, **odd}
+    with pytest.raises(InputError, match=f"^the config.json of x describes no model: .*{sentence}"):
+        outline(settings, "x")
+
+
+def test_a_type_of_model_that_transformers_does_not_know_is_named(tmp_path):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
-    settings = {**read_config(tmp_path), field: value}
+    settings = {**read_config(tmp_path), "model_type": "nonsense"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     for opens in (load, lambda folder: outline(settings, str(folder))):
-        with pytest.raises(InputError, match=rf"^the config.json of {tmp_path}: expected {field} {expected}$"):
+        with pytest.raises(InputError, match=r"expected model_type that this transformers knows, got nonsense$"):
             opens(tmp_path)
 
 

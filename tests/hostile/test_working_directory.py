@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.figures.vega import isolated_command
 from lit_layers.measuring.engine import cluster
-from lit_layers.models.build import causal_lm, save
-from lit_layers.models.costs import peak_memory
 from tests.support.runs import make_run
 
 # What the commands import once they know what is asked for.
@@ -91,13 +88,6 @@ def test_the_import_path_is_left_as_it_is(planted, capsys):
     assert main(["audit", "."]) != 0
     assert sys.path == before
     assert str(planted) not in sys.path
-
-
-@pytest.mark.nightly  # as the other Python that a command starts: ten seconds of imports
-def test_the_process_that_measures_memory_imports_nothing_of_the_folder(planted, tmp_path, canary):
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path / "model")
-    assert peak_memory(tmp_path / "model", {"input_ids": torch.zeros(1, 4, dtype=torch.long)}) > 0
-    assert not canary.exists()
 
 
 @pytest.mark.nightly  # a cluster of Ray starts

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, pad_vocabulary_, save, true_vocab_size, vit, weights_hash
+from lit_layers.models.build import causal_lm, save, true_vocab_size, vit, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
@@ -103,14 +103,6 @@ def test_padding_the_vocabulary_changes_no_logit_and_no_hash(name):
     assert padded(**batch).logits.shape[-1] == 64
     assert weights_hash(padded) == weights_hash(plain)
     assert all(parameter.requires_grad for parameter in padded.parameters())
-
-
-def test_a_vocabulary_is_padded_once_and_by_a_positive_multiple():
-    model = causal_lm("gpt2", pad_vocab_to=64, **GPT2)
-    with pytest.raises(ValueError, match="the vocabulary is padded already, from 61 to 64"):
-        pad_vocabulary_(model, 64)
-    with pytest.raises(ValueError, match="a positive multiple, got 0"):
-        pad_vocabulary_(causal_lm("gpt2", **GPT2), 0)
 
 
 @pytest.mark.parametrize("pad", [None, 64])

@@ -81,9 +81,8 @@ def test_states_that_are_handed_on_do_not_pass_hooks_again():
     network = hooked("llama", 2)
     view = LayeredModel(network)
     trajectory = view.trajectory({"input_ids": IDS})
-    again = view.with_states({"input_ids": IDS}, trajectory.hidden)
-    assert torch.allclose(again.logits, trajectory.logits, atol=1e-5)
-    assert torch.allclose(again.block(2)(again.hidden[1]), again.hidden[2], atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(trajectory.logits, network(input_ids=IDS).logits, atol=1e-5)
     assert len(network.model.layers[1]._forward_hooks) == 1, "the user's own are back"
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_layers.functional.jacobian import block_jacobian, block_jacobians
+from lit_layers.functional.jacobian import block_jacobians
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.view import LayeredModel, Trajectory
 from tests.support.tiny_models import PICTURES, RECURRENT, sees_images, tiny, tiny_batch
 

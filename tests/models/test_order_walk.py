@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,12 +94,18 @@ def test_blocks_are_called_less_often_on_the_same_number_of_rows(deep, passed, m
     assert rows_run(deep, lambda: walked(schedules, passed))[0] == [2] * runs
 
 
-def test_by_hand_so_many_run_together():
+def test_by_hand_so_many_run_together(monkeypatch):
+    monkeypatch.setattr(running_order, "takes_copies", lambda model: True)
+
+    def together(tokens, bytes_of_token):
+        state = torch.empty(1, 1, tokens, bytes_of_token, dtype=torch.int8, device="meta")
+        return orders.together(SimpleNamespace(hidden=state, model=None))
+
     orders = SharedPrefixes([(1, 2, 3, 4, 5), (1, (2, 3), 4)], 5)
     assert orders.num_held == 5 + 2 * 2 + 3
-    assert [orders.num_together(tokens, 1) for tokens in (1, 64, 65, 128, 512, 513, 10**6)] == [16, 16, 8, 8, 2, 1, 1]
+    assert [together(tokens, 1) for tokens in (1, 64, 65, 128, 512, 513, 10**6)] == [16, 16, 8, 8, 2, 1, 1]
     # 2^28 bytes in all: 12 states of 10 MB are 120 MB, of 20 MB 240
-    assert [orders.num_together(1, megabytes * 1e6) for megabytes in (1, 5, 10, 20, 1000)] == [16, 4, 2, 1, 1]
+    assert [together(1, megabytes * 10**6) for megabytes in (1, 5, 10, 20, 1000)] == [16, 4, 2, 1, 1]
 
 
 def most_held(model, trajectory, states_of_orders):

@@ -18,7 +18,7 @@ from lit_layers.functional import block_jacobian
 from lit_layers.functional.jacobian.block_attention import read_attention
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained, weights_hash
-from lit_layers.models.truncation import truncate
+from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.every_analysis import VOCABULARY, of_text, prompts, save_inputs
 from tests.support.own_gpt import GPT, like

@@ -105,7 +105,6 @@ OTHER_STATES = {  # class, of how many numbers a state is, and what of the last 
     "deepseek_v4": ("DeepseekV4ForCausalLM", 128, 128),
     "gemma3n_text": ("Gemma3nForCausalLM", 128, 128),
     "prophetnet": ("ProphetNetForCausalLM", 96, 32),
-    "zaya": ("ZayaForCausalLM", 288, 32),
     "longformer": ("LongformerForMaskedLM", 32, 32),
     "albert": ("AlbertForMaskedLM", 32, 32),
     "bart": ("BartForConditionalGeneration", 32, 32),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lit_layers.errors import InputError
-from lit_layers.functional.jacobian import block_jacobian
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.build import quiet
+from lit_layers.models.copies import truncate
 from lit_layers.models.offload import Offload
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
-from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_configs import tiny_model
 
@@ -44,12 +44,11 @@ ARCHITECTURES = {
     "deepseek_v4": "DeepseekV4ForCausalLM",  # four streams for each token, here and below
     "gemma3n_text": "Gemma3nForCausalLM",
     "prophetnet": "ProphetNetForCausalLM",  # one behind the other
-    "zaya": "ZayaForCausalLM",  # the router's state is handed on beside
     "longformer": "LongformerForMaskedLM",  # texts padded to its window
     "albert": "AlbertForMaskedLM",  # one block three times
     "bart": "BartForConditionalGeneration",  # a decoder
 }
-QUICK = ("bloom", "phi3", "olmoe", "qwen3_next", "minicpm3", "zaya", "prophetnet")
+QUICK = ("bloom", "phi3", "olmoe", "qwen3_next", "minicpm3", "prophetnet")
 CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in ARCHITECTURES]
 IDS = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(1))
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}

@@ -9,8 +9,8 @@ from torch import nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, unpadded_state, vit, weights_hash
+from lit_layers.models.copies import truncate
 from lit_layers.models.saved import load
-from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import EVERY, KINDS, LAYERS, by_kind, sees_images, tiny, tiny_batch

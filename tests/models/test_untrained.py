@@ -5,8 +5,8 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, untrained, vit, weights_hash
+from lit_layers.models.copies import truncate
 from lit_layers.models.saved import load
-from lit_layers.models.truncation import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import _TRANSFORMERS, by_kind, tiny, tiny_batch
 

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from lit_layers.models.build import save, vit
-from lit_layers.models.truncation import truncate
+from lit_layers.models.copies import truncate
 from lit_layers.select.export import compare_costs
 from tests.support.tiny_models import tiny
 
@@ -17,9 +17,14 @@ VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size"
     [("gpt2", 1), ("gpt2_trunk", 0), ("bert_classifier", 1), ("vit", 1), ("vit_headless", 0)],
 )
 def test_the_whole_is_measured_with_its_head_where_it_has_one_and_without(name, heads, tmp_path, monkeypatch):
-    module = importlib.import_module("lit_layers.models.costs")
-    opened = []
-    monkeypatch.setattr(module, "peak_memory", lambda folder, batch, head, device: opened.append((folder, head)) or 7)
+    module, opened = importlib.import_module("lit_layers.models.costs"), []
+    plainly = module.open_plainly
+
+    def noted(folder, head):
+        opened.append((folder, head))
+        return plainly(folder, head=head)
+
+    monkeypatch.setattr(module, "open_plainly", noted)
     made = {"vit": lambda: vit("deit_tiny_patch16_224", num_classes=5 * heads, **VIT).eval()}
     model = made.get(name.partition("_")[0], lambda: tiny(name))()
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -173,7 +173,7 @@ MUTANTS = (
         "models/test_view.py",
     ),
     Mutant(
-        "models/truncation.py",
+        "models/copies.py",
         "if not difference < 1e-2:",
         "if not difference < 1e9:",
         "models/test_truncation.py models",
@@ -281,7 +281,7 @@ MUTANTS = (
         "training/test_rand_augment.py training/test_augmentation.py",
     ),
     Mutant(
-        "training/checkpoints.py",
+        "training/run_folder.py",
         "return self.tokens + (step - self.step) * tokens_per_step",
         "return (step - self.step) * tokens_per_step",
         "training",

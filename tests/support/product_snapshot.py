@@ -323,14 +323,12 @@ def select(s: Scenarios) -> None:
     saved_vit(home / "vit")
     write_banking77(home / "data", labelled(90), labelled(30, first=90))
     write_csv(home / "songs.csv", labelled(90), ("title", "mood"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_layers.models.costs.peak_memory", lambda *_, **options: 10**6)
-        task = ["--task", "banking77", "--folder", home / "data", "--tolerance", "0.1"]
-        s.run("select", home / "model", *task, "--rounds", 2, "--root", home / "out")
-        songs = ["--task", home / "songs.csv", "--text", "title", "--label", "mood"]
-        s.run("select", home / "model", *songs, "--rounds", 2, "--root", home / "songs", "--rule", "best")
-        digits = ["--images", "digits", "--num_train", 60, "--num_test", 20, "--rounds", 2]
-        s.run("select", home / "vit", *digits, "--root", home / "images")
+    task = ["--task", "banking77", "--folder", home / "data", "--tolerance", "0.1"]
+    s.run("select", home / "model", *task, "--rounds", 2, "--root", home / "out")
+    songs = ["--task", home / "songs.csv", "--text", "title", "--label", "mood"]
+    s.run("select", home / "model", *songs, "--rounds", 2, "--root", home / "songs", "--rule", "best")
+    digits = ["--images", "digits", "--num_train", 60, "--num_test", 20, "--rounds", 2]
+    s.run("select", home / "vit", *digits, "--root", home / "images")
     s.keep("select", *(home / name for name in ("out", "songs", "images")))
 
 

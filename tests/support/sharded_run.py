@@ -23,8 +23,8 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, modules, resuming, sharding
-from lit_layers.training.checkpoints import step_folder
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
+from lit_layers.training.run_folder import step_folder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
 from tests.support import tiny_images

@@ -20,7 +20,7 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
 from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.training.checkpoints import saved_steps, step_folder, writable_folder, write_folder
+from lit_layers.training.run_folder import saved_steps, step_folder, writable_folder, write_folder
 
 
 def test_folders_sort_as_steps_do(tmp_path):

@@ -19,10 +19,10 @@ from lit_layers.models.build import causal_lm, vit, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
+from lit_layers.training import finetuning
+from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
 from lit_layers.training.trainer import StepSampler
-from lit_layers.training.tuning import finetuning
-from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, LitVariant
-from lit_layers.training.tuning.variant_training import means_of_seeds, name_of
+from lit_layers.training.variant_training import means_of_seeds, name_of
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.measured import records_of
 

@@ -8,7 +8,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.models.saved import load
-from lit_layers.training.checkpoints import saved_steps
+from lit_layers.training.run_folder import saved_steps
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 
 

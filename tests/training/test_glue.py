@@ -20,11 +20,10 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import load, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import GLUE, GlueRows, find, glue_metrics, read_rows
+from lit_layers.training import glue
+from lit_layers.training.glue import EncodedRows, GlueRecipe, GlueScores, LitGlueData, LitSequenceClassifier
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
-from lit_layers.training.tuning import sequence_tasks
-from lit_layers.training.tuning.glue_data import EncodedRows, LitGlueData
-from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 from tests.support.measured import records_of
@@ -74,7 +73,7 @@ def trained(monkeypatch):
             self.judged_by = self.judged["predictions"].compute()
             super().on_validation_epoch_end()
 
-    monkeypatch.setattr(sequence_tasks, "LitSequenceClassifier", Kept)
+    monkeypatch.setattr(glue, "LitSequenceClassifier", Kept)
     return modules
 
 

@@ -16,9 +16,16 @@ from lit_layers.models import load, weights_hash
 from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, callbacks
-from lit_layers.training.checkpoints import Origin, kept, published, refuse_another_tokenizer, saved_steps, step_folder
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
-from lit_layers.training.run_folder import RunFolder
+from lit_layers.training.run_folder import (
+    Origin,
+    RunFolder,
+    kept,
+    published,
+    refuse_another_tokenizer,
+    saved_steps,
+    step_folder,
+)
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSampler, StepSeed
 from tests.support.random_text import RandomText

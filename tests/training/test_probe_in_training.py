@@ -13,7 +13,7 @@ from lit_layers.data import ProbeTask
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer
 from lit_layers.measuring.offline import analyze
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoints import step_folder
+from lit_layers.training.run_folder import step_folder
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import fit
 

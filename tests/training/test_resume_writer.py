@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_layers.errors import InputError
 from lit_layers.training import resuming
-from lit_layers.training.checkpoints import saved_steps, step_folder, write_folder
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
+from lit_layers.training.run_folder import saved_steps, step_folder, write_folder
 from tests.support.forked import run_forked
 from tests.support.tiny_training import fit, module
 

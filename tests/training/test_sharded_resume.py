@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.training import resuming
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support import sharded_run
 from tests.support.forked import run_ranks
 from tests.training.test_sharding import column, saved_state, weights

@@ -21,8 +21,8 @@ from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.training import resuming, sharding
-from lit_layers.training.checkpoints import saved_steps, step_folder
 from lit_layers.training.resuming import ResumeCheckpoint
+from lit_layers.training.run_folder import saved_steps, step_folder
 from lit_layers.training.run_log import RunLog
 from tests.support import sharded_run
 from tests.support.forked import run_ranks

@@ -17,8 +17,8 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from lit_layers.training.tuning import finetuning
-from lit_layers.training.tuning.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
+from lit_layers.training import finetuning
+from lit_layers.training.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
 from tests.support.measured import records_of
 

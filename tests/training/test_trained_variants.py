@@ -13,8 +13,8 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
-from lit_layers.training.tuning.finetuning import Finetuning, FinetuningRecipe, LitVariant
-from lit_layers.training.tuning.sequence_tasks import GlueRecipe, GlueScores, LitSequenceClassifier
+from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
+from lit_layers.training.glue import GlueRecipe, GlueScores, LitSequenceClassifier
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2

@@ -5,7 +5,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.prompt_values import read_values
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support import ranks_run, resumed_ranks_run
 from tests.support.forked import run_ranks
 

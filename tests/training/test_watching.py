@@ -27,7 +27,7 @@ from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
 from lit_layers.prompt_values import read_values
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.checkpoints import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import CONTEXT, VOCABULARY
 

@@ -38,10 +38,10 @@ from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range, run_facts
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
-from lit_layers.training.checkpoints import Origin, axis_step, kept, save_step
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
+from lit_layers.training.run_folder import Origin, axis_step, kept, save_step
 from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -50,7 +50,6 @@ from lit_layers.training.trainer import (
     is_first_rank,
     plugins_with_cluster,
     quieten,
-    refuse_another_number_of_ranks,
     refuse_another_order,
 )
 
@@ -193,7 +192,6 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     except (MisconfigurationException, TypeError, ValueError) as error:
         option = f".accelerator {given['accelerator']}" if "backend" in str(error) else ""
         raise InputError(f"trainer{option}: {' '.join(str(error).split())}") from error
-    refuse_another_number_of_ranks(trainer)
     process.settle(trainer.num_devices)
     return trainer
 

@@ -164,9 +164,9 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
     """The recipes of training, read before a model is opened."""
     if options.finetune is None and options.glue is None:
         return {}
+    from lit_layers.training.finetuning import FinetuningRecipe, TaskFinetuningRecipe
+    from lit_layers.training.glue import GlueRecipe
     from lit_layers.training.trainer import quieten
-    from lit_layers.training.tuning.finetuning import FinetuningRecipe, TaskFinetuningRecipe
-    from lit_layers.training.tuning.sequence_tasks import GlueRecipe
 
     quieten()
     is_of_task = options.finetune is not None and "task" in schema.read_yaml(options.finetune, dict[str, Any], _WRITE)
@@ -225,7 +225,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         yield Speed(**_timed(chosen), **length)
     if (recipe := recipes.get("finetune")) is not None:
-        from lit_layers.training.tuning.finetuning import Finetuning, TaskFinetuning
+        from lit_layers.training.finetuning import Finetuning, TaskFinetuning
 
         if hasattr(recipe, "task"):
             of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": folder}
@@ -234,7 +234,7 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             tokenizer = recipe.tokenizer or target.own_tokenizer()
             yield Finetuning(recipe=recipe, root=results / "finetuned", tokenizer=tokenizer, **chosen)
     if (recipe := recipes.get("glue")) is not None:
-        from lit_layers.training.tuning.sequence_tasks import GlueScores
+        from lit_layers.training.glue import GlueScores
 
         places: Any = {"model": model, "root": results, "folder": folder, "tokenizer": target.own_tokenizer()}
         yield from (GlueScores(task=task, recipe=recipe, **places, **chosen) for task in recipe.tasks)

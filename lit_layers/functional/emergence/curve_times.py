@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import signal, stats
 
+from lit_layers.functional.emergence.curve_parts import DRAWS, covariance_of_mean, drawn_together, whole_rows
 from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
-from lit_layers.functional.emergence.replicates import DRAWS, covariance_of_mean, drawn_together, whole_rows
 
 Array = NDArray[np.floating[Any]]
 Scale = Literal["log", "linear"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.linalg.blas import dtrmm
 from scipy.linalg.lapack import dpotrf, dtrtri, dtrtrs
 
-from lit_layers.functional.emergence.step_pairs import SPLIT, Pairs, Steps, likeliest
+from lit_layers.functional.emergence.curve_parts import SPLIT, Pairs, Steps, likeliest
 
 Array = NDArray[np.floating[Any]]
 TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow

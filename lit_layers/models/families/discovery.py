@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lit_layers.models.block_calls import Layout, first, handing_on
 from lit_layers.models.families.own_networks import OwnNetwork
-from lit_layers.models.families.proof import NotShown
+from lit_layers.models.families.proof import NotShown, Probe, Watched, is_timm, watch
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
-from lit_layers.models.families.trial_batch import Probe, Watched, is_timm, watch
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
@@ -229,22 +228,6 @@ def _leads_to(model: Network, row: list[Watched], other: list[Watched], probe: P
 # How blocks hold a state.
 
 
-def with_parts_beside(row: list[Watched], layout: Layout | None) -> Layout | None:
-    """The layout of states that have a part beside them: numbers for each token that blocks return behind the state and
-    are given by the one before; None where there are none."""
-    state = row[0].after
-    places: list[tuple[int, int, int]] = []
-    for place, taken in enumerate(row[-1].args):
-        returned = enumerate(row[-2].output) if isinstance(row[-2].output, tuple) else ()
-        for number, given in returned:
-            is_state = isinstance(given, Tensor) and given.is_floating_point() and number > 0
-            if is_state and given is taken and given.ndim == 3 and given.shape[:2] == state.shape[:2]:
-                places.append((place, number, given.shape[2]))
-    if layout is not None or not places:
-        return None
-    return Layout((0, 1, 2), (state.shape[2],), tuple(places))
-
-
 def _layouts(shape: torch.Size, probe: Probe) -> list[Layout | None]:
     """How states of such a shape may be (batch, tokens, dim); None: as they are."""
     if not probe.of_texts:
@@ -286,9 +269,9 @@ def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layo
 
 
 def _is_shown(layout: Layout, state: Tensor, shorter: Tensor, tokens: int) -> bool:
-    seen = layout.taken(state, ())
+    seen = layout.taken(state)
     same = (seen[0] == seen[1]).all(-1)
     if layout.num_tokens is not None:  # what is more than the text is as much more of a shorter one
         return bool(same[:-1].all()) and not bool(same[-1]) and state.shape == shorter.shape
-    fewer = layout.taken(shorter, ())
+    fewer = layout.taken(shorter)
     return bool(same[:-1].all()) and not bool(same[-1]) and fewer.shape[1:] == (tokens - 1, seen.shape[2])

@@ -19,17 +19,31 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import evaluating, is_cache
-from lit_layers.models.block_calls import Layout, num_values
+from lit_layers.models.block_calls import num_values
 from lit_layers.models.families.discovery import (
     TWO_ROWS,
     Structured,
     is_encoder_decoder,
     row_of_blocks,
     scores_of,
-    with_parts_beside,
 )
 from lit_layers.models.families.own_networks import OwnNetwork, is_known, network_of
-from lit_layers.models.families.proof import Evidence, NotFinite, NotShown, Pass, apart, in_float32
+from lit_layers.models.families.proof import (
+    CANNOT_CALL,
+    COLUMNS,
+    Evidence,
+    NotFinite,
+    NotShown,
+    Pass,
+    PositionTables,
+    Probe,
+    Watched,
+    apart,
+    in_float32,
+    is_timm,
+    probe_of,
+    watch,
+)
 from lit_layers.models.families.rows import (
     TIMM,
     TRANSFORMERS,
@@ -44,16 +58,6 @@ from lit_layers.models.families.rows import (
     trunk_by_name,
     trunk_of,
     without_mask,
-)
-from lit_layers.models.families.trial_batch import (
-    CANNOT_CALL,
-    COLUMNS,
-    PositionTables,
-    Probe,
-    Watched,
-    is_timm,
-    probe_of,
-    watch,
 )
 from lit_layers.models.offload import execution_device
 
@@ -191,22 +195,15 @@ def taken_apart(model: Network) -> Structured:
         evaluating(model),
     ):
         probe = probe_of(model)
-        family, beside, first = _discovered(model, probe)
+        family, first = _discovered(model, probe)
         try:
-            try:
-                family = _shown(Evidence(model, family, probe, first))
-            except NotShown:
-                if beside is None:
-                    raise
-                family = replace(family, layout=beside, dim=beside.dim, norm=None)
-                family = _shown(Evidence(model, family, probe, first))
+            return _shown(Evidence(model, family, probe, first))
         except torch.OutOfMemoryError:
             raise
         except CANNOT_CALL as error:
             if isinstance(error, InputError) and not isinstance(model, OwnNetwork):
                 raise
             raise NotShown(f"its blocks cannot be called again ({_words(error)})") from error
-    return family
 
 
 def _tensors(model: Network) -> dict[str, Tensor]:
@@ -302,8 +299,8 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _discovered(model: Network, probe: Probe) -> tuple[Structured, Layout | None, Pass]:
-    """The family as its structure is; the layout with which it may be, if it is not without; the pass that shows it."""
+def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
+    """The family as its structure is, and the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
@@ -346,8 +343,7 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Layout | None
         **scores_of(model, output, probe),
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
-    beside = with_parts_beside(row, blocks.layout) if probe.of_texts and len(row) > 1 else None
-    return family, beside, Pass(row, output, tables.limit)
+    return family, Pass(row, output, tables.limit)
 
 
 def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:

@@ -35,9 +35,9 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
 from lit_layers.tasks.benchmark_rows import interval
-from lit_layers.training.checkpoints import writable_folder, write_folder
 from lit_layers.training.datamodules import DATA_RANGES
 from lit_layers.training.modules import MODEL_RANGES, LitModule
+from lit_layers.training.run_folder import writable_folder, write_folder
 from lit_layers.training.trainer import StepSeed, new_trainer
 
 _AGAIN = "take it away to train that variant again"

@@ -28,7 +28,7 @@ from lit_layers.tasks.benchmark_rows import LocalRows, interval, local_rows, mea
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
 from lit_layers.training.datamodules import LitStepData, LitTextData
 from lit_layers.training.modules import LitCausalLM
-from lit_layers.training.tuning.variant_training import BETAS, SavedVariants, TrainingRecipe, check_texts
+from lit_layers.training.variant_training import BETAS, SavedVariants, TrainingRecipe, check_texts
 
 ANALYSIS = "intervene/finetune"
 _IGNORED = -100

@@ -1,1 +1,0 @@
-"""Fine-tuning with blocks in another order: language models on a corpus or a task, encoders on GLUE."""
