@@ -14,12 +14,11 @@ RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
 PLUMBING = {
-    "singular",
     "jacobian.block_call",
     "jacobian.block_attention",
     "jacobian.linear_cut",
 }
-PLUMBING |= {"emergence.drawn_curves", "emergence.replicates", "emergence.step_pairs"}
+PLUMBING |= {"emergence.drawn_curves", "emergence.curve_parts"}
 
 
 def tree_of(file: str) -> ast.Module:

@@ -170,8 +170,8 @@ def torn_line(file, line) -> None:
 MOMENTS = {
     "before the run has said what it is": dying(RunFolder, "_describe", 1),
     "between what a run is and its options": dying(run_folder, "write_json", 1, after=True),
-    "inside the save of a step": dying(checkpoints, "save", 3, after=True),  # before the rename
-    "before a step's folder is renamed": dying(checkpoints, "sync", 9),
+    "inside the save of a step": dying(run_folder, "save", 3, after=True),  # before the rename
+    "before a step's folder is renamed": dying(run_folder, "sync", 9),
     "inside the save of a resume checkpoint": dying(resuming, "_save", 3),
     "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
     "inside an analysis": dying(Coupling, "update", 3),
