@@ -205,6 +205,7 @@ class ReadoutAnalysis(Analysis):
 
     PRECISION = "own"
 
+    batches: Batches
     dtype: Dtype = "float32"
 
     @abstractmethod
@@ -268,7 +269,6 @@ class Lens(ReadoutAnalysis):
         dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
     """
 
-    batches: Batches
     name: str = "lens"
 
     def check_options(self, model: LayeredModel) -> None:
@@ -356,7 +356,6 @@ class Interventions(ReadoutAnalysis):
         dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
     """
 
-    batches: Batches
     name: str = "interventions"
     variants: tuple[str, ...] = VARIANTS
     middles: tuple[int, ...] | None = None
