@@ -347,6 +347,10 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ([one, "--group", "data.seed"], "group: expected two runs or more, got 1"),
         ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),
         ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
+        (
+            [one, str(write_run(tmp_path / "step", [5.0, 6, 7, 8]))],
+            "runs: expected none to be called step, which is a column",
+        ),
         *(
             ([one, other, "--group", field], f"group: the recipe of {one} has no {field}: expected a field")
             for field in ("data.shuffle_tokens.0", "..")

@@ -197,6 +197,10 @@ def read_side_by_side(
         groups.setdefault("seeds" if seeds else _value_of(root, group) if group is not None else name, []).append(name)
     if seeds:
         groups = {f"{len(by_run)} seeds": list(by_run)}
+    ends = (f"{name}{end}" for name in (*groups, "difference") for end in ("", " low", " high"))
+    columns = ["analysis", "metric", "layer", "tags", "step", "title", *ends]
+    if twice := next((name for name in columns if columns.count(name) > 1), None):
+        raise InputError(f"runs: expected none to be called {twice}, which is a column of the table of last values")
     lines: dict[Key, dict[str, Line]] = {}
     partly: dict[str, None] = {}
     for name, runs in groups.items():
