@@ -13,7 +13,7 @@ from scipy import stats
 
 from lit_layers import measure
 from lit_layers.analyses import PooledStates
-from lit_layers.functional import linear_cka
+from lit_layers.functional import emergence_times, linear_cka
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Store
 from tests.support.random_text import RandomText
@@ -139,6 +139,23 @@ def half_way(curve: pd.Series) -> float:
     share = (half - moved.iloc[place - 1]) / (moved.iloc[place] - moved.iloc[place - 1])
     octaves = np.log2(1 + curve.index.to_numpy()[place - 1 : place + 1])
     return 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0, 0, 0, 0, 1, 2, 2, 2, 2, 2], r"[\d.]+ \([\d.]+ to [\d.]+\)"),
+        ([0, 0, 0, 0, 1, 2, 2, 1, 0, 0], r"[\d.]+ \([\d.]+ to [\d.]+\), comes back"),
+        ([0, 0, 0, 0, 0, 0, 0, 0, 1, 3], r"after [\d.]+"),
+        ([0, 0, 0, 0, 0, 0, 0, 0, 0, 0], ""),
+    ],
+)
+def test_a_cell_tells_what_settles_from_what_comes_back_still_moves_or_is_flat(values, text, monkeypatch):
+    monkeypatch.syspath_prepend(str(PAGE.parent))
+    from study_data import half_way_text
+
+    steps = [0, *(2**power for power in range(9))]
+    assert re.fullmatch(text, half_way_text(emergence_times(steps, values, stderr=[0.02] * len(steps))))
 
 
 def printed(name: str) -> str:

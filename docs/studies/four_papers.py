@@ -36,6 +36,7 @@ from study_data import (
     curves_by_group,
     find,
     group_of,
+    half_way_text,
     seeds_of,
     unpack,
 )
@@ -46,7 +47,7 @@ from lit_layers.clock.times_and_order import Clock, agreement_table, measure_tim
 from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence import time_text, timeline
+from lit_layers.report.emergence import timeline
 from lit_layers.report.side_by_side import Line, difference
 from lit_layers.report.side_by_side import over_training as chart_over_training
 
@@ -136,7 +137,7 @@ def when(by_group: Curves) -> Table:
         times = [measure_times(curves).times[0] if curves else None for curves in merged]
         yield [
             asked.title,
-            *("not measured" if found is None else time_text(found.halfway) or "does not emerge" for found in times),
+            *("not measured" if found is None else half_way_text(found) or "does not emerge" for found in times),
         ]
 
 
@@ -192,6 +193,8 @@ def _renamed(run: str, curve: StepCurve) -> StepCurve:
 
 
 def _spread(table: pd.DataFrame) -> list[str]:
+    if table.empty:
+        return ["0", *["none"] * 4]
     rho: Any = table["spearman"]
     few, many = table["n"].min(), table["n"].max()
     common = f"{few}" if few == many else f"{few} to {many}"

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from study_data import half_way_text
 
 from lit_layers.clock.step_curves import StepCurve, over_seeds
 from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times, order_table
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence.curve_times import EmergenceTimes
-from lit_layers.report.emergence import LEAST_P, axis_text, time_text, timeline
+from lit_layers.report.emergence import LEAST_P, axis_text, timeline
 from lit_layers.report.side_by_side import Line, difference, over_training
 
 TIMELINE = Path(__file__).parents[1] / "images" / "four_papers_mechanism.png"
@@ -104,19 +105,29 @@ class Mechanism:
     def halfway(self, name: str) -> str:
         """When a number is half-way over the seeds."""
         times = self.together[name][1]
-        return time_text(times.halfway) or f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
+        return half_way_text(times) or f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
 
     def clock(self, names: Sequence[str]) -> Clock:
         pairs = [self.together[name] for name in names]
         return Clock(curves=[curve for curve, _ in pairs], times=[times for _, times in pairs])
 
     def in_each(self, name: str) -> str:
-        """In how many seeds a number emerges by itself, and the first and the last of their half-way points."""
+        """Return in how many seeds a number changes by itself, and their first and last half-way points.
+
+        Where one of these has no upper end, return the least lower end instead.
+        """
         keys = {found[name].key for found in self.curves.values()}
         times = [times for curve, times in zip(self.each.curves, self.each.times, strict=True) if curve.key in keys]
-        halfway = sorted(each.halfway.value for each in times if each.halfway is not None)
+        halfway = [each.halfway for each in times if each.halfway is not None]
         share = f"{len(halfway)} of {len(self.curves)}"
-        return f"{share}: {axis_text(halfway[0])} to {axis_text(halfway[-1])}" if halfway else share
+        if not halfway:
+            return share
+        if any(np.isinf(time.high) for time in halfway):
+            where = f"after {axis_text(min(time.low for time in halfway))}"
+        else:
+            values = [time.value for time in halfway]
+            where = f"{axis_text(min(values))} to {axis_text(max(values))}"
+        return f"{share}: {where}" + ", comes back" * (not any(each.emerges for each in times))
 
 
 def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], last: bool) -> StepCurve:

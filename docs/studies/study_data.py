@@ -8,7 +8,9 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.clock.step_curves import StepCurve, curves_in
+from lit_layers.functional.emergence.curve_times import EmergenceTimes
 from lit_layers.records import Measurement, Record
+from lit_layers.report.emergence import time_text
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "four_papers.md"
@@ -113,6 +115,12 @@ def loss_of_runs(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]
             if other.layer is not None and (curve.layer is None or curve.layer > other.layer):
                 losses[curve.run] = curve
     return losses
+
+
+def half_way_text(times: EmergenceTimes) -> str:
+    """Return when a curve is half-way and whether it comes back, or nothing where it does not change."""
+    text = time_text(times.halfway)
+    return text if times.emerges or not text else f"{text}, comes back"
 
 
 def as_markdown(table: Iterable[Sequence[str]]) -> str:
