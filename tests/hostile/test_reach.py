@@ -35,7 +35,7 @@ PLACES = {  # each wrote there
     "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
     "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
     "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
-    "analyses.root": spec(f"{TRAINING}.tuning.finetuning.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
+    "analyses.root": spec(f"{TRAINING}.finetuning.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
     "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
 }  # fmt: skip
 FETCHING = {
