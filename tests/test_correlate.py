@@ -139,17 +139,17 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
         found = Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)
         records.append(tmp_path / "measurements.jsonl", measured(f"org/{number}", None, "coupling", *found))
     sentence = (
-        r"tags: coupling/coupling is k = 4 of org/0; k = 8, dtype = bfloat16 of org/2: .* choose, e.g. --tags dtype=bfl"
+        r"tags: coupling/coupling is k = 8 of org/1; k = 8, dtype = bfloat16 of org/2: .* choose, e.g. --tags dtype=bfl"
     )
     with pytest.raises(InputError, match=sentence):
         read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
-    with pytest.raises(InputError, match=r"score: coupling/coupling is k = 4 of org/0; k = 8, .*bfloat16 of org/2"):
+    with pytest.raises(InputError, match=r"score: coupling/coupling is k = 8 of org/1; k = 8, .*bfloat16 of org/2"):
         read_runs([tmp_path], metric="coupling/loss", score="coupling/coupling")
     without = measured(
         "org/2", None, "coupling", Record(metric="coupling", value=0.3), Record(metric="loss", value=1.0)
     )
     records.append(tmp_path / "measurements.jsonl", without)
-    with pytest.raises(InputError, match="k = 4 of org/0; no tag of org/2"):
+    with pytest.raises(InputError, match="k = 8 of org/1; no tag of org/2"):
         read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
 
 

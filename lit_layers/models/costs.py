@@ -252,7 +252,7 @@ def most_ever() -> int:
     """Return the most bytes that were resident in this process."""
     status = Path("/proc/self/status")
     if status.exists():  # the maximum of getrusage begins with that of the process that started this one
-        return next(int(row.split()[1]) * 1024 for row in status.open() if row.startswith("VmHWM:"))
+        return next(int(row.split()[1]) * 1024 for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
