@@ -86,7 +86,7 @@ class Invariance(Analysis):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"num_views": 1, "max_tokens": 1, "permutations": 1}
+    LEAST: ClassVar = {"num_views": 2, "max_tokens": 1, "permutations": 1}
     POSITIVE = ("temperature", "alpha", "delta")
     LISTS = ("normalizations",)
     PRESETS: ClassVar = {

@@ -226,7 +226,7 @@ def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypat
         ({"permutations": 0}, "invariance: expected permutations of at least 1, got 0"),
         ({"num_halves": 1}, "invariance: expected num_halves to be 0 or at least 2, got 1"),
         ({"normalizations": ()}, "invariance: expected at least one of normalizations, got none"),
-        ({"num_views": 1}, "views: expected num_views of at least 2, got 1"),
+        ({"num_views": 1}, "expected num_views of at least 2, got 1"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_runs(model, folder, options, sentence):

@@ -233,9 +233,9 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
     assert own["value"] == pytest.approx(np.mean(squares), rel=1e-5)  # float32 states on two ways
     for metric, said in (
         ("os.system", "os.system"),
-        ("metric_of_a_user.nothing", "expected the import path of a function, package.module.function, got metric_of"),
+        ("metric_of_a_user.nothing", "has no attribute 'nothing'. Got value: metric_of_a_user.nothing"),
         ("lit_layers.functional.entropy.nothing", "has no attribute 'nothing'"),
-        ("nonsense", "or the import path of a class or function, got nonsense"),
+        ("nonsense", "Expected a dot import path string: nonsense"),
         ("torch.save", "but what lit_layers.functional or --code PACKAGE defines, got torch.serialization.save"),
         # what writes wherever it is told to
         (
