@@ -87,7 +87,7 @@ def test_names_that_look_like_steps_are_told_from_others():
 
 
 def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():
-    with pytest.raises(InputError, match=r"grammar: expected auto, step, .* such as iter_\{step\}, got 'pythia'"):
+    with pytest.raises(InputError, match=r"grammar: expected auto, step, .* as iter_\{step\}, got 'pythia'"):
         Grammar("pythia")
 
 

@@ -90,7 +90,7 @@ def test_adapters_of_a_trainer_are_told_as_such(tmp_path):
 @pytest.mark.parametrize("name", ["model_100.pt", "checkpoint-9.pth.tar"])
 def test_files_of_weights_alone_are_told_as_such(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(InputError, match="500; a file of weights alone is loaded in Python, into"):
+    with pytest.raises(InputError, match="step-000001000; a file of weights alone is loaded in Python, into"):
         list(StepFolders(tmp_path))
 
 
