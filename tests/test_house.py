@@ -6,7 +6,7 @@ The floors of imports, circles and files of one name are in tests/test_architect
 from tests.support import code_lines
 
 LINES = 38_810
-CHARACTERS = 1_832_500
+CHARACTERS = 1_832_800
 FILES = 209
 FILES_IN_A_FOLDER = 16
 

@@ -39,6 +39,7 @@ except ImportError:  # Windows: two processes that mirror one run at once are th
 logger = logging.getLogger(__name__)
 NOTES = "lit_layers_sent.jsonl"  # beside W&B's own file of a run: the rows that were sent, in order
 _CLOSING = 5.0  # seconds
+LAG = 10.0  # seconds: what W&B had received earlier is in its file, which it writes from a queue
 _SETTLED = 3.0  # seconds: W&B's own process outlives a killed one by up to two, and writes what it had received
 _STEPS = 10_000  # that wait at most: W&B does not keep up then, and the files have them all
 _LIMIT_AFTER_SIGTERM, _TERMINATED = 15.0, 143
@@ -70,8 +71,10 @@ class Sent:
         self.is_closed = bool(rows) and "is_closed" in rows[-1]
         rows = [row for row in rows if "row" in row]
         if before is None and rows and not self.is_closed:
-            # Killed: what was sent after W&B last wrote its file may be in no file, and is sent again.
-            latest_sure = rows[-1]["at"] - _seconds_behind(file, notes)
+            # Killed: rows sent up to a lag before W&B last wrote its file may be missing there. They are sent again,
+            # under new numbers: W&B's own step never falls.
+            self.last_row = max(self.last_row, rows[-1]["row"])
+            latest_sure = rows[-1]["at"] - _seconds_behind(file, notes) - LAG
             rows = [row for row in rows if row["at"] <= latest_sure]
         for row in rows:
             if before is None or row["row"] < before:
