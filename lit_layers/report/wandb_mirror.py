@@ -91,7 +91,7 @@ def _seconds_behind(file: Path, notes: Path) -> float:
 
 
 class WandbMirror:
-    """Shows a run's scalars and measurements at W&B, each point once, whatever was killed in between.
+    """Show a run's scalars and measurements at W&B; a row sent shortly before a kill may be sent twice, unchanged.
 
     A point is a name at a step. `open` finds out which points W&B has (from what the mirror noted as it sent them, and
     from the server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them;
