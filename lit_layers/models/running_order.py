@@ -3,6 +3,7 @@
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
 from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
-from lit_layers.models.order_walk import Node, Runs, Walk, power_of_two, takes_copies
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
@@ -255,10 +255,51 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
 
 # Many orders on one batch, with what they begin with in common computed once.
 
-# What a block runs on at a time in place of one batch: more tokens make no product faster on a CPU (512 do nearly all).
-TOKENS_TOGETHER = 2**10
-BYTES_TOGETHER = 2**28  # of all states that are held then
-MOST_TOGETHER = 16
+
+@dataclass(eq=False)
+class Node:
+    """Where all schedules stand that begin with the same steps."""
+
+    layer: int | None  # whose state it is, if the full model passes here
+    children: "dict[Step, Node]" = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+
+    @property
+    def next_of_full(self) -> int | None:
+        """The block that the full model runs from here."""
+        return None if self.layer is None else self.layer + 1
+
+    def uses(self) -> Counter[int]:
+        """For how many of the next steps each block is needed."""
+        return Counter(number for step in self.children for number in set(members(step)))
+
+
+class _Place:
+    """A node on the way, with its state and the steps that are left: single blocks, then groups, which need the same
+    outputs and then let go of them; the full model's last, so that nothing is held all along its way."""
+
+    def __init__(self, node: Node, state: Tensor, trajectory: Trajectory) -> None:
+        self.node, self.state, self.trajectory = node, state, trajectory
+        self.left = sorted(node.children, key=lambda step: (step != node.next_of_full, isinstance(step, int)))
+        self.needed = node.uses()
+        self.outputs: dict[int, Tensor] = {}
+        number = node.next_of_full
+        if number is not None and number in self.needed and number < len(trajectory.hidden):
+            self.outputs[number] = trajectory.hidden[number]
+
+    def following(self) -> "_Place":
+        """The place behind the next step."""
+        step = self.left.pop()
+        group = members(step)
+        for number in group:
+            if number not in self.outputs:
+                with torch.no_grad():
+                    self.outputs[number] = self.trajectory.block(number)(self.state)
+        outputs = [self.outputs[number] for number in group]
+        self.needed.subtract(set(group))
+        self.outputs = {number: output for number, output in self.outputs.items() if self.needed[number]}
+        state = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
+        return _Place(self.node.children[step], state, self.trajectory)
 
 
 class SharedPrefixes:
@@ -268,15 +309,8 @@ class SharedPrefixes:
     of several schedules, in groups of blocks side by side. States that the full model passes are those of the
     trajectory and cost no run, as far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one.
 
-    Of a small batch a block runs on several states at once, as on a larger batch, which differs from runs one by one in
-    rounding alone; not in a model whose arguments of blocks for copies of the batch are not copies of those of the
-    batch, in one without a row in lit_layers/models/families, nor in one with hooks, with parts of another package or
-    with quantized weights, where a scale may be that of a whole batch.
-
-    In memory are at most `num_held` states for each batch that is run on at a time (`together`), not one for each
-    schedule. Where a batch is large, the walk is depth first: there are the states on the way to where it is, one for
-    each step, and at each of them what the branches yet to come still need of a group. A small batch has as many times
-    the room: the block that most places of the tree wait for is next, until no more room is left than one way takes.
+    In memory are at most `num_held` states, not one for each schedule: those on the way to where the walk is, one for
+    each step, and at each of them what the branches yet to come still need of a group.
 
     Raises:
         TypeError, ValueError: a schedule that does not fit `num_blocks` blocks.
@@ -289,17 +323,8 @@ class SharedPrefixes:
         for index, schedule in enumerate(steps):
             self._insert(index, schedule)
         widest = max((len(members(step)) for schedule in steps for step in schedule), default=1)
-        # On the way, and of a group each output and its copy.
-        self._on_one_way = max(map(len, steps), default=0) + 2 * widest
-        self.num_held = self._on_one_way + 3  # what a block is given, what it returns, what is read
-
-    def together(self, trajectory: Trajectory) -> int:
-        """On how many states of a batch a block runs at a time at most; 1 if its model takes one at a time."""
-        state = trajectory.hidden[0]
-        if not takes_copies(trajectory.model):
-            return 1
-        room = int(BYTES_TOGETHER // max(1, self.num_held * state.nbytes))
-        return power_of_two(max(1, min(MOST_TOGETHER, TOKENS_TOGETHER // max(1, state.shape[:2].numel()), room)))
+        # On the way, of a group each output and its copy, and what a block is given, what it returns, what is read.
+        self.num_held = max(map(len, steps), default=0) + 2 * widest + 3
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
@@ -313,9 +338,17 @@ class SharedPrefixes:
             raise ValueError(
                 f"expected a trajectory through {self.num_blocks} blocks, got one through {trajectory.num_layers}"
             )
-        together = self.together(trajectory)
-        room = (together - 1) * self._on_one_way
-        yield from Walk(trajectory, Runs(trajectory, together), room).ends(self._root)
+        place, way = _Place(self._root, trajectory.hidden[0], trajectory), list[_Place]()
+        while True:
+            if place.left:
+                way.append(place)
+            if place.node.ends:
+                yield tuple(place.node.ends), place.state
+            if not way:
+                return
+            place = way[-1].following()
+            if not way[-1].left:
+                way.pop()
 
     def _insert(self, index: int, schedule: Schedule) -> None:
         node = self._root

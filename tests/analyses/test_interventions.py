@@ -14,7 +14,6 @@ from lit_layers.analyses.readouts.readout_scores import Interventions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.measuring.one_model import measure
-from lit_layers.models import running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -281,27 +280,6 @@ def test_heads_that_classify_are_judged_by_the_labels_there_are(name):
             assert records["kl_to_full", *variant].value == pytest.approx(divergence, rel=1e-6, abs=1e-12)
             assert records["kl_to_full", *variant].tags["num_tokens"] == int(real.sum())
             assert records["variant_loss", *variant].tags["num_tokens"] == int(kept.sum())
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit", "roberta_tagger"])
-def test_the_head_runs_on_several_orders_at_once_and_gives_what_it_gives_of_each(name, monkeypatch):
-    model = LayeredModel(tiny(name, torch.float64))
-    analysis, batch = Interventions(batches=Listed(), seeds=SEEDS), tiny_batch(name, padding="right")
-    num_orders = len({variant.schedule for variant in analysis.chosen(model)})
-    readout, sizes = LayeredModel.readout, []
-    monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(len(h)) or readout(self, h))
-    seen = model.trajectory(batch)
-    together, calls = analysis.sums(seen, batch), len(sizes)
-    monkeypatch.setattr(running_order, "TOKENS_TOGETHER", 1)
-    sizes.clear()
-    alone = analysis.sums(seen, batch)
-    assert len(sizes) == num_orders - 1  # the full model has its own logits
-    assert len(set(sizes)) == 1
-    assert calls == math.ceil((num_orders - 1) / 16)
-    for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    assert not together.divergence[0].any()
-    assert together.divergence.count_nonzero() > 0.7 * together.divergence.numel()
 
 
 def test_of_equal_logits_the_first_token_is_the_answer():

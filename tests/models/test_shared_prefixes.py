@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from lit_layers.functional.block_schedules import variants
-from lit_layers.models import running_order
-from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.planned_runs import num_block_runs
-from tests.support.tiny_models import LAYERS, tiny, tiny_batch
-
-
-@pytest.fixture(autouse=True)
-def one_state_at_a_time(monkeypatch):
-    """As of large batches; several states at once: `test_order_walk`."""
-    monkeypatch.setattr(running_order, "TOKENS_TOGETHER", 1)
-
+from tests.support.tiny_models import EVERY, LAYERS, by_kind, sees_images, tiny, tiny_batch
 
 BY_HAND = [
     (1, 2, 3),
@@ -197,3 +189,30 @@ def test_the_model_keeps_its_mode_and_its_weights(deep, passed):
     assert [weight._version for weight in deep.model.parameters()] == versions
     assert not any(state.requires_grad for state in walked([(2,)], passed).values())
     deep.model.eval()
+
+
+ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("name", by_kind(EVERY, pytest.mark.nightly))
+def test_each_order_of_every_family_ends_as_it_does_by_itself(name, padding):
+    if sees_images(name) and padding == "right":
+        pytest.skip("images have no padding")
+    model = LayeredModel(tiny(name, torch.float64))
+    trajectory = model.trajectory(tiny_batch(name, batch=4, tokens=8, padding=padding))
+    for index, state in walked(ORDERS, trajectory).items():
+        torch.testing.assert_close(model.readout(state), model.replay(trajectory, ORDERS[index]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "roberta"])
+@pytest.mark.parametrize("batch_size", [1, 5])  # 5: as many texts as tokens
+def test_the_model_itself_in_each_order_gives_these_logits(name, batch_size):
+    network = tiny(name, torch.float64)
+    model, batch = LayeredModel(network), tiny_batch(name, batch=batch_size, tokens=5, padding="right")
+    found = walked(ORDERS, model.trajectory(batch))
+    real = batch["attention_mask"].bool()
+    for index, schedule in enumerate(ORDERS):
+        with torch.no_grad(), running_order(network, schedule):
+            expected = network(**batch).logits
+        torch.testing.assert_close(model.readout(found[index])[real], expected[real], rtol=1e-9, atol=1e-9)

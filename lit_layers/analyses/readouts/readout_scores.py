@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -384,7 +384,6 @@ class Interventions(ReadoutAnalysis):
         model, trajectory = seen.model, seen
         rows, num_prompts = rows_of(self.name, seen, batch), len(seen.mask)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
-        num_classes = _num_classes(trajectory)
         trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them
         chosen = self.chosen(model)
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
@@ -392,17 +391,12 @@ class Interventions(ReadoutAnalysis):
             # The full model by its own logits, so that its divergence is 0 exactly.
             by_variant = [torch.cat([each.itself for each in full], dim=-1)] * len(chosen)
             orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
-            # More logits of several orders at once are no faster: a quarter stays in a processor's cache.
-            most = MAX_LOGITS // 4 // (num_classes * len(full[0].rows.prompt))
-            most = max(1, min(most, orders.together(trajectory)))
-            states = (each for each in orders.states(trajectory) if 0 not in each[0])
-            while group := [*islice(states, most)]:
-                for (indices, _), values in zip(
-                    group, _compared(trajectory, full, [state for _, state in group]), strict=True
-                ):
+            for indices, state in orders.states(trajectory):
+                if 0 not in indices:
+                    parts = [each.compared(trajectory.readout(state, each.rows.index)) for each in full]
+                    compared = torch.cat(parts, dim=-1)
                     for index in indices:
-                        by_variant[index] = values
-                group.clear()  # their memory goes before others come
+                        by_variant[index] = compared
         return Sums.add_up(torch.stack(by_variant, dim=1), rows, num_prompts)
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
@@ -422,20 +416,6 @@ class Interventions(ReadoutAnalysis):
                     "num_identical": sum(variant.schedule == whole for _, variant in members),
                 }
                 yield from _variant_records(sums, [index for index, _ in members], tags)
-
-
-def _compared(trajectory: Trajectory, full: list[FullModel], states: list[Tensor]) -> list[Tensor]:
-    """Return loss, hit and divergence of each state, (3, rows) each."""
-    parts = [[each.compared(logits) for logits in _read_out(trajectory, states, each.rows.index)] for each in full]
-    return [torch.cat(of_state, dim=-1) for of_state in zip(*parts, strict=True)]
-
-
-def _read_out(trajectory: Trajectory, states: list[Tensor], index: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Return the logits of some rows for each state; the head runs on all states at once if it reads each row by
-    itself."""
-    if trajectory.pools_some:
-        return [trajectory.readout(state, index) for state in states]
-    return trajectory.model.readout(torch.cat([state[index] for state in states])).split(len(index[0]))
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
