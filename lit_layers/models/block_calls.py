@@ -316,17 +316,8 @@ def hook_ids(model: nn.Module) -> dict[str, set]:
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
-    """`named_modules` without a generator for each level, as every update of an analysis asks; paths end in a dot."""
-    paths: dict[nn.Module, str] = {}
-    waiting = [(model, "")]
-    while waiting:
-        module, path = waiting.pop()
-        if module not in paths:
-            paths[module] = path
-            for name, child in reversed(module._modules.items()):
-                if child is not None:
-                    waiting.append((child, f"{path}{name}."))
-    return paths.items()
+    """Yield each module once with its path, which ends in a dot."""
+    return ((module, f"{path}." if path else "") for path, module in model.named_modules())
 
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError, first_sentence
@@ -32,8 +33,7 @@ class ExponentialAverage(WeightAveraging):
     """
 
     def __init__(self, decay: float) -> None:
-        super().__init__()
-        self.decay = decay
+        super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     @property
     def model(self) -> nn.Module:
@@ -48,23 +48,8 @@ class ExponentialAverage(WeightAveraging):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback")  # on sharding
             super().setup(trainer, pl_module, stage)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Averages after each optimizer step. torch's own update twice asks the device whether it is the first."""
-        if trainer.global_step == self._latest_update_step:
-            return
-        averaged: Any = self._average_model
-        pairs = zip(averaged.module.parameters(), pl_module.parameters(), strict=True)
-        averages, weights = zip(*((average.detach(), each.detach()) for average, each in pairs), strict=True)
-        if self._latest_update_step:
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
-        else:
-            torch._foreach_copy_(averages, weights)
-        for average, buffer in zip(averaged.module.buffers(), pl_module.buffers(), strict=True):
-            average.copy_(buffer)
-        averaged.n_averaged += 1
-        self._latest_update_step = trainer.global_step
+        if (averaged := cast("Any", self._average_model)) is not None:
+            averaged.n_averaged = averaged.n_averaged.cpu()  # torch asks it twice a step, and would wait for a GPU
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the trained weights."""

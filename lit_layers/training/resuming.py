@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import io
 import logging
 import math
 import pickle
@@ -272,21 +271,9 @@ class ResumeCheckpoint(L.Callback):
         return [each for each, _ in answers]
 
 
-class _HashedFile(io.BufferedWriter):
-    """Hashes what is written; the writer of `torch.save` only ever appends."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(cast("Any", io.FileIO(path, "wb")))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return super().write(data)
-
-
 def _save(path: Path, content: Any) -> str:
     """Writes tensors and plain values; the hash of the file."""
-    with _HashedFile(path) as file:
+    with open(path, "wb") as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # raised as the archive is closed, over what the operating system said
@@ -294,7 +281,12 @@ def _save(path: Path, content: Any) -> str:
                 raise error.__context__ from None
             raise
     sync(path)
-    return file.sha256.hexdigest()
+    return _hash(path)
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _on_cpu(state: dict[str, Any], buffers: dict[int, Tensor]) -> dict[str, Any]:
@@ -373,9 +365,7 @@ def _whole(folder: Path, hashed: bool) -> ResumePoint:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
         hashes = {STATE: facts["sha256"], **facts.get("shards", {})}
         for name, expected in hashes.items() if hashed else ():
-            with open(folder / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != expected:
+            if _hash(folder / name) != expected:
                 raise InputError(f"resume: {folder / name} is corrupt (its hash differs from the one in {FACTS})")
         return ResumePoint(facts["step"], folder / STATE)
     except (OSError, ValueError) as error:

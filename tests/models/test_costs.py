@@ -127,17 +127,10 @@ def test_weights_are_counted_once_and_without_the_probe_beside_them(tmp_path):
 
 def test_what_cannot_be_measured_is_refused(folders, tmp_path):
     cut = {"cut": folders / "cut"}
-    saved(tmp_path / "text")
-    size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4}
-    save(vit("vit_tiny_patch16_224", **size), tmp_path / "images")
-    both = {"text": tmp_path / "text", "images": tmp_path / "images"}
     for variants, options, message in (
-        ({}, {}, "variants: expected at least one model"),
-        (cut, {"trunks": ["cat"]}, "trunks: cat is none of the models: cut"),
         (cut, {"num_rounds": 0}, "num_rounds: expected at least 1, got 0"),
         (cut, {"batch_size": 0}, "batch_size: expected at least 1, got 0"),
         (cut, {"num_tokens": 65}, "num_tokens: cut takes at most 64 tokens, got 65"),
-        (both, {}, "expected models of texts or of images alone, got both: text, images"),
         ({"none": tmp_path}, {}, r"expected a model in .*, found no config\.json there"),
     ):
         with pytest.raises(InputError, match=message):

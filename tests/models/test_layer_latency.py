@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lit_layers.errors import InputError
 from lit_layers.models import block_calls
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.view import LayeredModel
@@ -64,11 +63,6 @@ def test_the_model_is_as_before_also_when_a_block_fails():
     handle.remove()
     assert num_hooks(model) == 0
     assert all(module.training for module in model.modules())
-
-
-def test_no_round_is_refused():
-    with pytest.raises(InputError, match="rounds: expected at least 1, and warm_up of at least 0, got 0 and 3"):
-        layer_latencies(LayeredModel(tiny("gpt2")), tiny_batch("gpt2"), rounds=0)
 
 
 def test_each_run_of_a_block_that_runs_several_times_is_a_layer():
