@@ -3,9 +3,7 @@
 import io
 import logging
 import math
-import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,7 +126,7 @@ def bar(
 ) -> Iterator[Show]:
     """A function of what is done, of how much (None: as before), and what is next, which draws it.
 
-    It raises a Ctrl-C that got lost. Drawn on standard error where no console is given; a transient bar leaves nothing.
+    Drawn on standard error where no console is given; a transient bar leaves nothing.
     Where no bar can be seen (a log file, -v), a line a minute says the same.
     """
     from rich import progress
@@ -147,12 +145,11 @@ def bar(
     options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
     # Of the last 30 s, checkpoints that take longer tell no time that is left.
     options["speed_estimate_period"] = math.inf
-    with _no_ctrl_c_lost() as raise_it, progress.Progress(*columns, *times, **options) as drawn:
+    with progress.Progress(*columns, *times, **options) as drawn:
         task = drawn.add_task(opening, total=None)
 
         def show(done: int | None, total: int | None, what: str) -> None:
             nonlocal last
-            raise_it()
             changes: dict[str, Any] = {"description": one_line(what)} if what else {}
             drawn.update(task, total=total, completed=done, refresh=True, **changes)
             if says_lines and console.get_time() - last >= LINE:
@@ -166,29 +163,3 @@ def _line(task: "Task") -> str:
     so_far, left = (timedelta(seconds=int(each or 0)) for each in (task.elapsed, task.time_remaining))
     ends = f", about {left} left" if task.time_remaining else ""
     return f"{task.completed:.0f} of {task.total or 0:.0f} after {so_far}{ends}: {task.description}"
-
-
-@contextmanager
-def _no_ctrl_c_lost() -> Iterator[Callable[[], None]]:
-    """A function that raises a KeyboardInterrupt that nobody saw.
-
-    Python drops one that comes while it runs a finalizer or the callback of a weak reference, and the work would go on.
-    """
-    before, pressed = signal.getsignal(signal.SIGINT), threading.Event()
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield lambda: None
-        return
-
-    def note(number: int, frame: Any) -> None:
-        pressed.set()
-        before(number, frame)
-
-    def raise_it() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_it
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -3,13 +3,13 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli import process
+from lit_layers.cli import FAILED, process
 from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.errors import refuse_odd_files
@@ -195,6 +195,19 @@ def outcomes(
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
     if options.shard == AUTO:
         wait_for_the_others(os.environ)
+
+
+def measured(
+    everything: "Sequence[Series]",
+    options: Checkpoints,
+    make: "Make",
+    tell: Callable[[Outcome], bool],
+    *,
+    tokenizer: str | None = None,
+) -> int:
+    """Measure as `outcomes`, have `tell` print each result, and return the exit code: whether any failed."""
+    failed = sum(tell(outcome) for outcome in outcomes(everything, options, make, tokenizer=tokenizer))
+    return FAILED if failed else 0
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:

@@ -1,12 +1,8 @@
-"""The bar, also of a training, and its second duty: a Ctrl-C that Python drops ends the work all the same."""
+"""The bar, also of a training."""
 
 import io
-import json
 import re
-import signal
 import threading
-import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,25 +10,9 @@ import pytest
 from rich.console import Console
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.verbs.fit import StepProgress, show_results
+from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.records import Measurement
-from lit_layers.run_data import cost, read_run
 from lit_layers.training import run_log
-from tests.support.runs import make_run
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_ctrl_c_in_the_callback_of_a_weak_reference_is_raised_at_the_next_progress():
-    class Thing:
-        pass
-
-    thing = Thing()
-    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
-    with bar("at work", hidden=True) as show:
-        del thing  # the interrupt comes here, and Python only prints it
-        assert reference() is None
-        with pytest.raises(KeyboardInterrupt):
-            show(1, 2, "next")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -59,14 +39,6 @@ def test_what_is_left_of_checkpoints_that_take_long_is_said_in_a_terminal_and_in
         assert len(written.splitlines()) == 4
 
 
-def test_without_a_ctrl_c_nothing_is_raised_and_the_handler_is_back():
-    before = signal.getsignal(signal.SIGINT)
-    with bar("at work", hidden=True) as show:
-        assert signal.getsignal(signal.SIGINT) is not before
-        show(1, 2, "next")
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_bar_may_be_drawn_by_another_thread():
     shown = []
 
@@ -79,19 +51,6 @@ def test_a_bar_may_be_drawn_by_another_thread():
     thread.start()
     thread.join()
     assert shown == [True]
-
-
-def test_a_ctrl_c_that_is_noted_by_someone_else_is_theirs():
-    """A handler installed inside, which ends what runs first, takes the place of ours."""
-    noted = []
-    with bar("at work", hidden=True) as show:
-        before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        show(1, 2, "next")
-    assert noted == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
@@ -110,7 +69,7 @@ def test_a_training_shows_a_bar_in_a_terminal_and_lines_elsewhere(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
     module: Any = None
     trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=7, global_step=3)
-    before, progress = signal.getsignal(signal.SIGINT), StepProgress(log, console=console)
+    progress = StepProgress(log, console=console)
     progress.on_train_start(trainer, module)
     progress.on_train_batch_end(trainer, module)
     progress.on_train_batch_end(trainer, module)  # at once: not shown again
@@ -133,7 +92,6 @@ def test_a_training_shows_a_bar_in_a_terminal_and_lines_elsewhere(terminal):
     assert ("measuring trajectory at step 3" in shown) == terminal
     assert ("trajectory measured in 1.0 s" in shown) != terminal
     assert shown.count("step 3/7 loss") == (0 if terminal else 1)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def a_measurement(step: int) -> Measurement:
@@ -191,21 +149,3 @@ def test_without_a_terminal_a_training_says_how_long_a_checkpoint_takes(monkeypa
         "measuring lens at step 1, about 40 s left",
         "step 1: lens measured in 1.0 s",
     ]
-
-
-def test_shares_of_a_wall_time_that_is_not_known_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = make_run(tmp_path / "run", steps=(0, 1), analyses=("coupling",), layers=2)
-
-    def wall_time() -> list[list[str]]:
-        show_results(run)
-        return [line.split() for line in capsys.readouterr().out.partition("Wall time ")[2].splitlines()]
-
-    assert [line[-1] for line in wall_time()[-2:]] == ["21.9%", "1.7%"]  # 41 and 3.1 s of 187.5 s
-    facts = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(facts | {"seconds": 0.6}))  # that of a killed process is lost
-    assert wall_time()[:2] == [["1", "s,", "besides", "that", "of", "other", "processes"], ["seconds"]]
-    assert {row["share"] for row in cost(read_run(run))} == {None}
-    (run / "run.json").write_text(json.dumps({name: facts[name] for name in facts if name != "seconds"}))
-    assert wall_time()[:2] == [["unknown,", "of", "which"], ["seconds"]]
-    (run / "run.json").unlink()
-    assert [line[0] for line in wall_time()] == ["unknown,", "seconds", "coupling"]

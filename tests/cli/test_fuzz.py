@@ -113,7 +113,6 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
     argv = chance.choice(
         [
             ["report", "run"],
-            ["report", "run", "--provenance"],
             ["report", "run", "--export", "all.csv"],
             ["correlate", "run", "--metric", "coupling", "--score", "validation/loss", "--root", "out"],
             ["analyze", str(home.root / "model"), "--root", "run"],

@@ -101,7 +101,7 @@ def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered, tmp_path):
     make_run(tmp_path / "run", steps=(0, 1), layers=2)
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-P", "-m", "lit_layers.cli.main", "report", "run", "--provenance"]
+    command = [sys.executable, "-P", "-m", "lit_layers.cli.main", "report", "run"]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
     os.close(writer)

@@ -11,7 +11,7 @@ from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED
 from lit_layers.cli.console import note
-from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes, take_own_gpu, wait_for_the_others
+from lit_layers.cli.measuring import Checkpoints, Outcome, measured, take_own_gpu, wait_for_the_others
 from lit_layers.cli.options import Recipe, given, refuse_beside
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
@@ -54,7 +54,7 @@ class AnalysisOptions:
 def analyze(
     recipe: Recipe,
     checkpoints: Checkpoints,
-    measured: AnalysisOptions,
+    chosen: AnalysisOptions,
     model: str | None = None,
     *,
     series: Series | None = None,
@@ -75,13 +75,9 @@ def analyze(
     """
     command = Command(recipe)
     if follow or patience is not None:
-        return _follow(command, checkpoints, measured.named_tokenizer, patience)
-    everything = command.series(checkpoints)
-    results = outcomes(everything, checkpoints, command.analyses, tokenizer=measured.named_tokenizer)
-    failed = 0
-    for outcome in results:
-        failed += _tell(outcome)
-    return FAILED if failed else 0
+        return _follow(command, checkpoints, chosen.named_tokenizer, patience)
+    everything, tokenizer = command.series(checkpoints), chosen.named_tokenizer
+    return measured(everything, checkpoints, command.analyses, _tell, tokenizer=tokenizer)
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:

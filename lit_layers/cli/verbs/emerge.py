@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
 CONFIDENCE = Range(0.5, 0.999)  # no curve without errors has a p-value below 0.001
 NO_TAGS = Pairs()
-MOST_PAIRS = 15  # of runs, whose agreement is printed one by one: agreement.csv has all
 
 
 def emerge(
@@ -98,7 +97,6 @@ def _show(clock: "Clock", axis: str) -> None:
     from lit_layers.report.emergence import time_text
 
     for run in clock.runs:
-        pairs = of_the_model(clock, run)
         rows = [
             {"": curve.title, "onset": time_text(times.onset), "half-way": time_text(times.halfway)}
             | {
@@ -110,15 +108,9 @@ def _show(clock: "Clock", axis: str) -> None:
             if times.emerges
         ]
         show_table(rows, f"{run}, {axis}s")
-        back = [curve.title for curve, times in pairs if times.changes and not times.emerges]
-        still = [curve.title for curve, times in pairs if not times.changes]
-        for what, titles in (("changes and comes back", back), ("does not emerge", still)):
-            print(f"{what}: {'; '.join(titles)}\n" if titles else "", end="")
-        print()
-    agreement = agreement_table(clock)
-    for row in agreement.to_dict("records") if len(agreement) <= MOST_PAIRS else ():
-        print(f"order of {row['run_a']} and {row['run_b']}: Spearman {row['spearman']:.2f} over {row['n']} curves")
-    for line in filter(None, [agreement_sentence(agreement), few_seeds_sentence(clock)]):
+        others = [curve.title for curve, times in of_the_model(clock, run) if not times.emerges]
+        print(f"does not emerge: {'; '.join(others)}\n" if others else "")
+    for line in filter(None, [agreement_sentence(agreement_table(clock)), few_seeds_sentence(clock)]):
         print(line)
     for why, number in clock.left_out.items():
         print(f"left out: {number} curve{'s' if number > 1 else ''}: {why}")

@@ -35,7 +35,7 @@ from lit_layers.plots import change_table
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range, run_facts
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.datamodules import LitStepData
@@ -463,7 +463,7 @@ def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> 
 
 
 def show_results(root: Path) -> None:
-    """Prints how far every metric came, the share of all the run's wall time by analysis, and failures."""
+    """Print how far every metric came, and failures."""
     measurements = latest(records.read(root / "measurements.jsonl"))
     if not measurements:
         return
@@ -472,18 +472,6 @@ def show_results(root: Path) -> None:
     if len(changes) > SHOWN:
         rows.append({"metric": f"... and {len(changes) - SHOWN} more in the report"})
     show_table(rows, "From the first to the last checkpoint")
-    spent: dict[str, float] = {}
-    for measurement in measurements:
-        spent[measurement.analysis] = spent.get(measurement.analysis, 0.0) + measurement.seconds
-    facts, measuring = run_facts(root), sum(spent.values())
-    waits = {"all analyses, as training waited": "analysis_seconds", "saving checkpoints": "checkpoint_seconds"}
-    spent |= {name: facts[field] for name, field in waits.items() if field in facts}
-    seconds = facts.get("seconds")  # unknown where others removed or changed what the run says of itself
-    title = f"\nWall time {seconds:.0f} s, of which" if seconds else "\nWall time unknown, of which"
-    rows = [{"": name, "seconds": f"{each:.1f}"} for name, each in spent.items()]
-    if seconds and measuring > seconds:  # another process measured, or was killed before it wrote down its own time
-        title, seconds = f"\nWall time {seconds:.0f} s, besides that of other processes", None
-    show_table([row | {"share": f"{spent[row['']] / seconds:.1%}"} for row in rows] if seconds else rows, title)
     for measurement in measurements:
         if measurement.error is not None:
             print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")

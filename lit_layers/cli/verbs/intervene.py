@@ -1,22 +1,18 @@
 """`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from lit_layers import schema
-from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
+from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.functional.block_schedules import (
-    CUSTOM,
     LOOPS,
     NAMES,
     OF_BLOCKS,
@@ -34,8 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESULTS = "intervene"
-BESIDE = ("when", "training")  # tags that make a table each
-WITH_ERRORS = 4  # columns at most that have room for standard errors
+TAGS = ("variant", "loops", "schedule", "when", "training")  # what tells the rows of a table from each other
 _WRITE = "write KEY: VALUE lines"
 ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
@@ -151,13 +146,8 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
 
         for task in options.tasks:
             refuse_no_task(task, options.folder)
-    everything = checkpoints.opened(model)
-    make = functools.partial(_analyses, model, options, recipes)
-    results = outcomes(everything, checkpoints, lambda target: [*make(target)], tokenizer=options.tokenizer)
-    failed = 0
-    for outcome in results:
-        failed += _tell(outcome)
-    return FAILED if failed else 0
+    make = lambda target: [*_analyses(model, options, recipes, target)]  # noqa: E731
+    return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
 
 
 def _training_recipes(options: Interventions) -> dict[str, Any]:
@@ -344,36 +334,17 @@ def _tables(table: Any) -> Iterator[tuple[str, Any]]:
     for analysis in rows["analysis"].unique():
         for metric in headlines():
             part = rows[(rows["analysis"] == analysis) & (rows["metric"] == metric)]
-            if part.empty or (has_median and metric == "normalized_score" and analysis != MEDIAN):
-                continue
-            beside = [name for name in BESIDE if name in part and part[name].nunique() > 1]
-            for values, group in part.groupby(beside, dropna=False) if beside else [((), part)]:
-                tags = tag_text(dict(zip(beside, values, strict=True))) if beside else ""
-                yield ", ".join(filter(None, [sentence(analysis), look_up(metric).with_unit, tags])), group
+            if not part.empty and not (has_median and metric == "normalized_score" and analysis != MEDIAN):
+                yield f"{sentence(analysis)}, {look_up(metric).with_unit}", part
 
 
-def _rows(table: Any) -> list[dict[str, str]]:
-    """A row a variant, a column a number of middle blocks; of the loops the published number, or the fewest."""
-    import pandas as pd
-
-    def numbers(name: str) -> list[int]:
-        return sorted({int(number) for number in table[name].dropna()}) if name in table else []
-
-    middles, loops = numbers("middle"), numbers("loops")
-    at = PUBLISHED_LOOPS if PUBLISHED_LOOPS in loops else next(iter(loops), None)
-    order = ("baseline", CUSTOM, *OF_MIDDLES)
-    lines: dict[str, dict[str, str]] = {}
-    for row in sorted(table.to_dict("records"), key=lambda row: order.index(row["variant"])):
-        name = str(row["variant"]).replace("_", " ")
-        name = {"baseline": "full model", CUSTOM: f"{CUSTOM} {row.get('schedule')}"}.get(row["variant"], name)
-        if not pd.isna(row.get("loops")):
-            if row["loops"] != at:
-                continue
-            name += f", {at} times"
-        value = f"{row['value']:.3f}"
-        if not math.isnan(row["stderr"]) and len(middles) <= WITH_ERRORS:
-            value += f" ± {row['stderr']:.3f}"
-        line = lines.setdefault(name, {"blocks changed": name} | {str(middle): "" for middle in middles or ["score"]})
-        is_level = pd.isna(row.get("middle"))  # the same however many blocks are changed
-        line |= dict.fromkeys([*line][1:] if is_level else [str(int(row["middle"]))], value)
-    return [*lines.values()]
+def _rows(table: Any) -> Iterator[dict[str, str]]:
+    """Yield a row a variant, with a column a number of blocks changed: 0 for the full model and orders of your own."""
+    tags = [name for name in TAGS if name in table]
+    table = table.assign(blocks=table["middle"].fillna(0).astype(int) if "middle" in table else 0)
+    for values, group in table.groupby(tags, dropna=False, sort=False):
+        variant, *others = ((name, value) for name, value in zip(tags, values, strict=True) if value == value)
+        named = {"baseline": "full model"}.get(variant[1], variant[1].replace("_", " "))
+        cells = {str(row["blocks"]): f"{row['value']:.3f}" for row in group.to_dict("records")}
+        order = {str(number): cells.get(str(number), "") for number in sorted(table["blocks"].unique())}
+        yield {"blocks changed": ", ".join([named, *filter(None, [tag_text(dict(others))])])} | order

@@ -1,20 +1,17 @@
 """`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
-import json
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lit_layers.cli import FAILED
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, outcomes
+from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers, refuse_unwritable
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lit_layers.analyses.base import Analysis
     from lit_layers.measuring.plan import Target
     from lit_layers.tasks.catalogue import ScoredTask
@@ -106,14 +103,11 @@ def mteb(
             tell=target.tell,
         )
 
-    results = outcomes(checkpoints.opened(model), checkpoints, analyses, tokenizer=tokenizer)
-    failed = 0
-    for outcome in results:
-        failed += _tell(outcome, resolved)
-    return FAILED if failed else 0
+    tell = functools.partial(_tell, resolved)
+    return measured(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
 
 
-def _tell(outcome: Outcome, tasks: "list[ScoredTask]") -> bool:
+def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
     import pandas as pd
 
@@ -131,7 +125,6 @@ def _tell(outcome: Outcome, tasks: "list[ScoredTask]") -> bool:
         files = {
             "scores.csv": score_table(frame).rename(columns=_layer_name),
             "averages.csv": pd.concat(curves),
-            "scores.json": [_described(each) for each in means],
         }
         outcome.write("mteb", files)
     return outcome.tell()
@@ -176,27 +169,3 @@ def _row(name: str, score: str, values: list[float], layers: list[int]) -> dict[
 
 def _layer_name(column: Any) -> Any:
     return f"layer_{column:03d}" if isinstance(column, int) else column
-
-
-def _described(means: "Averages") -> dict[str, Any]:
-    """As JSON: NaN, which JSON has not, as null."""
-    has = bool(len(means.scores)) and means.num_layers > 0
-    layers = {"best": means.best_layer(), "last": means.num_layers, "layer_0": 0} if has else {}
-    values = {name: None if math.isnan(value := means.at(layer)) else value for name, layer in layers.items()}
-    return {
-        **{name: getattr(means, name) for name in ("run", "step", "pooling", "states")},
-        **means.options,
-        "best_layer": layers.get("best"),
-        "best": values.get("best"),
-        "last_layer": layers.get("last"),
-        "last": values.get("last"),
-        "layer_0": values.get("layer_0"),
-        "best_per_task": means.best_per_task() if has else None,
-        "missing": list(means.missing),
-        "averages": _json_rows(means.curve),
-        "scores": _json_rows(means.scores.rename(columns=_layer_name)),
-    }
-
-
-def _json_rows(table: "pd.DataFrame") -> list[dict[str, Any]]:
-    return json.loads(table.to_json(orient="records", double_precision=15) or "[]")

@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.cli.console import note, show_table
+from lit_layers.cli.console import note
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
@@ -27,7 +27,6 @@ def report(
     wandb_report: str | None = None,
     allow_suspect: bool = False,
     settings: Names | None = None,
-    provenance: bool = False,
 ) -> int:
     """Write the page of a run, of models, or of several runs side by side. What an interrupted run has left is enough.
 
@@ -45,14 +44,13 @@ def report(
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: where an analysis was measured with several settings (options, data), draw these, by the names that
             the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
-        provenance: only print where the numbers come from
     """
     from lit_layers import run_data
     from lit_layers.report import MirrorAside, write_report
 
     chosen = settings or ()
     if len(runs) > 1:
-        of_one = {"wandb": wandb, "workspace": workspace, "wandb_report": wandb_report, "provenance": provenance}
+        of_one = {"wandb": wandb, "workspace": workspace, "wandb_report": wandb_report}
         if alone := next((name for name, on in of_one.items() if on), None):
             raise InputError(f"{alone}: expected one run, got {len(runs)}")
         from lit_layers.report.side_by_side import read_side_by_side
@@ -66,9 +64,6 @@ def report(
     (folder,) = runs
     at_wandb = {name: _place(name, at) for name, at in (("workspace", workspace), ("wandb_report", wandb_report)) if at}
     run = run_data.read_run(folder, settings=chosen)
-    if provenance:
-        _print_provenance(run_data.provenance(run))
-        return 0
     if not allow_suspect:
         for verdict, places in run_data.suspects(run).items():
             names = listing("model" if run.compares_models else "step", places)
@@ -126,28 +121,6 @@ def _side_by_side(content: "SideBySide", out: Path, export: Path | None, picture
         print(*write_pictures(content, pictures), sep="\n")
     print(write_page(page_of(content), out))
     return 0
-
-
-def _print_provenance(provenance: dict[str, Any]) -> None:
-    from lit_layers import run_data
-
-    parts = {"run": provenance["run"], "all measurements": provenance["shared"], **provenance["analyses"]}
-    for title, content in {**parts, "config": provenance["config"]}.items():
-        if content:
-            print(f"[{title}]")
-            for name, text in run_data.flat(content):
-                print(f"{name} = {text}")
-    table = provenance["checkpoints"]
-    if table["rows"]:
-        print("[checkpoints]")
-        rows = [dict(zip(table["columns"], map(run_data.shortened, row), strict=True)) for row in table["rows"]]
-        show_table(rows, text=table["columns"])
-        for row in table["rows"]:
-            if run_data.shortened(row[-1]).endswith(" files"):
-                print(f"[weight files of {table['columns'][0]} {row[0]}]")
-                print(run_data.cut(row[-1]).replace(", ", "\n"))
-        if any(run_data.shortened(text) != text for row in table["rows"] for text in row):
-            print("(commits and sums of files are cut; measurements.jsonl has them whole)")
 
 
 def _mirror(about: dict[str, Any]) -> Any:
