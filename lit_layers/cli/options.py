@@ -395,9 +395,7 @@ def _class_names(extra: str) -> str:
     return f"classes: {', '.join(sorted(re.sub(r'^lit_layers[.].*[.]', '', path) for path in public))}"
 
 
-def refuse_beside(
-    options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]], *, remedy: str = ": leave it out"
-) -> None:
+def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]]) -> None:
     """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
 
     Raises:
@@ -405,7 +403,7 @@ def refuse_beside(
     """
     for names, applies, why in cases:
         if applies and (name := next((name for name in names if name in options), None)):
-            raise InputError(f"{name}: {why}{remedy}")
+            raise InputError(f"{name}: {why}: leave it out")
 
 
 def refuse_unwritable(name: str, folder: Path) -> None:

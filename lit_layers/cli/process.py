@@ -200,10 +200,10 @@ def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
     return (tasks[node] if node < len(tasks) else 1), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
 
 
-def tell(device: object, then: str = "") -> None:
+def tell(device: object) -> None:
     """Says on what a command computes, unless it is to be quiet."""
     if verbosity() >= 0:
-        print(f"{description(device)}{then}", file=sys.stderr)
+        print(description(device), file=sys.stderr)
 
 
 def description(device: object) -> str:

@@ -65,8 +65,6 @@ def load(
     except InputError:
         raise
     except _CANNOT_LOAD as error:
-        if os.path.isabs(name) and not os.path.exists(name):
-            raise InputError(f"{name} was removed while it was opened") from error
         refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
         if isinstance(refused, UnpicklingError):
             raise would_run_code(name, refused) from refused
@@ -101,6 +99,13 @@ def _refuse_offload(name: str, kind: str, offload: Offload | None) -> None:
         raise InputError(f"offload: {name} is {kind}, which is only read whole: leave --offload out")
 
 
+def _refuse_too_large(settings: dict[str, Any], attempt: str) -> None:
+    try:
+        refuse_beyond_memory(SimpleNamespace(**settings))
+    except ValueError as error:
+        raise InputError(f"{attempt}: {error}") from error
+
+
 def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32, offload: Offload | None = None) -> nn.Module:
     """The model in a GGUF file, on the CPU, in evaluation mode: its weights are floats again.
 
@@ -109,10 +114,7 @@ def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32, offload: Of
     """
     _refuse_offload(str(file.path), "a GGUF file", offload)
     settings = file.settings
-    try:
-        refuse_beyond_memory(SimpleNamespace(**settings))
-    except ValueError as error:
-        raise InputError(f"{file.path} cannot be loaded: {error}") from error
+    _refuse_too_large(settings, f"{file.path} cannot be loaded")
     with quiet():
         return file.load(class_of(settings, str(file.path)), dtype).eval()
 
@@ -254,10 +256,7 @@ def initialised(
     Raises:
         InputError: a config.json that neither transformers nor timm knows, sizes beyond the memory.
     """
-    try:
-        refuse_beyond_memory(SimpleNamespace(**settings))
-    except ValueError as error:
-        raise InputError(f"the config.json of {name} cannot be built: {error}") from error
+    _refuse_too_large(settings, f"the config.json of {name} cannot be built")
     model: Network = outline(settings, name, dtype)
     if preprocessor is not None and not is_timm(settings) and model.main_input_name == "pixel_values":
         pixels.keep_preprocessor_(model, preprocessor)
@@ -289,10 +288,7 @@ def rebuilt(settings: dict[str, Any]) -> nn.Module:
         InputError: what describes no model, or one that does not fit into memory.
     """
     source = outline(settings, "the checkpoint")
-    try:
-        refuse_beyond_memory(SimpleNamespace(**settings))
-    except ValueError as error:
-        raise InputError(f"the checkpoint cannot be opened: {error}") from error
+    _refuse_too_large(settings, "the checkpoint cannot be opened")
     model = untrained(source)
     pixels.copy_pixel_statistics_(source, model)
     return model.train()

@@ -77,10 +77,10 @@ def test_a_data_loaders_worker_has_one_thread():
 def test_a_quiet_command_does_not_say_on_what_it_computes(words, is_told, capsys):
     try:
         console.without_verbosity(words)
-        process.tell("cpu", "; watching")
+        process.tell("cpu")
     finally:
         console.without_verbosity([])
-    assert capsys.readouterr().err.endswith("cpu; watching\n") == is_told
+    assert capsys.readouterr().err.endswith("cpu\n") == is_told
 
 
 def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(monkeypatch):

@@ -340,10 +340,12 @@ def _tables(table: Any) -> Iterator[tuple[str, Any]]:
 
 def _rows(table: Any) -> Iterator[dict[str, str]]:
     """Yield a row a variant, with a column a number of blocks changed: 0 for the full model and orders of your own."""
+    import pandas as pd
+
     tags = [name for name in TAGS if name in table]
     table = table.assign(blocks=table["middle"].fillna(0).astype(int) if "middle" in table else 0)
     for values, group in table.groupby(tags, dropna=False, sort=False):
-        variant, *others = ((name, value) for name, value in zip(tags, values, strict=True) if value == value)
+        variant, *others = ((name, value) for name, value in zip(tags, values, strict=True) if pd.notna(value))
         named = {"baseline": "full model"}.get(variant[1], variant[1].replace("_", " "))
         cells = {str(row["blocks"]): f"{row['value']:.3f}" for row in group.to_dict("records")}
         order = {str(number): cells.get(str(number), "") for number in sorted(table["blocks"].unique())}
