@@ -157,10 +157,17 @@ class Checkpoints(MeasuringOptions):
         return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
 
 
-def outcomes(
-    everything: "Sequence[Series]", options: Checkpoints, make: "Make", *, tokenizer: str | None = None
-) -> Iterator[Outcome]:
-    """Measures the model, or each series that is meant, and yields each result; with --plan only says what it takes.
+def measured(
+    everything: "Sequence[Series]",
+    options: Checkpoints,
+    make: "Make",
+    tell: Callable[[Outcome], bool],
+    *,
+    tokenizer: str | None = None,
+) -> int:
+    """Measure the model, or each series that is meant, have `tell` print each result, and return the exit code.
+
+    `tell` returns whether anything failed. With --plan only say what it takes.
 
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
@@ -172,6 +179,7 @@ def outcomes(
     from lit_layers.measuring.offline import analyze_series, silent
     from lit_layers.measuring.plan import analyses_for, plan_of, root_of
 
+    failed = False
     for series in everything:
         about: Any = {"root": root_of(series, options.root, is_only=len(everything) == 1), "tokenizer": tokenizer}
         if options.plan:
@@ -180,8 +188,8 @@ def outcomes(
             print(*plan.notes(), sep="\n")
             continue
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
-            tell = silent if options.engine == "ray" else functools.partial(show, None, None)
-            analyses = analyses_for(series, make, tell=tell, **about)
+            at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
+            analyses = analyses_for(series, make, tell=at_work, **about)
             result = analyze_series(series, analyses, options, root=about["root"], progress=show)
         if not hidden and not series.is_alone:
             show_audit(result.audit)
@@ -189,24 +197,10 @@ def outcomes(
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
-        yield Outcome(root=about["root"], result=result, steps=steps)
-    if options.plan:
-        return
+        failed |= tell(Outcome(root=about["root"], result=result, steps=steps))
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
-    if options.shard == AUTO:
+    if options.shard == AUTO and not options.plan:
         wait_for_the_others(os.environ)
-
-
-def measured(
-    everything: "Sequence[Series]",
-    options: Checkpoints,
-    make: "Make",
-    tell: Callable[[Outcome], bool],
-    *,
-    tokenizer: str | None = None,
-) -> int:
-    """Measure as `outcomes`, have `tell` print each result, and return the exit code: whether any failed."""
-    failed = sum(tell(outcome) for outcome in outcomes(everything, options, make, tokenizer=tokenizer))
     return FAILED if failed else 0
 
 

@@ -321,11 +321,6 @@ class Averages:
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def num_layers(self) -> int:
-        """The last layer that was scored, which is L where all were."""
-        return max(self.curve["layer"].tolist())
-
     def at(self, layer: int) -> float:
         """The mean at a layer."""
         means = self.curve.loc[self.curve["layer"] == layer, "average"]

@@ -55,7 +55,7 @@ def recipe(tmp_path, corpus) -> Path:
 
 
 @pytest.mark.slow
-def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(recipe, tmp_path, capsys):
+def test_a_recipe_becomes_a_series_with_measurements_and_a_report(recipe, tmp_path, capsys):
     assert main(["fit", "--config", str(recipe)]) == 0
     root = tmp_path / "run"
     assert saved_steps(root) == [0, 2, 3]
@@ -68,9 +68,7 @@ def test_a_recipe_becomes_a_series_with_measurements_a_report_and_closing_lines(
     assert facts["tokens_per_step"] == 64
     assert 0 < facts["data"]["unigram_entropy"] < 6
     shown = capsys.readouterr().out
-    assert "coupling/excess_coupling" in shown
     assert str(root / "report.html") in shown.replace("\n", "")
-    assert "share" in shown
     assert (root / "report.html").stat().st_size > 100_000
 
 

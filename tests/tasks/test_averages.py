@@ -52,7 +52,6 @@ def test_layer_0_is_never_the_best_layer():
     (found,) = averages(table())
     assert (found.best_layer(), found.at(found.best_layer())) == (3, pytest.approx(0.4))
     assert found.at(0) == pytest.approx(0.5)
-    assert found.num_layers == 3
 
 
 def test_the_oracle_takes_each_task_at_its_best_layer():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning as L
-import pandas as pd
 import yaml
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -31,7 +30,6 @@ from lit_layers.measuring.one_model import outcomes
 from lit_layers.measuring.plan import Plan, sampled, stride_within
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.plots import change_table
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
@@ -53,7 +51,6 @@ from lit_layers.training.trainer import (
     refuse_another_order,
 )
 
-SHOWN = 28  # rows of the table of changes; the page has all of them
 # Seconds between two drawings of the bar, and between two lines where there is no terminal.
 REDRAWN, LINE = 0.1, 20.0
 
@@ -351,7 +348,7 @@ def _train(run: Run) -> int:
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
-    """Facts, closing table, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
+    """Facts, failures, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
     finish_first()
     root, mirror = run.root, run.mirror
     try:
@@ -363,7 +360,9 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         )
         if mirror is not None and code == 0:
             mirror.draw()  # in other processes, while the page is written
-        show_results(root)
+        for measurement in latest(records.read(root / "measurements.jsonl")):
+            if measurement.error is not None:
+                print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
         is_dry = run.options.trainer.get("fast_dev_run")
         print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
         if (sentence := run.emergence.under_way) is not None:
@@ -460,26 +459,3 @@ def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> 
     seen = "unknown" if origin.tokens is None else f"{origin.tokens:,}"
     place = f"step {origin.step:,}, tokens seen {seen}" if origin.step else "its step is unknown, the axis begins at 0"
     return f"begins with the weights of {origin.source['init_from']}{commit}: {place}; the optimizer starts afresh"
-
-
-def show_results(root: Path) -> None:
-    """Print how far every metric came, and failures."""
-    measurements = latest(records.read(root / "measurements.jsonl"))
-    if not measurements:
-        return
-    changes = change_table(records.frame([each for each in measurements if not records.is_suspect(each)]))
-    rows = [_change(row) for row in changes.head(SHOWN).to_dict("records")]
-    if len(changes) > SHOWN:
-        rows.append({"metric": f"... and {len(changes) - SHOWN} more in the report"})
-    show_table(rows, "From the first to the last checkpoint")
-    for measurement in measurements:
-        if measurement.error is not None:
-            print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
-
-
-def _change(row: Mapping[Any, Any]) -> dict[str, str]:
-    layer = "" if pd.isna(row["layer"]) else f"layer {int(row['layer'])}"
-    name = " ".join(filter(None, [f"{row['analysis']}/{row['metric']}", row["variant"], layer]))
-    values = {f"step {row['first_step']}": row["first"], f"step {row['last_step']}": row["last"]}
-    texts = {place: "" if pd.isna(value) else f"{value:.3f}" for place, value in values.items()}
-    return {"metric": name, **texts, "change": "" if pd.isna(row["change"]) else f"{row['change']:+.3f}"}

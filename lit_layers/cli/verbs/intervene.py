@@ -346,7 +346,7 @@ def _rows(table: Any) -> Iterator[dict[str, str]]:
     table = table.assign(blocks=table["middle"].fillna(0).astype(int) if "middle" in table else 0)
     for values, group in table.groupby(tags, dropna=False, sort=False):
         variant, *others = ((name, value) for name, value in zip(tags, values, strict=True) if pd.notna(value))
-        named = {"baseline": "full model"}.get(variant[1], variant[1].replace("_", " "))
+        named = "full model" if variant[1] == "baseline" else str(variant[1]).replace("_", " ")
         cells = {str(row["blocks"]): f"{row['value']:.3f}" for row in group.to_dict("records")}
         order = {str(number): cells.get(str(number), "") for number in sorted(table["blocks"].unique())}
         yield {"blocks changed": ", ".join([named, *filter(None, [tag_text(dict(others))])])} | order

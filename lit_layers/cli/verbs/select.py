@@ -298,12 +298,8 @@ def _measured(by: str, model: str, revision: str | None) -> "tuple[str, dict[int
     matching = [(name, record) for name, record in of_metric if query.fits(record.tags)]
     names = sorted({name for name, _ in matching})
     if len(names) != 1:
-        what = (
-            f"; {' and '.join(names)} measured it: name one, {names[0]}/{query.name}"
-            if names
-            else nearest(by, sorted({f"{each.analysis}/{record.metric}" for each in at for record in each.records}))
-        )
-        raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{what}")
+        near = nearest(by, sorted({f"{each.analysis}/{record.metric}" for each in at for record in each.records}))
+        raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{near}")
     variants = [variant_of(record.tags) for _, record in matching]
     variant = plainest_variant(variants, f"{names[0]}/{query.name}", option="by", example=f"{query.name}[{{}}]")
     curve: dict[int, Score] = {}
