@@ -1,7 +1,6 @@
 """`lit-layers fit`: a watched run from a recipe, its end, and what is said of wrong input."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -90,11 +89,7 @@ def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_pa
     # killed after its last step: only the page may be missing
     assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
     assert saved_steps(later) == [2, 3, 4]
-    said = capsys.readouterr().out
-    assert f"trained up to step 4 already: the run in {later} is kept" in said
-    shares = [float(share) for share in re.findall(r"([\d.]+)%$", said, re.M)]
-    assert shares
-    assert max(shares) <= 100, "of the time of all its parts"
+    assert f"trained up to step 4 already: the run in {later} is kept" in capsys.readouterr().out
     # a model of another size does not take these weights
     assert main([*begin, "--if_exists", "overwrite", "--model.config.n_layer", "2"]) == 2
     assert "model.config.n_layer: " in capsys.readouterr().err
