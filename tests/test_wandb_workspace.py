@@ -1,4 +1,4 @@
-"""The workspace and the report that are made from a run name the curves and pictures that its mirror logs."""
+"""The workspace that is made from a run names the curves and pictures that its mirror logs."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.report.wandb_workspace import Panel, place_of, report_of, workspace_of
+from lit_layers.report.wandb_workspace import Panel, place_of, workspace_of
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 from tests.test_wandb_mirror import mirror_all
@@ -44,23 +44,21 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root,
     leave_undrawn(monkeypatch)
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
-    files = {"--workspace": tmp_path / "workspace.json", "--wandb_report": tmp_path / "report.json"}
-    words = [str(word) for option in files.items() for word in option]
-    assert main(["report", str(root), *words, "--root", str(tmp_path / "page.html")]) == 0
-    for file in files.values():
-        panels = panels_in(json.loads(file.read_text()))
-        lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
-        drawn = {curve for config in lines for curve in config["metrics"]}
-        assert drawn <= names, drawn - names
-        assert {"coupling/coupling/k=4", "trajectory/line_shape_score/layer_02", "train/loss"} <= drawn
-        assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
-        media = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
-        assert media == pictures, media ^ pictures
-        assert sum(key.endswith("/over_layers") for key in media) > 2
+    file, page = tmp_path / "workspace.json", tmp_path / "page.html"
+    assert main(["report", str(root), "--workspace", str(file), "--root", str(page)]) == 0
+    panels = panels_in(json.loads(file.read_text()))
+    lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
+    drawn = {curve for config in lines for curve in config["metrics"]}
+    assert drawn <= names, drawn - names
+    assert {"coupling/coupling/k=4", "trajectory/line_shape_score/layer_02", "train/loss"} <= drawn
+    assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
+    media = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
+    assert media == pictures, media ^ pictures
+    assert sum(key.endswith("/over_layers") for key in media) > 2
 
 
 def test_seeds_are_grouped_with_their_mean_and_range(root):
-    made = workspace_of(root, entity="me", project="p", seeds=True)
+    made = workspace_of(root, "me/p", seeds=True)
     spec = made._to_model().model_dump(by_alias=True, mode="json")["spec"]
     lines = [panel["config"] for panel in panels_in(spec) if panel["viewType"] == "Run History Line Plot"]
     assert lines
@@ -68,7 +66,7 @@ def test_seeds_are_grouped_with_their_mean_and_range(root):
         config["aggregateMode"] if "aggregateMode" in config else config["groupAgg"] == "mean" for config in lines
     )
     assert {config["groupArea"] for config in lines} == {"minmax"}
-    plain = workspace_of(root, entity="me", project="p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
+    plain = workspace_of(root, "me/p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
     assert all(not panel["config"].get("groupBy") for panel in panels_in(plain))
 
 
@@ -90,9 +88,9 @@ def test_a_place_that_is_none_is_refused(place, root, capsys):
 def test_a_run_without_steps_has_no_charts(tmp_path, capsys):
     (tmp_path / "measurements.jsonl").write_text("")
     with pytest.raises(InputError, match="nothing was measured at a step there"):
-        workspace_of(tmp_path, entity="e", project="p")
+        workspace_of(tmp_path, "e/p")
     with pytest.raises(InputError, match=r"expected a run's folder, with measurements\.jsonl"):
-        report_of(tmp_path / "nowhere", entity="e", project="p")
+        workspace_of(tmp_path / "nowhere", "e/p")
 
 
 def test_a_chart_is_called_by_its_metric_and_tags_whatever_its_analysis_is_called():

@@ -1,4 +1,4 @@
-"""A W&B workspace, and a report, of a run: when it emerges, all layers of a metric in one chart, heat maps."""
+"""A W&B workspace of a run: when it emerges, all layers of a metric in one chart, heat maps."""
 
 import json
 import warnings
@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_layers import records
 from lit_layers.errors import InputError, refused
+from lit_layers.figures.tables import grouped
 from lit_layers.files.durable import replace_file
 from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS
 from lit_layers.identity import latest, logged_name, plain_settings
@@ -63,35 +64,22 @@ def panels_of(named: Iterable[tuple[str, Measurement]]) -> list[Panel]:
     return list(panels.values())
 
 
-def workspace_of(root: str | Path, *, entity: str, project: str, seeds: bool = False) -> Any:
+def workspace_of(root: str | Path, place: str, *, seeds: bool = False) -> Any:
     """A workspace of `wandb_workspaces` for the runs of a project, with the charts that this run has.
 
     `seeds`: runs of one W&B group are seeds of one, and charts show their mean and range.
     """
     ws, wr, expr = _library()
     sections = [
-        ws.Section(name=title, is_open=opened, panels=charts)
-        for title, opened, charts in _sections(Path(root), wr, seeds=seeds)
+        ws.Section(name=title, is_open=is_open, panels=charts)
+        for title, is_open, charts in _sections(Path(root), wr, seeds=seeds)
     ]
     runs = ws.RunsetSettings(groupby=[expr.Metric("Group")]) if seeds else ws.RunsetSettings()
-    name = "Emergence, layer by layer"
+    (entity, project), name = place_of(place), "Emergence, layer by layer"
     settings = ws.WorkspaceSettings(x_axis=AXIS, max_runs=50)
     return ws.Workspace(
         entity=entity, project=project, name=name, sections=sections, settings=settings, runset_settings=runs
     )
-
-
-def report_of(root: str | Path, *, entity: str, project: str, seeds: bool = False) -> Any:
-    """A report of `wandb_workspaces` with the same charts, each section under its heading, for words to be added."""
-    _, wr, _ = _library()
-    runset = wr.Runset(**({"groupby": ["Group"]} if seeds else {}))  # of the report's own project
-    blocks: list[Any] = [
-        wr.P("Every number of these charts is also a row of the tables; the run's own page has the intervals."),
-        wr.TableOfContents(),
-    ]
-    for title, _, charts in _sections(Path(root), wr, seeds=seeds):
-        blocks += [wr.H1(title), wr.PanelGrid(runsets=[runset], panels=charts)]
-    return wr.Report(entity=entity, project=project, title="Emergence, layer by layer", blocks=blocks, width="fluid")
 
 
 def save(made: Any, place: str) -> str:
@@ -120,21 +108,17 @@ def place_of(place: str) -> tuple[str, str]:
     Raises:
         InputError: neither ENTITY/PROJECT nor a .json file.
     """
-    if place.endswith(".json"):
-        return "entity", "project"
-    entity, _, project = place.partition("/")
+    entity, _, project = ("entity/project" if place.endswith(".json") else place).partition("/")
     if not entity or not project or "/" in project:
-        raise InputError(f"expected ENTITY/PROJECT at W&B, or FILE.json, got {place!r}")
+        raise InputError(f"workspace: expected ENTITY/PROJECT at W&B, or FILE.json, got {place!r}")
     return entity, project
 
 
 def _sections(root: Path, wr: Any, *, seeds: bool) -> Iterable[tuple[str, bool, list[Any]]]:
     """Titles, whether they are open at first, and the charts of each section."""
     named = _named(root)
-    series: dict[str, list[Measurement]] = {}
-    for name, measurement in named:
-        series.setdefault(name, []).append(measurement)
-    surfaces = {picture for name, measurements in series.items() for picture in surfaces_of(measurements, name)}
+    series = grouped(named, lambda pair: pair[0])
+    surfaces = {picture for name, pairs in series.items() for picture in surfaces_of([m for _, m in pairs], name)}
     over_seeds = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"} if seeds else {}
 
     def chart(title: str, lines: list[str], log_y: bool = False) -> Any:

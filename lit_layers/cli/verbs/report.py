@@ -24,7 +24,6 @@ def report(
     pictures: Path | None = None,
     wandb: bool = False,
     workspace: str | None = None,
-    wandb_report: str | None = None,
     allow_suspect: bool = False,
     settings: Names | None = None,
 ) -> int:
@@ -40,7 +39,6 @@ def report(
         wandb: also send W&B what it does not have yet
         workspace: also make a W&B workspace with the charts of this run: in ENTITY/PROJECT, or as FILE.json; with
             --seeds runs of one W&B group are drawn as their mean and range
-        wandb_report: also make a W&B report with these charts: in ENTITY/PROJECT, or as FILE.json
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: where an analysis was measured with several settings (options, data), draw these, by the names that
             the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
@@ -50,7 +48,7 @@ def report(
 
     chosen = settings or ()
     if len(runs) > 1:
-        of_one = {"wandb": wandb, "workspace": workspace, "wandb_report": wandb_report}
+        of_one = {"wandb": wandb, "workspace": workspace}
         if alone := next((name for name, on in of_one.items() if on), None):
             raise InputError(f"{alone}: expected one run, got {len(runs)}")
         from lit_layers.report.side_by_side import read_side_by_side
@@ -59,10 +57,13 @@ def report(
         return _side_by_side(read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
-    if group is not None or (seeds and workspace is None and wandb_report is None):
+    if group is not None or (seeds and workspace is None):
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (folder,) = runs
-    at_wandb = {name: _place(name, at) for name, at in (("workspace", workspace), ("wandb_report", wandb_report)) if at}
+    if workspace is not None:
+        from lit_layers.report.wandb_workspace import place_of
+
+        place_of(workspace)  # before anything is written
     run = run_data.read_run(folder, settings=chosen)
     if not allow_suspect:
         for verdict, places in run_data.suspects(run).items():
@@ -86,24 +87,11 @@ def report(
         mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect, is_over=True)
         mirror.finish()
         print(mirror.closing_line())
-    if at_wandb:
-        from lit_layers.report import wandb_workspace
+    if workspace is not None:
+        from lit_layers.report.wandb_workspace import save, workspace_of
 
-        make = {"workspace": wandb_workspace.workspace_of, "wandb_report": wandb_workspace.report_of}
-        for name, (place, entity, project) in at_wandb.items():
-            made = make[name](folder, entity=entity, project=project, seeds=seeds)
-            print(wandb_workspace.save(made, place))
+        print(save(workspace_of(folder, workspace, seeds=seeds), workspace))
     return 0
-
-
-def _place(option: str, place: str) -> tuple[str, str, str]:
-    """A place, its entity and its project."""
-    from lit_layers.report.wandb_workspace import place_of
-
-    try:
-        return place, *place_of(place)
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from error
 
 
 def _side_by_side(content: "SideBySide", out: Path, export: Path | None, pictures: Path | None) -> int:
