@@ -430,7 +430,7 @@ def test_the_correlation_over_k_is_that_of_each_k_over_the_same_models(tmp_path)
         assert (row["n"], row["low"] < row["value"] < row["high"]) == (7, True)
     line, corrected = found.chart().series
     assert ([*line.x], line.name, corrected.name) == ([2, 4, 8], "Coupling", "Excess coupling")
-    drawn = [rows["Pearson r"].value for rows in found.coefficients["coupling"].values()]
+    drawn = frame[(frame["of"] == "coupling") & (frame["name"] == "Pearson r")]["value"].tolist()
     assert line.y == pytest.approx(drawn, abs=1e-5)
 
 
@@ -449,9 +449,11 @@ def test_shares_of_the_width_are_counted_for_each_model_and_too_little_is_refuse
     with pytest.raises(InputError, match=r"at least 3 models .*no coupling/coupling with k = 4"):
         over(root, file, "k", 3, 4)
     found = over(root, file, "k", 3, 0.1)
-    for at, each in found.coefficients["coupling"].items():
+    rows = found.frame[(found.frame["of"] == "coupling") & (found.frame["name"] == "Pearson r")]
+    assert rows["at"].tolist() == [3, 0.1]
+    for at, value in zip(rows["at"], rows["value"], strict=True):
         table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": at})
-        assert each["Pearson r"] == correlate(table, resamples=200).rows[0]
+        assert value == correlate(table, resamples=200).rows[0].value
 
 
 # ---------------------------------------------------------------------------------------- published

@@ -58,51 +58,29 @@ def write(
 class OverTag:
     """The coefficients at each value of a tag, all over the same models: those that have the metric at every value.
 
-    `coefficients` are by metric (and by that with its baseline taken off), by value of the tag, and by name; a value at
-    which all models are alike has none. `title` is that of the score.
+    `frame` has a row a value and coefficient, of the metric and of that with its baseline taken off. A value at which
+    all models are alike has none. `title` is that of the score.
     """
 
     tag: str
+    values: Sequence[str | int | float]
     title: str
     num_models: int
-    coefficients: Mapping[str, Mapping[str | int | float, Mapping[str, Row]]]
+    frame: pd.DataFrame
     left_out: Mapping[str, str]
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A row a value and coefficient: `tag`, `at`, `of`, `name`, `value`, `low`, `high`, `p` and `n`."""
-        rows = [
-            {"tag": self.tag, "at": at, "of": of, **vars(row)}
-            for of, by_value in self.coefficients.items()
-            for at, by_name in by_value.items()
-            for row in by_name.values()
-        ]
-        return pd.DataFrame(rows).drop(columns=["df", "note"], errors="ignore")
 
     def chart(self) -> Chart:
         """Pearson's r over the values, with its 95% interval over models: of the metric and of the corrected one."""
-        values, series = list(next(iter(self.coefficients.values()))), []
-        x = values if all(isinstance(each, int | float) for each in values) else list(range(len(values)))
-        for color, dash, (of, by_value) in zip(COLORS, ("", "dash"), self.coefficients.items(), strict=False):
-            rows = [by_name.get(HEADLINE) for by_name in by_value.values()]
-            y, low, high = (rounded([getattr(row, end, None) for row in rows]) for end in ("value", "low", "high"))
+        x = self.values if all(isinstance(each, int | float) for each in self.values) else range(len(self.values))
+        headline, series = self.frame[self.frame["name"] == HEADLINE].groupby("of", sort=False), []
+        for color, dash, (of, part) in zip(COLORS, ("", "dash"), headline, strict=False):
+            at = part.set_index("at").reindex(self.values)
+            ends = {end: rounded(at[end]) for end in ("low", "high")}
             look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
-            series.append(Series(x=x, y=y, low=low, high=high, name=look_up(of).title, **look))
-        axis = Axis(title=self.tag, labels={place: str(each) for place, each in zip(x, values, strict=True)})
+            series.append(Series(x=x, y=rounded(at["value"]), name=look_up(str(of)).title, **ends, **look))
+        axis = Axis(title=self.tag, labels={place: str(each) for place, each in zip(x, self.values, strict=True)})
         title = f"Correlation with {in_sentence(self.title)} over {self.tag}, {self.num_models} models"
         return Chart(title=title, x=axis, y=Axis(title="r"), series=series, place="")
-
-    def table(self) -> Table:
-        """The coefficients of the metric, and of the corrected one, at each value."""
-        names = list(dict.fromkeys(name for of in self.coefficients.values() for rows in of.values() for name in rows))
-        groups = []
-        for of, by_value in self.coefficients.items():
-            cells = [
-                Cells([(f"{self.tag} = {at}", ""), *(number_cell(rows.get(name)) for name in names)])
-                for at, rows in by_value.items()
-            ]
-            groups.append(Group(look_up(of).title, "", cells))
-        return Table((self.tag, *names), groups)
 
 
 def over_tag(
@@ -135,22 +113,17 @@ def over_tag(
             f"over: expected at least {FEWEST} models with every value of {tag}, got {len(complete)} ({first})"
         )
     tables = {each: table_of_models(complete, tags={**tags, tag: each}, **options) for each in values}
-    found = {each: _coefficients(table, resamples, seed) for each, table in tables.items()}
-    coefficients = {
-        of: {each: {row.name: row for row in found[each].get(of, ())} for each in values}
-        for of in dict.fromkeys(of for each in found.values() for of in each)
-    }
-    title = tables[values[0]].title(tables[values[0]].score)
-    return OverTag(tag=tag, title=title, num_models=len(complete), coefficients=coefficients, left_out=left_out)
-
-
-def _coefficients(table: ModelTable, resamples: int, seed: int) -> dict[str, list[Row]]:
-    """The coefficients of the metric and of the corrected one; none where the metric is the same for all models."""
-    if len(set(table.values(table.metric).tolist())) < 2:
-        return {}
-    found = correlate(table, resamples=resamples, seed=seed)
-    plain = {table.metric: [row for row in found.rows if not row.name.startswith("Partial")]}
-    return plain | ({table.corrected: found.corrected} if table.corrected else {})
+    rows = list[dict[str, Any]]()
+    for each, table in tables.items():
+        if len(set(table.values(table.metric).tolist())) > 1:
+            found = correlate(table, resamples=resamples, seed=seed)
+            plain = [row for row in found.rows if not row.name.startswith("Partial")]
+            for of, part in ((table.metric, plain), (table.corrected, found.corrected)):
+                rows += [{"tag": tag, "at": each, "of": of, **vars(row)} for row in part]
+    rows.sort(key=lambda row: row["of"] != tables[values[0]].metric)
+    frame = pd.DataFrame(rows, columns=["tag", "at", "of", "name", "value", "low", "high", "p", "n"])
+    facts: Any = {"tag": tag, "values": values, "num_models": len(complete), "left_out": left_out}
+    return OverTag(title=tables[values[0]].title(tables[values[0]].score), frame=frame, **facts)
 
 
 def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: OverTag | None = None) -> list[Path]:
@@ -183,7 +156,6 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
         blocks=blocks,
-        over=None if over is None else over.table(),
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),

@@ -110,8 +110,8 @@ def correlate(
     findings = correlate(table, given=over_models.given or (), group=over_models.group, **options)
     paths = write_models(table, findings, root, over=over)
     _show_models(table, findings)
-    if over is not None:
-        _show_over(over)
+    for model, why in over.left_out.items() if over is not None else ():
+        print(f"left out over {over.tag}: {model}: {why}")
     print(*paths, sep="\n")
     return 0
 
@@ -192,12 +192,6 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
         print(f"warning: {warning}")
     for model, why in findings.left_out.items():
         print(f"left out: {model}: {why}")
-
-
-def _show_over(over: "OverTag") -> None:
-    show_table(_rows(over.table()), f"\nOver {over.tag}, {over.num_models} models")
-    for model, why in over.left_out.items():
-        print(f"left out over {over.tag}: {model}: {why}")
 
 
 def _rows(table: "Table", small_text: str = " ({})") -> Iterator[dict[str, str]]:
