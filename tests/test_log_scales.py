@@ -56,7 +56,7 @@ def test_every_curve_of_perplexities_has_a_log_axis_with_ticks_that_have_room(ov
         "layer_profile": plots.layer_profile(over_steps, LENS),
         "model_profile": plots.model_profile(models, LENS),
         "variant_curves": plots.variant_curves(over_steps, TASK),
-        "block_curves": plots.block_curves(over_steps, TASK),
+        "variant_curves_of_blocks": plots.variant_curves(over_steps, TASK, blocks=True),
         "variants_over_training": plots.variants_over_training(over_steps, TASK, middle=3),
         "models_by_middle": plots.models_by_middle(models, TASK, variant="skip"),
         "training_curves": plots.training_curves(

@@ -165,7 +165,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     assert "probe_topics_probe_brier_score_test_rows_over_layers.svg" in pictures
     (first, *_) = records.read(run / "measurements.jsonl")
     assert "probe/topics/brier_score/split=test/task=topics/layer_mean" in logged_numbers.values_of(first)
-    fig: Any = plots.best_layers(frame, "brier_score", tags={"split": "test", "control": None})
+    fig: Any = plots.layer_surface(frame, "brier_score", tags={"split": "test", "control": None})
     assert list(fig.series[0].y) == [4, 4]  # the lowest
     for number in range(4):
         of_step = {"brier_score": 0.3 + number / 10, "random_brier_score": 0.9}

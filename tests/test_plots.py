@@ -1,7 +1,6 @@
 import json
 import math
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,7 +225,7 @@ def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair
          + matrix(10 * s, "compression", "row", "column", cells, layer=3, other_layer=1))
         for s in (0, 1, 2)
     ]  # fmt: skip
-    fig = plots.compression_matrix(table(*rows), layer=1, other_layer=3)
+    fig = plots.table_map(table(*rows), "compression", layer=1, other_layer=3)
     assert fig.cells.values[1:] == [[[4.0, 1.0], [-2.0, 3.0]], [[8.0, 2.0], [-4.0, 6.0]]]
     assert fig.frames == [0, 1, 2]
     assert (fig.y.title, fig.x.title) == ("Left direction", "Right direction")
@@ -235,74 +234,31 @@ def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair
     shown = {(row["y"], row["x"]): row["v"] for row in fig.spec()["data"]["values"]}
     assert shown == {(1, 1): 2.0, (1, 2): 0.5, (2, 1): -1.0, (2, 2): 1.5}
     assert fig.title == "Block 1 in the directions of block 3"
-    other = plots.compression_matrix(table(*rows), layer=3, other_layer=1)
+    other = plots.table_map(table(*rows), "compression", layer=3, other_layer=1)
     assert other.cells.values[-1][0][1] == 20.0
     with pytest.raises(
         ValueError, match="has no block 1 in the directions of block 2; it has: block 1 in .* block 3, "
     ):
-        plots.compression_matrix(table(*rows), layer=1, other_layer=2)
-    with pytest.raises(ValueError, match="metric 'm' has no values with the tag 'row'"):
-        plots.compression_matrix(table(*layered((1,))), "m", layer=1, other_layer=2)
+        plots.table_map(table(*rows), "compression", layer=1, other_layer=2)
+    with pytest.raises(ValueError, match="metric 'm' has no values per pair of tokens"):
+        plots.table_map(table(*layered((1,))), "m", layer=1, other_layer=2)
 
 
 def test_a_map_over_tokens_has_the_token_down_and_gaps_where_pairs_are_missing() -> None:
     cells = {(0, 0): 9.0, (0, 100): 1.0, (100, 0): -2.0, (50, 100): 3.0}
     rows = [(s, matrix(s, "token_coupling_pair", "token", "other_token", cells, layer=2)) for s in (1, 2)]
-    fig = plots.token_map(table(*rows), layer=2)
+    fig = plots.table_map(table(*rows), "token_coupling_pair", layer=2)
     assert [*fig.y.labels.values()] == [*fig.x.labels.values()] == ["0%", "50%", "100%"]
     assert fig.cells.values[1] == [[18.0, None, 2.0], [None, None, 6.0], [-4.0, None, None]]
     assert fig.cells.values[0][2][0] == -2.0
     assert fig.cells.ends[1] == 6.0, "the diagonal does not decide the colours"
     assert fig.y.title == "Place of the token"
     with pytest.raises(ValueError, match="has no layer 1; it has: layer 2"):
-        plots.token_map(table(*rows), layer=1)
-
-
-def edges_of(fig, frame: int = 0) -> set[tuple[tuple[float, float], tuple[float, float], int]]:
-    """Lines of a graph as (end, end, level)."""
-    found = set()
-    for level, series in enumerate(fig.series[:6]):
-        ends = [(x, y) for x, y, n in zip(series.x, series.y, series.frame, strict=True) if n == frame]
-        assert ends[2::3] == [(None, None)] * (len(ends) // 3)
-        found |= {(ends[i], ends[i + 1], level) for i in range(0, len(ends), 3)}
-    return found
+        plots.table_map(table(*rows), "token_coupling_pair", layer=1)
 
 
 def pairs_of(values: dict[tuple[int, int], float]) -> list[Record]:
     return [Record(metric="coupling_pair", value=v, layer=i, other_layer=j) for (i, j), v in values.items()]
-
-
-def test_the_graph_joins_blocks_whose_mean_coupling_of_both_directions_is_above_the_threshold() -> None:
-    first = {(1, 1): 9.0, (1, 2): 0.1, (2, 1): 0.3, (3, 4): 0.9, (4, 3): 0.7, (2, 4): 0.8}
-    last = {(1, 2): 0.1, (2, 1): 0.1, (3, 4): 0.3, (4, 3): 0.3, (1, 3): -0.9, (3, 1): -0.9}
-    fig = plots.coupling_graph(table((1, pairs_of(first)), (2, pairs_of(last))))
-    # clockwise from the top: 1 up, 2 right, 3 down, 4 left; levels from a fifth of .8 to .8
-    up, right, down, left = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)
-    assert edges_of(fig, 1) == {(down, left, 1)}, "(.3 - .16) / (.8 - .16) is in the second sixth; .1, -.9 are below"
-    assert fig.frames == [1, 2]
-    assert edges_of(fig, 0) == {(down, left, 5), (up, right, 0)}, "2 with 4 has one direction alone"
-    middles, nodes = fig.series[6:]
-    assert [text for text, n in zip(middles.texts, middles.frame, strict=True) if n == 0] == [
-        "blocks 1 and 2\n0.2",
-        "blocks 3 and 4\n0.8",
-    ]
-    assert [*nodes.labels] == ["1", "2", "3", "4"]
-    assert fig.notes == ["Lines: 0.16 to 0.8"]
-    widths, colors = [s.width for s in fig.series[:6]], [s.color for s in fig.series[:6]]
-    assert widths == sorted(set(widths))
-    alphas = [float(color.split(",")[-1].rstrip(")")) for color in colors]
-    assert alphas == sorted(set(alphas))
-    fewer = plots.coupling_graph(table((1, pairs_of(first))), threshold=0.5)
-    assert len(edges_of(fewer)) == 1
-    assert "params" not in fewer.spec(still=False), "one checkpoint has no slider"
-    none = plots.coupling_graph(table((1, pairs_of(first))), threshold=2.0)
-    assert not edges_of(none)
-    assert none.notes == ["No pair is coupled"]
-
-
-def test_a_graph_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no values per pair of different layers"):
-        plots.coupling_graph(table((1, pairs_of({(1, 1): 1.0}))))
 
 
 def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_mean_is_the_curve() -> None:
@@ -314,14 +270,14 @@ def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_m
         return [*records, *[Record(metric="m", value=10.0 * layer, layer=layer) for layer in (1, 2)]]
 
     frame = table((1, found(1)), (5, found(5)))
-    fig = plots.distance_profile(frame, "m")
+    fig = plots.list_profile(frame, "m")
     assert drawn(fig, "layer 2", 1) == {0: 7.0, 1: 8.0, 2: 10.0}, "log2 of one more"
     assert values(fig, "layer 1", 0) == [2.0, 3.0, 5.0]
     assert fig.x.labels == {0: "0", 1: "1", 1.585: "2"}
     assert {*values(plots.emergence_curves(frame, "m"), "layer 2")} == {20.0}
     assert [*plots.layer_profile(frame, "m").series[0].y] == [10.0, 20.0]
-    with pytest.raises(ValueError, match="'n' has no values per distance between tokens"):
-        plots.distance_profile(table((1, [Record(metric="n", value=1.0, layer=1)])), "n")
+    with pytest.raises(ValueError, match="'n' has no lists of values per layer"):
+        plots.list_profile(table((1, [Record(metric="n", value=1.0, layer=1)])), "n")
 
 
 def test_values_in_tables_are_no_variants_and_no_curves() -> None:
@@ -350,14 +306,14 @@ def test_excess_coupling_has_a_line_at_random_bases_and_profiles_have_their_base
 
 def test_a_spectrum_has_a_line_a_layer_on_a_log_axis_and_its_curve_shows_the_largest() -> None:
     frame = records.frame(measurement("r", step, "coupling", layers=2) for step in (1, 8))
-    fig = plots.spectrum(frame)
+    fig = plots.list_profile(frame, "singular_value")
     assert len(fig.series) == 2
     assert [*drawn(fig, "layer 1", 1)] == list(range(1, 16))
     assert fig.y.log
     curve = drawn(plots.emergence_curves(frame, "singular_value"), "layer 1")
     assert values(fig, "layer 1", 1)[0] == curve[max(curve)]
     with pytest.raises(ValueError, match="no lists of values"):
-        plots.spectrum(frame, "coupling")
+        plots.list_profile(frame, "coupling")
 
 
 def test_training_curves_show_training_first_and_levels_dashed() -> None:
@@ -493,16 +449,7 @@ def audited(verdicts: dict[int | str, str], metric: str = "m", **found) -> pd.Da
     )
 
 
-def written(write, frame: pd.DataFrame, metric: str, **options) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        write(frame, Path(folder) / "a.png", metric, **options)
-
-
 NO_FIGURES = {  # those of the gallery are asked by tests/test_gallery.py
-    "write_layer_curves": lambda frame, **options: written(plots.write_layer_curves, frame, "m", **options),
-    "write_concept_map": lambda frame, **options: written(plots.write_concept_map, frame, "m_category", **options),
-    "write_sample_sizes": lambda frame, **options: written(plots.write_sample_sizes, frame, "m_train_rows", **options),
-    "write_surface": lambda frame, **options: written(plots.write_surface, frame, "m", **options),
     "change_table": lambda frame, **options: plots.change_table(frame, **options),
     "variants": lambda frame, **options: plots.variants(frame, "m", **options),
     "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
@@ -511,10 +458,9 @@ OF_MODELS = {
     "model_profile": lambda frame, **options: plots.model_profile(frame, "m", **options),
     "model_table": lambda frame, **options: plots.model_table(frame, **options),
 }
-WRITTEN = ("write_layer_curves", "write_concept_map", "write_sample_sizes")  # as `write_surface`
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n in WRITTEN)) for n in NO_FIGURES])
+@pytest.mark.parametrize("name", NO_FIGURES)
 def test_nothing_is_drawn_through_a_suspect_checkpoint_unless_it_is_allowed(name: str) -> None:
     clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
     NO_FIGURES[name](audited(clean))
@@ -609,7 +555,7 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
 
 def test_charts_beside_each_other_lean_on_no_signal_that_only_one_alone_has() -> None:
     of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
-    charts = [plots.coupling_graph(of_pairs), plots.layer_matrix(of_pairs, "coupling_pair")]
+    charts = [plots.layer_matrix(of_pairs, "coupling_pair")]
     charts += [plots.model_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
     signals = r'"expr": "[^"]*\b(width|height)\b'
     assert all(re.search(signals, json.dumps(chart.whole())) for chart in charts)

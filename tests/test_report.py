@@ -253,9 +253,9 @@ def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a
     pairs = [(1, 3), (3, 1), (1, 1)]
     assert choices == [f"block {one} in the directions of block {two}" for one, two in pairs]
     assert len(first.z[0]) == 30
-    _, (matrices, graphs) = block("Coupling of pairs<")
-    assert [figure.is_map for figure in (*matrices, *graphs)] == [True] * 2 + [False] * 2
-    assert len(graphs[0].frames) == 3
+    _, (matrices,) = block("Coupling of pairs<")
+    assert [figure.is_map for figure in matrices] == [True] * 2
+    assert len(matrices[0].frames) == 3
     _, shapes = block("Influence of earlier tokens")
     assert [len(place) for place in shapes] == [1, 1, 1]
     assert shapes[2][0].title == "Distance from the last token"
@@ -479,10 +479,9 @@ def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison:
 
 def test_pictures_of_one_model_are_chosen_by_its_name(comparison: Path) -> None:
     found = blocks(comparison)
-    choices, (matrices, graphs) = found["Coupling of pairs"]
+    choices, (matrices,) = found["Coupling of pairs"]
     assert choices == [f"{name}, k = {k}" for name in NAMES for k in (4, 12)]
     assert [len(figure.z[0]) for figure in matrices[::2]] == [*DEPTHS.values()]
-    assert len(graphs) == 8
     assert found["Singular values"][0] == NAMES
     assert found["Coupling of pairs of tokens"][0][2:4] == ["pythia-70m, layer 3", "pythia-160m, layer 1"]
     choices, (profiles, distances) = found["Influence of earlier tokens (Frobenius norm)"]

@@ -148,7 +148,9 @@ def test_layers_that_are_numbers_have_whole_ticks() -> None:
 
 
 def test_the_exponential_fit_of_a_geometric_residual_is_the_residual() -> None:
-    fig = plots.residual_profile(of("prediction_residual", 0, 8, 64), controls=["relabelled_vocabulary"])
+    fig = plots.layer_profile(
+        of("prediction_residual", 0, 8, 64), "prediction_residual", controls=["relabelled_vocabulary"], fits=True
+    )
     assert fig.y.log
     fits = [series for series in fig.series if series.name.startswith("exponential fit")]
     assert [list(fit.x) for fit in fits] == [[1, LAYERS]] * 2, "of the first checkpoint and the last, from layer 1 on"
@@ -163,7 +165,9 @@ def test_the_exponential_fit_of_a_geometric_residual_is_the_residual() -> None:
 
 
 def test_a_line_through_two_layers_says_nothing_and_is_not_drawn() -> None:
-    assert "exponential fit" not in names(plots.residual_profile(of("prediction_residual", 8, layers=2)))
+    assert "exponential fit" not in names(
+        plots.layer_profile(of("prediction_residual", 8, layers=2), "prediction_residual", fits=True)
+    )
 
 
 def test_the_table_of_changes_has_a_row_for_each_headline_and_none_for_categories_or_sizes() -> None:
@@ -208,67 +212,36 @@ def test_every_metric_of_these_analyses_has_a_name_and_a_sentence() -> None:
     assert tag_text({"control": "relabelled_vocabulary", "split": "test"}) == "relabelled vocabulary, test rows"
 
 
-PICTURES = {
-    "probe/topics": (plots.write_layer_curves, "accuracy"),
-    "sample_sizes/topics": (plots.write_sample_sizes, "accuracy"),
-    "concept_alignment": (plots.write_concept_map, "concept_alignment"),
-    "prediction_residual": (plots.write_layer_curves, "prediction_residual"),
-}
-
-
-@pytest.mark.soak  # every figure of a page is written in the three formats by tests/test_surfaces.py
-@pytest.mark.parametrize("analysis", PICTURES)
-def test_pictures_are_png_svg_and_pdf_and_name_their_checkpoints_or_models(analysis: str, tmp_path: Path) -> None:
-    write, metric = PICTURES[analysis]
-    steps = {"0", "64"} if write is plots.write_layer_curves else {"step 0", "step 64"}
-    cases = {"steps": (of(analysis, 0, 64), steps)}
-    cases["models"] = models(analysis, small=3, large=4), {"small", "large"}
-    for name, (frame, expected) in cases.items():
-        paths = [tmp_path / f"{name}{suffix}" for suffix in (".png", ".svg", ".pdf")]
-        for path in paths:
-            write(frame, path, metric)
-        assert paths[0].read_bytes().startswith(b"\x89PNG")
-        assert paths[2].read_bytes().startswith(b"%PDF")
-        assert expected <= {*svg_texts(paths[1])}
-        before = paths[1].read_bytes()
-        write(frame, paths[1], metric)
-        assert paths[1].read_bytes() == before, "equal numbers give equal files, whatever was drawn before"
-
-
 def test_a_picture_of_layers_names_what_it_compares_with_and_its_axis(tmp_path: Path) -> None:
     frame = of("probe/topics", 0, 64)
-    plots.write_layer_curves(frame, tmp_path / "a.svg", "accuracy", controls=["random_labels"], analysis="probe/topics")
+    chart = plots.layer_profile(frame, "accuracy", controls=["random_labels"], analysis="probe/topics")
+    chart.write(tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
-    assert {"majority class", "random labels", "Layer", "Probe: topics: Probe accuracy (share), test rows"} <= {*texts}
-    plots.write_layer_curves(models("probe/topics", small=3, large=4), tmp_path / "b.svg", "accuracy")
+    assert {"majority class", "random labels", "Layer", "Probe accuracy (share), test rows"} <= {*texts}
+    plots.model_profile(models("probe/topics", small=3, large=4), "accuracy").write(tmp_path / "b.svg")
     assert "Depth (100 layer / number of layers)" in svg_texts(tmp_path / "b.svg")
 
 
-def test_of_many_checkpoints_a_picture_shows_some_with_the_first_and_the_last(tmp_path: Path) -> None:
+def test_of_many_checkpoints_a_picture_shows_some_with_the_first_and_the_last() -> None:
     chart = plots.layer_profile(of("probe/topics", *range(0, 200, 5)), "accuracy")
     steps = [name for name in names(chart) if name.startswith("step ")]
     assert (len(steps), steps[0], steps[-1]) == (16, "step 0", "step 195")
-    plots.write_concept_map(of("concept_alignment", *range(5)), tmp_path / "b.svg")
-    assert [text for text in svg_texts(tmp_path / "b.svg") if text.startswith("step ")] == [
-        "step 0",
-        "step 2",
-        "step 4",
-    ]
 
 
 def test_a_picture_that_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
     frame = of("probe/topics", 0, 64)
+    chart = plots.layer_profile(frame, "accuracy")
     with pytest.raises(ValueError, match=r"expected a picture that ends in \.png, \.svg, \.pdf, got '\.gif'"):
-        plots.write_layer_curves(frame, tmp_path / "a.gif", "accuracy")
+        chart.write(tmp_path / "a.gif")
     with pytest.raises(InputError, match="cannot write .*: no such file or directory"):
-        plots.write_layer_curves(frame, tmp_path / "no" / "a.png", "accuracy")
+        chart.write(tmp_path / "no" / "a.png")
     with pytest.raises(ValueError, match="'plateau_layer' has no values per layer"):
-        plots.write_layer_curves(frame, tmp_path / "a.png", "plateau_layer")
+        plots.layer_profile(frame, "plateau_layer")
     with pytest.raises(ValueError, match="no values per layer and number of training rows"):
-        plots.write_sample_sizes(frame, tmp_path / "a.png", "accuracy")
+        plots.sample_size_curves(frame, "accuracy")
     with pytest.raises(ValueError, match="no values per layer and category"):
-        plots.write_concept_map(frame, tmp_path / "a.png", "accuracy")
+        plots.concept_map(frame, "accuracy")
     suspect = frame.assign(**{AUDIT: "suspect: equal to the final step"})
     with pytest.raises(InputError, match="no curve is drawn through the suspect steps 0, 64"):
-        plots.write_layer_curves(suspect, tmp_path / "a.png", "accuracy")
-    plots.write_layer_curves(suspect, tmp_path / "a.png", "accuracy", allow_suspect=True)
+        plots.layer_profile(suspect, "accuracy")
+    plots.layer_profile(suspect, "accuracy", allow_suspect=True)

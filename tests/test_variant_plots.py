@@ -144,7 +144,7 @@ def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
             make(frame, "variant_loss")
     middle = table(("interventions", 1, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})))
     with pytest.raises(ValueError, match="no values of single blocks"):
-        plots.block_curves(middle, "variant_loss")
+        plots.variant_curves(middle, "variant_loss", blocks=True)
     with pytest.raises(ValueError, match="no variant of 4 middle blocks; it has: 1, 3, 5"):
         plots.variants_over_training(middle, "variant_loss", middle=4)
     with pytest.raises(ValueError, match="no rows of metric 'nothing'"):
@@ -206,7 +206,7 @@ def test_single_blocks_are_lines_over_the_blocks():
     rows = [record("variant_loss", 1.0, "baseline")]
     rows += [record("variant_loss", 10.0 - n, "skip_one", layer=n) for n in (3, 1, 2)]
     rows += [record("variant_loss", 5.0 + n, "switch", layer=n) for n in (1, 2)]
-    fig = plots.block_curves(table(("interventions", None, rows)), "variant_loss")
+    fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss", blocks=True)
     assert [list(line(fig, "Skip one block").x), list(line(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
     assert list(line(fig, "Switch with the next").y) == [6, 7]
     assert list(line(fig, "Full model").y) == [1, 1]
@@ -412,7 +412,7 @@ def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
         for step, m in matrices.items()
     ]
     for mode, scale in (("token", 1.0), ("flattened", 0.5)):
-        fig = plots.similarity_matrix(table(*measured), "layer_cosine", tags={"mode": mode})
+        fig = plots.layer_matrix(table(*measured), "layer_cosine", tags={"mode": mode})
         assert np.allclose(fig.cells.values, [scale * np.array(matrix) for matrix in matrices.values()])
         assert fig.cells.ends == (0.3 * scale, 1.0)
 
@@ -444,7 +444,7 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
     drawn = {
         "middle": (plots.variant_curves, {"best_loops": True}, "Looped parallel, best k"),
         "loops": (plots.loop_map, {}, "Number of middle blocks in the loop (M)"),
-        "blocks": (plots.block_curves, {}, "Switch with the next"),
+        "blocks": (plots.variant_curves, {"blocks": True}, "Switch with the next"),
         "training": (plots.variants_over_training, {"middle": 3}, "M = 3"),
         "front": (plots.quality_front, cost, "Pareto front"),
     }

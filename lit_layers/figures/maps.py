@@ -12,11 +12,10 @@ from lit_layers.figures import tables
 from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import pair_text, wrapped
 from lit_layers.figures.profiles import FRAMES
-from lit_layers.figures.theme import ACCENT, DIVERGING, INK, MISSING, Axis, AxisName, Training, rounded, spread
+from lit_layers.figures.theme import DIVERGING, MISSING, Axis, AxisName, Training, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
 
-__all__ = ["best_layers", "compression_matrix", "concept_map", "head_map"]
-__all__ += ["layer_matrix", "layer_surface", "similarity_matrix", "token_map"]
+__all__ = ["concept_map", "head_map", "layer_matrix", "layer_surface", "table_map"]
 
 SIMILARITIES = names("similarity")
 _LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
@@ -30,7 +29,8 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
     """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
     The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
-    has with itself may lie outside.
+    has with itself may lie outside. Similarities have colours from the least of any checkpoint to 1: they are far from
+    0, and on colours around 0 all layers would look alike.
 
     Raises:
         ValueError: where the metric has no values per pair of layers.
@@ -38,87 +38,47 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
     points, tags = tables.drawable(frame, metric, tables.is_pair, "values per pair of layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
     names = ("Layer", "Other layer", "layer {y}, other layer {x}")
-    return _pairs(tables.title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
-
-
-def similarity_matrix(frame: pd.DataFrame, metric: str, **options: Any) -> Chart:
-    """Returns similarities of pairs of layers as `layer_matrix`, in colours from the least of any checkpoint to 1.
-
-    Similarities are far from 0: on colours around 0 all layers would look alike. Options are those of `layer_matrix`.
-
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where the metric has no values per pair of layers.
-    """
-    chart = layer_matrix(frame, metric, **options)
-    assert chart.cells is not None
+    chart = _pairs(tables.title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
+    if metric not in SIMILARITIES or chart.cells is None:
+        return chart
     low = min((v for table in chart.cells.values for row in table for v in row if v is not None), default=0.0)
     ends = (low, max(1.0, low + 1e-3))
     return replace(chart, cells=replace(chart.cells, scheme="viridis", ends=ends))
 
 
-def token_map(
-    frame: pd.DataFrame,
-    metric: str = "token_coupling_pair",
-    *,
-    layer: int,
-    other_layer: int | None = None,
-    **chosen: Unpack[tables.Chosen],
+def table_map(
+    frame: pd.DataFrame, metric: str, *, layer: int, other_layer: int | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
-    """Returns a metric of pairs of tokens (tags `token`, down, and `other_token`, across) as a heat map of one layer.
+    """Returns a table of one layer, or pair of blocks, as a heat map with a slider over the checkpoints.
 
-    With a slider over the checkpoints and colours as in `layer_matrix`. Places are in per cent of the prompt.
+    It is a metric of pairs of tokens (tags `token`, down, and `other_token`, across), whose places are in per cent of
+    the prompt, in colours as in `layer_matrix`. Or it is one block's Jacobian in another's leading directions (tags
+    `row` and `column`): blue is positive, brown negative. Then each checkpoint has colours of its own, as Jacobians
+    grow by decades in training: half its largest entry is full colour, as a few entries tower over the others.
 
     Raises:
-        ValueError: where the metric has no values per pair of tokens, or not for this layer.
+        ValueError: where the metric has no such table, or none of these layers.
     """
-    points, tags = _of_layers(
-        tables.select(frame, metric, **chosen), metric, "token", layer, other_layer, chosen.get("tags")
-    )
-    places = sorted({point.tags[name] for point in points for name in ("token", "other_token")})
-    names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
-    title = f"{tables.title_of(metric, tags)}, {pair_text(layer, other_layer)}"
-    return _pairs(title, points, lambda p: (p.tags["token"], p.tags["other_token"]), places, names, unit="%")
-
-
-def compression_matrix(
-    frame: pd.DataFrame, metric: str = "compression", *, layer: int, other_layer: int, **chosen: Unpack[tables.Chosen]
-) -> Chart:
-    """Returns one block's Jacobian in another's leading directions (tags `row`, `column`), with a slider over steps.
-
-    Blue is positive, brown negative. Each checkpoint has colours of its own, as Jacobians grow by decades in training:
-    half its largest entry is full colour, as a few entries tower over the others.
-
-    Raises:
-        ValueError: where the metric has no matrices, or none of these layers.
-    """
-    points, tags = _of_layers(
-        tables.select(frame, metric, **chosen), metric, "row", layer, other_layer, chosen.get("tags")
-    )
-    directions = sorted({point.tags[name] for point in points for name in ("row", "column")})
-    names = ("Left direction", "Right direction", "row {y}, column {x}")
-    title = ", ".join(filter(None, [sentence(pair_text(layer, other_layer)), tables.variant_text(tags)]))
-    cell = lambda p: (p.tags["row"], p.tags["column"])  # noqa: E731
-    return _pairs(title, points, cell, directions, names, each_step=True)
-
-
-def _of_layers(
-    points: Sequence[tables.Point],
-    metric: str,
-    place: str,
-    layer: int,
-    other_layer: int | None,
-    tags: Mapping[str, Any] | None,
-) -> tuple[list[tables.Point], dict[str, Any]]:
-    """The points of one layer, or pair of layers, that have this tag, of one variant; and its tags."""
-    placed = [point for point in points if place in point.tags]
+    placed = [p for p in tables.select(frame, metric, **chosen) if p.tags.keys() & {"token", "row"}]
     if not placed:
-        raise ValueError(f"metric {metric!r} has no values with the tag {place!r}")
-    chosen = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]
-    if not chosen:
+        raise ValueError(f"metric {metric!r} has no values per pair of tokens or of directions")
+    points = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]
+    if not points:
         pairs = sorted({pair_text(point.layer, point.other_layer) for point in placed})
         raise ValueError(f"metric {metric!r} has no {pair_text(layer, other_layer)}; it has: {', '.join(pairs)}")
-    return tables.of_plainest(chosen, tags)
+    points, tags = tables.of_plainest(points, chosen.get("tags"))
+    is_jacobian, where = "row" in points[0].tags, pair_text(layer, other_layer)
+    if is_jacobian:
+        down, across = "row", "column"
+        names = ("Left direction", "Right direction", "row {y}, column {x}")
+        title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
+    else:
+        down, across = "token", "other_token"
+        names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
+        title = f"{tables.title_of(metric, tags)}, {where}"
+    keys = sorted({point.tags[name] for point in points for name in (down, across)})
+    cell = lambda p: (p.tags[down], p.tags[across])  # noqa: E731
+    return _pairs(title, points, cell, keys, names, unit="" if is_jacobian else "%", each_step=is_jacobian)
 
 
 def _pairs(
@@ -289,28 +249,6 @@ def layer_surface(
     y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, last + 0.5))
     look: dict[str, Any] = {"x": Axis(grid=False), "y": y, "height": 380, "background": MISSING}
     return Chart(title=surface.title, cells=cells, series=series, training=training, axis=axis, **look)
-
-
-def best_layers(frame: pd.DataFrame, metric: str, *, axis: AxisName = "step", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns the best layer of a score, among the layers from 1 on, over steps; rings: the embedding beats it there.
-
-    Raises: as `read_surface`.
-    """
-    surface = read_surface(frame, metric, **chosen)
-    layers, beaten = surface.best()
-    training = Training.of(surface.steps, surface.tokens)
-    rings = [0 if ring else None for ring in beaten]
-    look = {"x": surface.steps, "legend": True}
-    series = [
-        Series(
-            y=layers, name="Best layer from 1 on", color=ACCENT, width=2.0, mark="circle", size=6, steps=True, **look
-        ),
-        Series(y=rings, name="The embedding is better than any", color=INK, mark="circle-open", size=8, **look),
-    ]
-    last = surface.layers[-1]
-    y = Axis(title="Layer", whole=True, ends=(-0.06 * last - 0.3, 1.06 * last))
-    title = f"Best layer, {surface.title}"
-    return Chart(title=title, x=Axis(), y=y, series=series, training=training, axis=axis, height=380)
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:

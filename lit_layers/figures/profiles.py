@@ -26,7 +26,7 @@ from lit_layers.figures.tables import (
 from lit_layers.figures.theme import DASHED, DEPTH, MUTED, SIZES, TIME, Axis, colors_of, layer_axis, rounded, spread
 from lit_layers.metrics import look_up
 
-__all__ = ["distance_profile", "layer_profile", "residual_profile", "sample_size_curves", "spectrum"]
+__all__ = ["layer_profile", "list_profile", "sample_size_curves"]
 
 FRAMES = 30  # places of a slider
 _PROFILES = 16  # lines of one figure that can still be told apart
@@ -93,6 +93,7 @@ def layer_profile(
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
     intervals: bool = False,
+    fits: bool = False,
     **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
@@ -101,6 +102,9 @@ def layer_profile(
     `intervals` the first and the last have their 95% intervals around them, where they have any. Rows tagged
     `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control` is named in
     `controls` are dashed lines, at the last checkpoint. `tags` chooses a variant, as in `emergence_curves`.
+
+    With `fits` the exponential fits of the first and of the last checkpoint are dotted in their colours: least-squares
+    lines through the logarithms of layers 1 to L, whose slope is that of rho^l. Hovering shows rho.
 
     Raises:
         ValueError: where the metric has no values per layer.
@@ -113,7 +117,7 @@ def layer_profile(
     by_step = grouped(numbered(points, number), lambda point: point.step)
     places = sorted({point.number(number) or 0 for part in by_step.values() for point in part})
     steps = spread(sorted(by_step), _PROFILES)
-    series = []
+    series, lines = [], []
     for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
         by_place = {point.number(number): point for point in by_step[step]}
         last = step == steps[-1]
@@ -121,6 +125,9 @@ def layer_profile(
         look |= {"mark": "circle" if step > 0 else "diamond"}
         look["interval"] = "band" if intervals and step in (steps[0], steps[-1]) else ""
         series.append(series_of(map(by_place.get, places), places, **look))
+        fitted = [p for p in by_step[step] if p.layer and p.value > 0]
+        if fits and step in (steps[0], steps[-1]) and len(fitted) >= 3:
+            lines.append(_fit(fitted, color, legend=last))
     ends = [places[0], places[-1]]
     for index, (name, part) in enumerate(references(points).items()):
         last_one = max(part, key=lambda point: point.step)
@@ -137,36 +144,12 @@ def layer_profile(
         title=title_of(metric, tags),
         x=layer_axis(number),
         y=value_axis(metric),
-        series=series,
+        series=[*series, *lines],
         bar=color_bar("Step", TIME, range(len(steps)), [count(step) for step in steps]),
         place=f"{number} {{x}}",
-        height=340 if len(series) == len(steps) else 380,
+        height=340 if len(series) == len(steps) and not fits else 380,
     )
     return log_if_wide(chart)
-
-
-def residual_profile(
-    frame: pd.DataFrame, metric: str = "prediction_residual", *, controls: Sequence[str] = (), **chosen: Unpack[Chosen]
-) -> Chart:
-    """Returns a residual over the layers on a log axis, as `layer_profile` with intervals, and its exponential fit.
-
-    The fit of the first and of the last checkpoint, dotted in their colours, is the least-squares line through the
-    logarithms of layers 1 to L: its slope is that of rho^l, and hovering tells rho. Layer 0 is not in it.
-
-    Raises:
-        ValueError: where the metric has no values per layer.
-    """
-    chart = layer_profile(frame, metric, controls=controls, intervals=True, **chosen)
-    points = [p for p in plain(select(frame, metric, **chosen, over_steps=True)) if p.layer is not None]
-    points, _ = of_plainest(points, chosen.get("tags"))
-    by_step = grouped((p for p in points if p.layer and p.value > 0 and p.reference is None), lambda p: p.step)
-    steps = spread(steps_of(points), _PROFILES)
-    fits = [
-        _fit(by_step[step], color, legend=step == steps[-1])
-        for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True)
-        if step in (steps[0], steps[-1]) and len(by_step.get(step, [])) >= 3
-    ]
-    return replace(chart, series=[*chart.series, *fits], height=380)
 
 
 def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
@@ -180,40 +163,40 @@ def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
     return Series(x=ends, y=values, name=name, texts=texts, **look)
 
 
-def spectrum(frame: pd.DataFrame, metric: str = "singular_value", **chosen: Unpack[Chosen]) -> Chart:
-    """Returns lists of values (tag `index`) on a log axis, one line a layer, with a slider over the checkpoints.
+def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
+    """Returns lists of values, one line a layer, with a slider over the checkpoints.
+
+    A list is over numbers (tag `index`, such as singular values, on a log axis) or over the distance between two tokens
+    (tag `token_distance`). The axis of distances is log(1 + distance): 0, the token itself, has a place on it.
 
     Raises:
         ValueError: where the metric has no lists of values per layer.
     """
-    axis = Axis(title="Number in the list", whole=True)
-    points, tags, y = _lists(frame, metric, "index", "lists of values per layer", log=True, chosen=chosen)
-    look: dict[str, Any] = {"texts_of": lambda point: f"number {point.tags['index']}", **_OF_LISTS}
-    return _by_slider(points, _LAYER, lambda p: p.tags["index"], title=title_of(metric, tags), x=axis, y=y, **look)
-
-
-def distance_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Returns a metric over the distance between two tokens (tag `token_distance`), one line a layer, with a slider.
-
-    The axis is log(1 + distance): 0, the token itself, has a place on it.
-
-    Raises:
-        ValueError: where the metric has no values per distance between tokens.
-    """
-
-    def at(number: int) -> float:
-        return round(math.log2(1 + number), 4)
-
-    missing = "values per distance between tokens"
-    points, tags, y = _lists(frame, metric, "token_distance", missing, log=look_up(metric).log, chosen=chosen)
-    distances = [point.tags["token_distance"] for point in points]
-    first, last = min(distances), max(distances)
+    is_listed = lambda point: not point.tags.keys().isdisjoint(_LISTS) and point.layer is not None  # noqa: E731
+    points, tags = drawable(frame, metric, is_listed, "lists of values per layer", **chosen)
+    ordinal = next(name for name in _LISTS if name in points[0].tags)
+    points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
+    is_index = ordinal == "index"
+    numbers = [point.tags[ordinal] for point in points]
     # labels at 0 and powers of two, far enough apart for a narrow screen
-    shown = [0, *(2**power for power in range(31))][:: 2 if last > 64 else 1]
-    axis = Axis(title="Distance from the last token", labels={at(n): str(n) for n in shown if first <= n <= last})
-    look: dict[str, Any] = {"texts_of": lambda point: f"distance {point.tags['token_distance']}", **_OF_LISTS}
-    places = lambda p: at(p.tags["token_distance"])  # noqa: E731
-    return _by_slider(points, _LAYER, places, title=title_of(metric, tags), x=axis, y=y, **look)
+    shown = [0, *(2**power for power in range(31))][:: 2 if numbers[-1] > 64 else 1]
+    at = lambda n: n if is_index else round(math.log2(1 + n), 4)  # noqa: E731
+    labels = None if is_index else {at(n): str(n) for n in shown if numbers[0] <= n <= numbers[-1]}
+    log = is_index or look_up(metric).log
+    return _by_slider(
+        points,
+        _LAYER,
+        lambda p: at(p.tags[ordinal]),
+        title=title_of(metric, tags),
+        x=Axis(
+            title="Number in the list" if is_index else "Distance from the last token", whole=is_index, labels=labels
+        ),
+        y=value_axis(metric, log=log, ends=fixed_limits([p.value for p in points], log=log, zero=not log)),
+        texts_of=lambda p: f"{_LISTS[ordinal]} {p.tags[ordinal]}",
+        place="",
+        height=400,
+        look={"width": 1.6, "size": 4},
+    )
 
 
 def sample_size_curves(
@@ -261,18 +244,7 @@ class _Lines:
 
 _LAYER = _Lines(lambda point: point.layer or 0, "layer {}", "Layer", DEPTH)
 _ROWS = _Lines(lambda point: point.tags[TRAIN_ROWS], "{:,} rows", "Training rows", SIZES)
-_OF_LISTS = {"place": "", "height": 400, "look": {"width": 1.6, "size": 4}}
-
-
-def _lists(
-    frame: pd.DataFrame, metric: str, ordinal: str, missing: str, *, log: bool, chosen: Chosen
-) -> tuple[list[Point], dict[str, Any], Axis]:
-    """The points of a list of values, in its order and without intervals, their tags, and the axis of their values."""
-    is_listed = lambda point: ordinal in point.tags and point.layer is not None  # noqa: E731
-    points, tags = drawable(frame, metric, is_listed, missing, **chosen)
-    points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
-    ends = fixed_limits([p.value for p in points], log=log, zero=not log)
-    return points, tags, value_axis(metric, log=log, ends=ends)
+_LISTS = {"index": "number", "token_distance": "distance"}
 
 
 def _by_slider(

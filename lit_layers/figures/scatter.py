@@ -1,4 +1,4 @@
-"""Points in a plane: coupled blocks on a circle, paths of tokens, models against each other."""
+"""Points in a plane: paths of tokens, models against each other."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,77 +15,7 @@ from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, Axis, colors_
 from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
 from lit_layers.metrics import look_up
 
-__all__ = ["Scatter", "coupling_graph", "paths_in_plane", "scatter_plot"]
-
-_LEVELS = 6  # widths of a line that can be told apart
-_SHARE = 0.2  # of the largest coupling of any checkpoint: below it no line is drawn unless told otherwise
-
-
-def coupling_graph(
-    frame: pd.DataFrame,
-    metric: str = "coupling_pair",
-    *,
-    threshold: float | None = None,
-    **chosen: Unpack[tables.Chosen],
-) -> Chart:
-    """Returns blocks on a circle, joined where they are coupled, with a slider over the checkpoints.
-
-    The value of a line is the mean of both directions of a pair, so the graph is symmetric although the metric is not;
-    a pair with one direction missing has no line. Width and opacity grow with it, in six steps that mean the same at
-    every checkpoint, from `threshold` to the largest value of any; below `threshold` (None: a fifth of the largest)
-    there is no line. Colours of blocks are by depth, clockwise from the top.
-
-    Raises:
-        ValueError: where the metric has no values per pair of different layers.
-    """
-    of_two = lambda point: tables.is_pair(point) and point.layer != point.other_layer  # noqa: E731
-    points, tags = tables.drawable(frame, metric, of_two, "values per pair of different layers", **chosen)
-    layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
-    steps = spread(tables.steps_of(points), FRAMES)
-    edges = _edges(points, steps)
-    largest = max((value for *_, value in edges), default=0.0)
-    least = threshold if threshold is not None else max(_SHARE * largest, 1e-9)
-    angles = [2 * math.pi * index / len(layers) for index in range(len(layers))]
-    place = {n: (round(math.sin(a), 4), round(math.cos(a), 4)) for n, a in zip(layers, angles, strict=True)}
-
-    def strength(value: float) -> int:
-        """Of a line, from 0 on; -1: there is none."""
-        span = largest - least
-        return -1 if value < least else min(_LEVELS - 1, int(_LEVELS * (value - least) / span)) if span else _LEVELS - 1
-
-    series = [_lines([(n, pair) for n, pair, v in edges if strength(v) == at], place, at) for at in range(_LEVELS)]
-    shown = [(n, pair, value) for n, pair, value in edges if value >= least]
-    middles = [[sum(place[end][side] for end in pair) / 2 for _, pair, _ in shown] for side in (0, 1)]
-    texts = [f"blocks {one} and {two}\n{value:.3g}" for _, (one, two), value in shown]
-    look = {"frame": [n for n, _, _ in shown], "texts": texts, "tells_texts": True}
-    series.append(Series(x=rounded(middles[0], 4), y=rounded(middles[1], 4), **look))
-    few = len(layers) <= 24
-    nodes = {"colors": colors_of(DEPTH, len(layers)), "mark": "circle", "size": 25 if few else 16, "tells_texts": True}
-    nodes |= {"texts": [f"block {n}" for n in layers], "labels": [*map(str, layers)], "label_color": "white"}
-    series.append(Series(x=[place[n][0] for n in layers], y=[place[n][1] for n in layers], **nodes))
-    note = f"Lines: {least:.2g} to {largest:.2g}" if largest >= least else "No pair is coupled"
-    side = Axis(ends=(-1.18, 1.18), hidden=True)
-    options: dict[str, Any] = {"series": series, "frames": steps, "notes": [note], "height": 450, "square": True}
-    return Chart(title=tables.title_of(metric, tags), x=side, y=side, **options)
-
-
-def _edges(points: Sequence[tables.Point], steps: Sequence[int]) -> list[tuple[int, tuple[int, int], float]]:
-    """The place of the slider, the pair and the mean of its directions where it has both; strong lines lie on top."""
-    by_pair = tables.grouped(points, lambda p: (p.step, *sorted((p.layer or 0, p.other_layer or 0))))
-    edges = []
-    for (step, one, two), both in by_pair.items():
-        if step in steps and len(both) == 2 and all(math.isfinite(p.value) for p in both):
-            edges.append((steps.index(step), (one, two), sum(p.value for p in both) / 2))
-    return sorted(edges, key=lambda edge: (edge[0], edge[2], edge[1]))
-
-
-def _lines(pairs: Sequence[tuple[int, tuple[int, int]]], place: Mapping[int, tuple[float, float]], at: int) -> Series:
-    """The lines of one strength, with a gap behind each."""
-    strength = (at + 1) / _LEVELS
-    look = {"width": round(0.8 + 6 * strength**1.5, 2), "color": f"rgba(31,95,168,{0.12 + 0.78 * strength:.2f})"}
-    x, y = ([v for _, (a, b) in pairs for v in (place[a][side], place[b][side], None)] for side in (0, 1))
-    frame = [number for number, _ in pairs for _ in range(3)]
-    return Series(x=x, y=y, frame=frame, name=f"strength {at + 1}", hover=False, **look)
+__all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
 
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:

@@ -109,7 +109,6 @@ class Axis:
     whole: bool = False  # ticks at whole numbers alone
     zero: bool = False  # 0 is in sight
     reverse: bool = False
-    hidden: bool = False
     grid: bool = True
     keys: Sequence[Any] | None = None  # of cells of equal width, in order
     strong: Sequence[Any] = ()  # keys with bold labels

@@ -29,7 +29,7 @@ from lit_layers.figures.training import Curves
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import is_in, look_up
 
-__all__ = ["block_curves", "loop_map", "models_by_middle", "quality_front", "schedule_scores", "variant_curves"]
+__all__ = ["loop_map", "models_by_middle", "quality_front", "schedule_scores", "variant_curves"]
 __all__ += ["variants_over_training"]
 
 MIDDLE = "Number of middle blocks changed (M)"
@@ -56,7 +56,13 @@ _OWN = (*_CELL, "seed", "task")
 
 
 def variant_curves(
-    frame: pd.DataFrame, metric: str, *, split: str | None = None, best_loops: bool = False, **chosen: Unpack[Chosen]
+    frame: pd.DataFrame,
+    metric: str,
+    *,
+    blocks: bool = False,
+    split: str | None = None,
+    best_loops: bool = False,
+    **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the number M of middle blocks that are changed, one line a variant, a slider over steps.
 
@@ -65,78 +71,52 @@ def variant_curves(
 
     Args:
         tags: chooses among what is not the variant itself, such as `{"training": "full"}`.
+        blocks: over single blocks, each skipped, repeated, or switched with the next one.
         split: a tag such as `when`: a line for each of its values, the last one strong and the others dashed.
         best_loops: adds a line of looped_parallel at the number of loops that is best for each M.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no variant of the middle has values, or in several ways between which `tags` must choose.
+        ValueError: where no such variant has values, or in several ways between which `tags` must choose.
     """
     points = variant_points(frame, metric, split=split, **chosen)
-    steps = spread(steps_of(points), FRAMES)
+    steps = spread(steps_of(filter(_is_of_block, points) if blocks else points), FRAMES)
     points = framed(points, steps)
+    at, variants = (_block_of, OF_BLOCKS) if blocks else (middle_of, OF_MIDDLES)
 
     def kind_of(point: Point) -> str:
         return tag_text({split: point.tags[split]}) if split is not None and split in point.tags else ""
 
     lines = []
     for kind in [*dict.fromkeys(filter(None, map(kind_of, points)))] or [""]:
-        lines += lines_of([p for p in points if kind_of(p) in ("", kind)], OF_MIDDLES, middle_of, kind=kind)
+        lines += lines_of([p for p in points if kind_of(p) in ("", kind)], variants, at, kind=kind)
     if best_loops and split is None and len({p.tags.get("loops") for p in points if p.tags["variant"] == LOOPED}) > 1:
         lines.append(Line(LOOPED, best_looped(points, metric)))
-    middles = middles_of(points)
-    if not lines or not middles:
-        raise ValueError(f"metric {metric!r} has no values of variants of the middle")
+    places = sorted({n for p in points if (n := at(p)) is not None})
+    if not lines or not places:
+        what = "single blocks that are skipped, switched or repeated" if blocks else "variants of the middle"
+        raise ValueError(f"metric {metric!r} has no values of {what}")
     series = []
     for line in sorted(lines, key=lambda line: [*LOOKS].index(line.variant)):
         faint = line.is_best or line.kind != lines[-1].kind
         band = line.variant == "random" and split is None
-        series.append(_line(line, middle_of, steps, faint=faint, band=band))
+        series.append(_line(line, at, steps, faint=faint, band=band))
     by_kind = grouped(full_model(points), kind_of)
     for kind, part in by_kind.items():
         name = f"Full model, {kind}" if len(by_kind) > 1 else "Full model"
-        series.append(_full_model(middles, part, steps, name, "dash" if kind == [*by_kind][-1] else "dashdot"))
-    guess = _random_level(frame, metric, chosen.get("analysis"))
+        series.append(_full_model(places, part, steps, name, "dash" if kind == [*by_kind][-1] else "dashdot"))
+    guess = None if blocks else _random_level(frame, metric, chosen.get("analysis"))
     if guess is not None:
-        series.append(level([middles[0], middles[-1]], guess, "Guessing", dash="dot"))
+        series.append(level([places[0], places[-1]], guess, "Guessing", dash="dot"))
     drawn = [p for line in lines for p in line.points] + full_model(points)
     return Chart(
         title=title_of(metric, chosen.get("tags") or {}),
-        x=_middle_axis(middles),
+        x=layer_axis("block") if blocks else _middle_axis(places),
         y=value_axis(metric, ends=_ends(drawn, metric, steps, guess)),
         series=series,
         frames=steps,
-        place="at {x}",
-        height=430,
-    )
-
-
-def block_curves(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Returns a metric over the blocks, each skipped, repeated, or switched with the next one, a slider over steps.
-
-    Dashed is the full model.
-
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no variant of single blocks has values, or as in `variant_curves`.
-    """
-    points = variant_points(frame, metric, **chosen)
-    steps = spread(steps_of(filter(_is_of_block, points)), FRAMES)
-    if not steps:
-        raise ValueError(f"metric {metric!r} has no values of single blocks that are skipped, switched or repeated")
-    points = framed(points, steps)
-    lines = lines_of(points, OF_BLOCKS, _block_of)
-    blocks = sorted({p.layer for line in lines for p in line.points if p.layer is not None})
-    series = [_line(line, _block_of, steps) for line in lines]
-    drawn = [p for p in points if p.layer is not None or p.tags["variant"] == BASELINE]
-    return Chart(
-        title=title_of(metric, chosen.get("tags") or {}),
-        x=layer_axis("block"),
-        y=value_axis(metric, ends=_ends(drawn, metric, steps)),
-        series=[*series, _full_model(blocks, full_model(points), steps)],
-        frames=steps,
-        place="block {x}",
-        height=400,
+        place="block {x}" if blocks else "at {x}",
+        height=400 if blocks else 430,
     )
 
 

@@ -60,7 +60,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
     if side == "x" or axis.labels is None:  # Vega takes the number for places that are given, too
         look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
     look |= _labels(axis, side)
-    return {"field": side, "type": "quantitative", "scale": scale, "axis": None if axis.hidden else look}
+    return {"field": side, "type": "quantitative", "scale": scale, "axis": look}
 
 
 def _labels(axis: Axis, side: str) -> dict[str, Any]:

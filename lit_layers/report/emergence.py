@@ -27,7 +27,7 @@ from lit_layers.clock.times_and_order import (
     times_table,
 )
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import count, p_equation, p_text, value, wrapped
+from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value, wrapped
 from lit_layers.figures.maps import named_matrix, row_height
 from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
@@ -43,10 +43,6 @@ MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be re
 ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
     "what another seed would, and are too narrow for that."
-)
-RISING = (
-    "1: each layer has a better value than the one before it, or a higher one where none is better. The band is over "
-    "seeds, or what errors of the layers make of it: drawn curves are rougher, so that it may lie beside the line."
 )
 
 
@@ -103,8 +99,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
         at = [row + (0.5 * (number + 0.5) / several - 0.25 if several > 1 else 0) for row, _ in of_run]
         texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(times.halfway)}" for row, times in of_run]
         half, peak = ([getattr(times, name) for _, times in of_run] for name in ("halfway", "peak"))
-        last = max(float(curve.at[-1]) for curve in clock.curves)
-        ends = {end: rounded(place(min(getattr(time, end), last)) for time in half) for end in ("low", "high")}
+        ends = _ends(half, clock.curves)
         look = style_of_run(number, run, of=several, tells_texts=True, size=6.5)
         series.append(
             Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
@@ -137,8 +132,7 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
             of_run = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
             half = [_halfway(times) for _, times in of_run]
             texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in of_run]
-            last = max(float(curve.at[-1]) for curve, _ in pairs)
-            ends = {end: rounded(place(min(getattr(time, end), last)) for time in half) for end in ("low", "high")}
+            ends = _ends(half, [curve for curve, _ in pairs])
             look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
             layers = [curve.layer for curve, _ in of_run]
             series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))
@@ -205,6 +199,12 @@ def surest_pairs(clock: Clock, run: str) -> Emerged:
     widest = sorted(_width(times) for _, times in emerged)[:MOST_ROWS]
     surest = [pair for pair in emerged if _width(pair[1]) <= widest[-1]] if emerged else []
     return surest if len(surest) > 1 else []
+
+
+def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
+    """The places of the ends of intervals, an open one at the last checkpoint of these curves."""
+    last = max(float(curve.at[-1]) for curve in curves)
+    return {end: rounded(place(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
 
 
 def _row_title(curve: StepCurve) -> str:
@@ -305,9 +305,10 @@ def _figures(
     named += [(f"monotonicity {name}", chart) for name, chart in rising]
     fronts = layer_fronts(clock, axis=axis)
     named += [(f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart) for curve, chart in fronts]
-    for title, note, each in (("Which layer first", "", fronts), ("Does it rise over the layers?", RISING, rising)):
+    for title, each in (("Which layer first", fronts), ("Does it rise over the layers?", rising)):
         if each:
-            first.append(block_of(title, [(chart.title.split(":")[0], chart) for _, chart in each], note))
+            shown = [(chart.title.split(":")[0], chart) for _, chart in each]
+            first.append(block_of(title, shown, BLOCKS.get(title, "")))
     blocks = [_block(f"Order{f', {run}' if several else ''}", chart, "scrolled") for run, chart in orders.items()]
     return {"blocks": first, "orders": blocks}, named
 

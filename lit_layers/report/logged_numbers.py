@@ -21,7 +21,7 @@ from lit_layers.clock.times_and_order import times_of_run, times_table
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.maps import has_surface, layer_matrix, layer_surface
-from lit_layers.figures.tables import matching, select, usual_loops, variants_of
+from lit_layers.figures.tables import grouped, matching, select, usual_loops, variants_of
 from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short, variant_of
 from lit_layers.metrics import METRICS, look_up
@@ -161,10 +161,8 @@ def heat_maps(measurement: Measurement, name: str, without: Collection[str] = ()
 
 def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
     """Layers by steps, a picture (PNG) for each metric that has both; of settings other than `plain` by their names."""
-    series: dict[str, list[Measurement]] = {}
-    for measurement in measured:
-        if measurement.error is None and measurement.step is not None:
-            series.setdefault(logged_name(measurement, plain), []).append(measurement)
+    drawn = (m for m in measured if m.error is None and m.step is not None)
+    series = grouped(drawn, lambda m: logged_name(m, plain))
     charts: dict[str, Chart] = {}
     for name, measurements in series.items():
         try:

@@ -54,10 +54,8 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         training=sections.training(run),
         sections=shown,
         cost=run_data.cost(run) if any(each.seconds for each in run.measurements) else [],
-        duration=run_data.duration,
         provenance=run_data.provenance(run),
-        flat=run_data.flat,
-        short=run_data.shortened,
+        data=run_data,
         title_of=sentence,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
     )

@@ -12,7 +12,7 @@ from lit_layers.errors import kind_and_words
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
-from lit_layers.figures.maps import SIMILARITIES, has_surface
+from lit_layers.figures.maps import has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import BASES
 from lit_layers.metrics import METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
@@ -169,17 +169,13 @@ def shapes_of_models(
     every = [point for of_run in points.values() for point in of_run]
     baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     draw = partial(plots.model_profile, part, metric, baselines=baselines, num_layers=num_layers)
-    # every choice has the same places: a graph only where every model has pairs of different blocks
-    has_graph = all(
-        any(tables.is_pair(point) and point.layer != point.other_layer for point in p) for p in points.values()
-    )
     called = short_names(list(points))
 
     def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
         """Pictures that show one model, and the profile of all."""
         of_run = rows[rows["run"] == run]
         chosen = {"analysis": analysis, **options}
-        maps = [*_maps(of_run, metric, points[run], chosen, has_graph), *_lists(of_run, metric, points[run], chosen)]
+        maps = [*_maps(of_run, metric, points[run], chosen), *_lists(of_run, metric, points[run], chosen)]
         if any(map(_is_on_profile, every)) and "layer" not in options:
             maps.insert(0, ("", partial(draw, **options)))  # its legend tells what it shows
         return [("", maps[0][1])] if len(maps) == 1 else maps
@@ -193,18 +189,12 @@ def shapes_of_models(
     ]
 
 
-def _maps(
-    part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any], has_graph: bool | None = None
-) -> Iterator[Captioned]:
-    """The maps of one choice, and the graph of pairs where there is one (None: where points allow it)."""
-    pairs = [point for point in points if tables.is_pair(point)]
-    if has_graph is None:
-        has_graph = any(point.layer != point.other_layer for point in pairs)
+def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
+    """The maps of one choice."""
     if "axis" in points[0].tags and points[0].layer is not None:
         yield "", partial(plots.paths_in_plane, part, metric, **options)
     elif "layer" in options:
-        draw = plots.compression_matrix if "row" in points[0].tags else plots.token_map
-        yield "", partial(draw, part, metric, **options)
+        yield "", partial(plots.table_map, part, metric, **options)
     elif any(tables.TRAIN_ROWS in point.tags for point in points):
         yield from _sample_sizes(partial(plots.sample_size_curves, part, metric, **options))
     else:
@@ -212,20 +202,19 @@ def _maps(
             yield "Categories", partial(plots.concept_map, part, metric, **options)
         if any(tables.HEAD in point.tags for point in points):
             yield "Heads", partial(plots.head_map, part, metric, **options)
-        if pairs:
-            draw = plots.similarity_matrix if metric in SIMILARITIES else plots.layer_matrix
-            yield "", partial(draw, part, metric, **options)
-        if pairs and has_graph:
-            yield "Mean of both directions", partial(plots.coupling_graph, part, metric, **options)
+        if any(map(tables.is_pair, points)):
+            yield "", partial(plots.layer_matrix, part, metric, **options)
+
+
+_LISTS = {"index": "At one checkpoint", "token_distance": "Over the distance between the tokens"}
 
 
 def _lists(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """The figures of one choice that have a line a layer, and a checkpoint at a time."""
     tags = {tag for point in points for tag in point.tags} if "layer" not in options else ()
-    if "index" in tags:
-        yield "At one checkpoint", partial(plots.spectrum, part, metric, **options)
-    if "token_distance" in tags:
-        yield "Over the distance between the tokens", partial(plots.distance_profile, part, metric, **options)
+    for tag, caption in _LISTS.items():
+        if tag in tags:
+            yield caption, partial(plots.list_profile, part, metric, **options)
 
 
 def _sample_sizes(draw: Callable[..., Chart]) -> Iterator[Captioned]:
@@ -359,8 +348,8 @@ def _by_size(rows: Rows) -> Block:
         (look_up(metric).title, _sample_sizes(rows.draw(plots.sample_size_curves, metric)))
         for metric in rows.having("score")
     ]
-    note = "On the test rows, with Student's 95% intervals over the draws of training rows."
-    return block("Score by number of training rows", note, choices, wide=True, of=rows.having("score"))
+    title = "Score by number of training rows"
+    return block(title, BLOCKS[title], choices, wide=True, of=rows.having("score"))
 
 
 def _concepts(rows: Rows) -> Block:
@@ -375,18 +364,20 @@ def _concepts(rows: Rows) -> Block:
     # searched without the categories: 40 times as fast
     means = Rows(rows.table[rows.table[tables.CATEGORY].isna()], rows.analysis)
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
-    note = "Mean cosine between the differences of two word pairs; the excess is what shuffled pairs do not have."
-    drawn = block("Categories of word pairs (cosine)", note, choices, wide=True, of=rows.having("concept"))
-    return Block(drawn, tall=True)
+    title = "Categories of word pairs (cosine)"
+    return Block(block(title, BLOCKS[title], choices, wide=True, of=rows.having("concept")), tall=True)
 
 
 def _residuals(rows: Rows) -> Block:
     def figures(metric: str) -> Iterator[Captioned]:
-        is_main = metric == "prediction_residual"
-        make = plots.residual_profile if is_main else partial(plots.layer_profile, intervals=True)
+        options: dict[str, Any] = {
+            "tags": {"control": None},
+            "intervals": True,
+            "fits": metric == "prediction_residual",
+        }
         controls = rows.values(metric, "control", CONTROLS)
         yield "Over training", rows.draw(plots.emergence_curves, metric, tags={"control": None})
-        yield "Over layers", rows.draw(make, metric, tags={"control": None}, controls=controls)
+        yield "Over layers", rows.draw(plots.layer_profile, metric, controls=controls, **options)
 
     choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("residual")]
     title, note = "Prediction residual (share of variance)", look_up("prediction_residual").note
@@ -406,15 +397,11 @@ def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
         rows = part[part["layer"].notna() & part["other_layer"].isna()]
         is_other = look_up(metric).unlisted or is_in(metric, "half")
         if not is_other and rows["step"].nunique() > 1 and (kinds := _with_surface(rows, metric)):
-            choices = [(text, _surfaces(rows, metric, tags, steps)) for tags, text in kinds]
+            draw = partial(plots.layer_surface, rows, metric, steps=steps)
+            choices = [(text, [("", partial(draw, tags=tags))]) for tags, text in kinds]
             blocks.append(block(look_up(metric).with_unit, sentence(analysis), choices))
-    if not blocks:
-        return None
-    note = (
-        "Across: training steps, the untrained model apart; up: layers, the embedding apart. Grey was not measured. "
-        "Of task scores white dots are the best layer from 1 on, rings where the embedding is better than any."
-    )
-    return {"name": "surfaces", "title": "Layers over steps", "note": note, "metrics": balanced(blocks)}
+    title = "Layers over steps"
+    return {"name": "surfaces", "title": title, "note": BLOCKS[title], "metrics": balanced(blocks)} if blocks else None
 
 
 def _with_surface(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any], str]]:
@@ -427,9 +414,3 @@ def _with_surface(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any],
     differing = [name for name in first if len({str(tags[name]) for tags in kinds}) > 1]
     ordered = sorted(kinds, key=lambda tags: tags != first)
     return [(dict(tags), tables.choice_text({name: tags[name] for name in differing})) for tags in ordered]
-
-
-def _surfaces(rows: pd.DataFrame, metric: str, tags: dict[str, Any], steps: list[int]) -> Iterator[Captioned]:
-    yield "", partial(plots.layer_surface, rows, metric, tags=tags, steps=steps)
-    if look_up(metric).better is not None:
-        yield "", partial(plots.best_layers, rows, metric, tags=tags)

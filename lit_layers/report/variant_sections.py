@@ -95,14 +95,13 @@ def sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, An
     tasks.sort(key=lambda name: name != MEDIAN)
     readout, similar = ([n for n in analyses if n.split("/")[0] == first] for first in (INTERVENTIONS, SIMILARITY))
     parts = [(name, sentence(name), analysis_note(name), _by_variant(table, [name])) for name in readout]
-    note = f"{analysis_note(TASKS)} {notes.get(MEDIAN, '')}"
-    parts.append((TASKS, "Tasks under intervention", note, _by_variant(table, tasks)))
-    note = f"Each variant is fine-tuned and tested as it is. {notes.get(GLUE_MEAN, '')}"
-    parts.append((GLUE, "GLUE under intervention", note, _by_variant(table, glue)))
-    note = "Before and after the weights were fine-tuned in the new order."
-    parts.append((FINETUNE, "Fine-tuning under intervention", note, _finetuned(table, trained)))
-    note = "What a variant costs, and what is left of the model at that price."
-    parts.append((SPEED, "Speed under intervention", note, _speed(table)))
+    for name, title, tested, made in (
+        (TASKS, "Tasks under intervention", MEDIAN, _by_variant(table, tasks)),
+        (GLUE, "GLUE under intervention", GLUE_MEAN, _by_variant(table, glue)),
+        (FINETUNE, "Fine-tuning under intervention", "", _finetuned(table, trained)),
+        (SPEED, "Speed under intervention", "", _speed(table)),
+    ):
+        parts.append((name, title, f"{BLOCKS.get(title) or analysis_note(name)} {notes.get(tested, '')}", made))
     parts += [(name, sentence(name), analysis_note(name), _similarity(table, name)) for name in similar]
     return [
         {"name": name, "title": title, "note": note.strip(), "metrics": balanced(blocks)}
@@ -140,7 +139,11 @@ _OF_VARIANTS: Sequence[tuple[str, Callable[[_Scores], bool], Callable[[_Scores],
         lambda scores: scores.draw(plots.variant_curves, best_loops=scores.num_loops > 1),
     ),
     ("Number of loops", lambda scores: scores.num_loops > 1, lambda scores: scores.draw(plots.loop_map)),
-    ("Single blocks", lambda scores: scores.has(*OF_BLOCKS), lambda scores: scores.draw(plots.block_curves)),
+    (
+        "Single blocks",
+        lambda scores: scores.has(*OF_BLOCKS),
+        lambda scores: scores.draw(plots.variant_curves, blocks=True),
+    ),
     ("Own schedules", lambda scores: scores.has("custom"), lambda scores: scores.draw(plots.schedule_scores)),
 )
 
@@ -267,7 +270,7 @@ def _similarity(table: Any, analysis: str) -> Iterator[Block]:
             counted = _stages_of(rows, metric, tags)
             text = before + ", ".join(filter(None, [look_up(metric).title, tag_text(tags)]))
             over_steps = [partial(plots.stages_over_training, counted)] if counted["step"].nunique() > 1 else []
-            choices.append((text, [partial(plots.similarity_matrix, rows, metric, tags=tags), *over_steps]))
+            choices.append((text, [partial(plots.layer_matrix, rows, metric, tags=tags), *over_steps]))
             if (counts := stage_text(counted)) and (len(models) == 1 or first):
                 stages.append(f"{text}: {counts}")  # of several models by the first similarity
                 first = False
