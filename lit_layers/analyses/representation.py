@@ -22,14 +22,8 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
-_RELEASED: dict[str, Any] = {
-    "states": "hf",
-    "center": True,
-    "unit": True,
-    "clamp": True,
-    "side": "smaller",
-    "alpha2": "frobenius",
-}
+_FLAGS: dict[str, Any] = dict.fromkeys(("center", "unit", "clamp"), True)
+_RELEASED: dict[str, Any] = {**_FLAGS, "states": "hf", "side": "smaller", "alpha2": "frobenius"}
 
 
 def pooled_vectors(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -116,11 +110,9 @@ class Representation(Analysis):
             values |= self._ranks(hidden, mask)
         if self.preset == "released_code":
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
-        elif self.preset:
-            angles = curvature_and_missing(hidden, mask, center=True, unit=True, fold=True, undefined="zero")
-            values["token_curvature", None, None], values[MISSING_ANGLES] = angles
         else:
-            angles = curvature_and_missing(hidden, mask, undefined="skip")
+            as_later: Any = {"center": True, "unit": True, "fold": True, "undefined": "zero"}
+            angles = curvature_and_missing(hidden, mask, **(as_later if self.preset else {"undefined": "skip"}))
             values["token_curvature", None, None], values[MISSING_ANGLES] = angles
         return {**values, POOLED: pooled_vectors(hidden, mask, self.pooling)}
 
@@ -139,24 +131,15 @@ class Representation(Analysis):
         return self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
 
     def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Key, Tensor]:
-        values = matrix_entropy(
-            states,
-            mask,
-            drop_first=dropped,
-            undefined="nan",
-            center=self.center,
-            unit=self.unit,
-            **self._matrix_options(),
-        )
+        how: dict[str, Any] = {"center": self.center, "unit": self.unit, **self._matrix_options()}
+        values = matrix_entropy(states, mask, drop_first=dropped, undefined="nan", **how)
         num_rows = (mask.sum(-1) - dropped).clamp(min=0)
         single = num_rows < 2
         values = (values + self._excess(num_rows).to(values.device)).masked_fill(single.to(values.device), math.nan)
-        size = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1]}
+        how = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1], "undefined": "nan"}
         return {
-            ("prompt_entropy", normalization, dropped): divided(
-                "prompt_entropy", values, {}, normalization=normalization, undefined="nan", **size
-            )
-            for normalization in self.normalizations
+            ("prompt_entropy", each, dropped): divided("prompt_entropy", values, {}, normalization=each, **how)
+            for each in self.normalizations
         }
 
     def _ranks(self, states: Tensor, mask: Tensor) -> dict[Key, Tensor]:
@@ -165,11 +148,9 @@ class Representation(Analysis):
         of_dropped = spectra(states, mask, center=self.center, unit=self.unit, drop_first=self.drop_first)
         for dropped, sets in zip(self.drop_first, of_dropped, strict=True):
             single = mask.sum(-1) - dropped < 2
-            for normalization in () if self._needs_entries() else self.normalizations:
-                entropies = sets.entropy(alpha=self.alpha, normalization=normalization, undefined="nan")
-                values["prompt_entropy", normalization, dropped] = entropies.masked_fill(
-                    single.to(entropies.device), math.nan
-                )
+            for each in () if self._needs_entries() else self.normalizations:
+                entropies = sets.entropy(alpha=self.alpha, normalization=each, undefined="nan")
+                values["prompt_entropy", each, dropped] = entropies.masked_fill(single.to(entropies.device), math.nan)
             for metric in ("effective_rank", "participation_ratio", *(("rankme",) if self.rankme else ())):
                 values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
         return values
@@ -201,13 +182,8 @@ class Representation(Analysis):
             yield from records_of_layers("dataset_entropy", whole / most, spread, n, all_tags)
 
     def _dataset_entropy(self, pooled: Tensor) -> Tensor:
-        values = dataset_entropy(
-            pooled,
-            center=self.center_pooled,
-            unit=self.unit_pooled,
-            undefined="nan",
-            **self._matrix_options(),
-        )
+        how: dict[str, Any] = {"center": self.center_pooled, "unit": self.unit_pooled, **self._matrix_options()}
+        values = dataset_entropy(pooled, undefined="nan", **how)
         return values + self._excess(torch.tensor(pooled.shape[-2])).to(values.device)
 
     def tags(self, metric: str) -> dict[str, Any]:
@@ -225,24 +201,20 @@ class Representation(Analysis):
 
 def _most(normalization: Normalization, n: int, dim: int) -> float:
     """Return the maximum that a value is a share of; 0 if the share is undefined."""
-    one, rows = torch.ones((), dtype=torch.float64), torch.tensor(n)
-    share = divided(
-        "dataset_entropy", one, {}, num_rows=rows, dim=dim, normalization=normalization, undefined="nan"
-    ).item()
+    one, how = torch.ones((), dtype=torch.float64), {"num_rows": torch.tensor(n), "undefined": "nan"}
+    share = divided("dataset_entropy", one, {}, dim=dim, normalization=normalization, **how).item()
     return 0.0 if math.isnan(share) else 1 / share
 
 
-# What a function is tried on: its layers are told from its points and dimensions by their number.
-_LAYERS, _POINTS = 3, 64
+_POINTS = 64  # that a function is tried on
 
 
 @dataclass(kw_only=True)
 class StateMetric(Analysis):
     """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
 
-    The function takes the states of one layer in float64, `(points, dim) -> ()`, or of several with a value for each,
-    `(layers, points, dim) -> (layers)`; layers are handed over one at a time. NaN says that it is undefined. Its name
-    is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
+    The function takes the states of one layer in float64, `(points, dim) -> ()`. NaN says that it is undefined. Its
+    name is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
 
     With `points` "tokens" they are the real tokens of a prompt without the first `drop_first`, and values are averaged
     over prompts, with intervals by bootstrap over them. With "prompts" there is one pooled vector for each prompt, and
@@ -274,7 +246,6 @@ class StateMetric(Analysis):
     drop_first: int = 0
     num_halves: int = 20
     states: States = "resid"
-    _several: bool = field(default=False, init=False, repr=False, compare=False)  # whether it takes several layers
 
     def __post_init__(self) -> None:
         self.name = self.name or self.metric_name
@@ -297,10 +268,9 @@ class StateMetric(Analysis):
         if not self.metric_name.isidentifier():
             raise InputError(f"metric: expected a function that has a name, got {self.metric!r}")
         super().check_options(model)
-        self._takes_layers(model.dim)
+        self._try(model.dim)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        self._several = self._takes_layers(seen.model.dim)
         return values_of_layers(seen, self.states, self._layer_values)
 
     def tags(self) -> dict[str, str | int | float]:
@@ -316,7 +286,6 @@ class StateMetric(Analysis):
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterable[Record]:
-        self._several = self._takes_layers(model.dim)
         metric, tags = self.metric_name, self.tags()
         (rows,) = batches.values()
         if self.points == "tokens":
@@ -334,51 +303,35 @@ class StateMetric(Analysis):
         """Return the function's value of points (points, dim); NaN without any point."""
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
-        points = widened("states", points)
-        value = self.value(points[None])[0] if self._several else self.value(points)
-        if value.shape != ():
-            raise ValueError(f"expected {self.metric_name} to give one number, got shape {tuple(value.shape)}")
-        return value
+        return self.value(widened("states", points))
 
-    def _takes_layers(self, dim: int) -> bool:
-        """Whether the function takes several layers at once, found out on random states.
+    def _try(self, dim: int) -> None:
+        """Refuse a function that gives anything but a number of random states.
 
         Raises:
-            InputError: it takes neither one layer nor several, or gives anything but a number for each.
+            InputError: what it gives, or why it fails.
         """
-        states = torch.randn(_LAYERS, _POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        several, reason = self._tried(states)
-        if several is not None and several.shape == (_LAYERS,):
-            alone, _ = self._tried(states[:1])
-            if alone is not None and torch.allclose(alone, several[:1], rtol=1e-4, equal_nan=True):
-                return True
-            reason = "at one layer a value that changes with the other layers"
-        one, why = self._tried(states[0])
-        if one is not None and one.shape == ():
-            return False
-        got = reason or why if one is None else f"shape {tuple(one.shape)}"
-        raise InputError(
-            f"{self.name}: expected metric to turn states (points, dim) into one number, or (layers, points, dim) into "
-            f"one a layer, got {got} from {self.metric_name} on states {(_POINTS, dim)}"
-        )
-
-    def _tried(self, states: Tensor) -> tuple[Tensor | None, str]:
-        """Return what the function returns, or None and the reason."""
         try:
-            return self.value(states), ""
+            self.value(torch.randn(_POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
         except Exception as failure:  # of anyone's code
-            return None, kind_and_words(failure)
+            raise InputError(
+                f"{self.name}: expected metric to turn states (points, dim) into one number, got "
+                f"{kind_and_words(failure)} from {self.metric_name} on states {(_POINTS, dim)}"
+            ) from failure
 
     def value(self, states: Tensor) -> Tensor:
         """Return what the function returns, in float64.
 
         Raises:
-            TypeError: no floating-point number.
+            TypeError, ValueError: something other than one floating-point number.
         """
         options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
         with torch.no_grad():
             value = self.metric(states, **(options | self.options))
-        return widened(f"what {self.metric_name} returns", torch.as_tensor(value))
+        value = widened(f"what {self.metric_name} returns", torch.as_tensor(value))
+        if value.shape != ():
+            raise ValueError(f"shape {tuple(value.shape)}")
+        return value
 
 
 def _parameters(function: Callable[..., Any]) -> Collection[str]:
