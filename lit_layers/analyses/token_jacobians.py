@@ -60,15 +60,11 @@ def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> N
     """Refuse pairs of blocks that the model does not have.
 
     Raises:
-        InputError: no pair, one that is not two block numbers, one out of range, one given twice.
+        InputError: no pair, one that is not two block numbers, one out of range.
     """
-    if not pairs:
-        raise InputError(f"{name}: expected at least one pair of blocks, got none")
-    for pair in pairs:
-        if len(pair) != 2 or not all(type(block) is int and 1 <= block <= num_layers for block in pair):
-            raise InputError(f"{name}: expected pairs of blocks 1..{num_layers}, got {list(pair)}")
-    if len({tuple(pair) for pair in pairs}) < len(pairs):
-        raise InputError(f"{name}: expected each pair of blocks once, got {[list(pair) for pair in pairs]}")
+    blocks = range(1, num_layers + 1)
+    if not pairs or any(len(pair) != 2 or not {*pair} <= {*blocks} for pair in pairs):
+        raise InputError(f"{name}: expected pairs of blocks 1..{num_layers}, got {[*map(list, pairs)]}")
 
 
 def check_directions(name: str, k: Directions, dim: int) -> int:
@@ -110,10 +106,8 @@ class TokenCoupling(Analysis):
     `num_undefined_pairs`. The mean over all pairs of blocks is of the prompts that have every one.
     Prompts of one token have no pair; they are left out and counted in the tag `num_undefined`.
 
-    `pairs`: "same" (each block with itself), "all", or pairs (l, l'). `tokens="patches"` takes an image's patches
-    alone; with `pairs="all"` and `tables=["token"]`, `same_token_coupling` is then the coupling of blocks averaged over
-    patches (the mean of the metric, not of the Jacobians). `k`, `p` and `sign` as in `lit_layers.functional.coupling`.
-    Tables of contexts look at s <= t in models without a causal mask, too.
+    `pairs`: "same" (each block with itself), "all", or pairs (l, l'). `k`, `p` and `sign` as in
+    `lit_layers.functional.coupling`. Tables of contexts look at s <= t in models without a causal mask, too.
 
     Cost: a Jacobian and its decomposition for each pair of tokens, n (n + 1) / 2 of them for n tokens, n for the table
     `token` alone: 36 or 8 a block and prompt at 8 tokens. At width 768 one takes 0.15 s on a CPU core: a prompt of 12
@@ -122,7 +116,7 @@ class TokenCoupling(Analysis):
     section 4.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1, "p": 1}
+    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 2, "p": 1}
     LISTS = ("k", "tables")
 
     batches: Batches
@@ -132,20 +126,12 @@ class TokenCoupling(Analysis):
     sign: Literal["signed", "absolute"] = "signed"
     pairs: Literal["same", "all"] | list[tuple[int, int]] = "same"
     tables: tuple[Table, ...] = TABLES
-    tokens: Literal["spread", "patches"] = "spread"
     num_tokens: int = 8
     num_prompts: int = 4
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         self._counts(model)
-        if self.num_tokens < 2:
-            raise InputError(
-                f"{self.name}: expected num_tokens of at least 2, as one token makes no pair, got {self.num_tokens}"
-            )
-        if self.tokens == "patches" and not model.family.sees_images:
-            kind = type(model.model).__name__
-            raise InputError(f"{self.name}: {kind} has no patches: tokens='patches' is for models of images")
         if not isinstance(self.pairs, str):
             check_pairs(self.name, self.pairs, model.num_layers)
 
@@ -171,8 +157,7 @@ class TokenCoupling(Analysis):
         largest of each table.
         """
         model = seen.model
-        first = 0 if self.tokens == "spread" else model.num_prefix_tokens
-        places = evenly_spread(first, int(seen.mask.sum()) - 1, self.num_tokens)
+        places = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
         counts, pairs = self._counts(model), self._pairs(model)
         of_prompt = self._prompt_values(seen, places, counts, pairs) if len(places) > 1 else {}
         nothing = torch.full((len(counts), 3, self.num_tokens, self.num_tokens), math.nan, dtype=torch.float64)
@@ -348,10 +333,9 @@ class CrossTokenInfluence(Analysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
     `influence_frobenius`, `influence_spectral`, `influence_participation_ratio`, `influence_entropy_rank`: with the tag
-    `token_distance`, the least distance of a group (each up to 8 alone, then 8-11, 12-15, 16-23, 24-31, ..; all alone
-    with `group_distances=False`), averaged over the group's tokens per prompt, then over prompts; and without the tag,
-    averaged over all measured s < t. Ranks of a zero Jacobian are undefined: left out, and counted per prompt in the
-    tag `num_undefined_tokens`.
+    `token_distance`, the least distance of a group (each up to 8 alone, then 8-11, 12-15, 16-23, 24-31, ..), averaged
+    over the group's tokens per prompt, then over prompts; and without the tag, averaged over all measured s < t. Ranks
+    of a zero Jacobian are undefined: left out, and counted per prompt in the tag `num_undefined_tokens`.
 
     `num_inputs`: at most so many input tokens a prompt, spread evenly over log(1 + distance); None: all of them.
     `states="hf"` puts the final norm into the last block. `identity="always"` subtracts the identity also where s < t,
@@ -370,7 +354,6 @@ class CrossTokenInfluence(Analysis):
     name: str = "cross_token_influence"
     num_prompts: int = 4
     num_inputs: int | None = None
-    group_distances: bool = True
     identity: Literal["same_token", "always"] = "same_token"
     eps: float = 0.0
     states: Literal["resid", "hf"] = "resid"
@@ -414,8 +397,7 @@ class CrossTokenInfluence(Analysis):
         """Return the indices of the distances of each group; group None is all s < t."""
         groups: dict[int | None, list[int]] = defaultdict(list)
         for place, distance in enumerate(distances):
-            edge = GROUPS[bisect.bisect_right(GROUPS, distance) - 1] if self.group_distances else distance
-            groups[edge].append(place)
+            groups[GROUPS[bisect.bisect_right(GROUPS, distance) - 1]].append(place)
             if distance > 0:
                 groups[None].append(place)
         return groups

@@ -103,17 +103,19 @@ def test_padding_and_the_split_into_batches_change_nothing(model, side):
     assert together["influence_spectral", 1, 7].n == 1  # the others are shorter
 
 
-def test_fewer_inputs_are_spread_over_the_distances_and_groups_may_be_left_apart(model):
-    batch = tiny_batch("gpt2", batch=1, tokens=40)
-    every = found(model, batch, group_distances=False)
-    assert {key[2] for key in every} == {None, *range(40)}
-    some = found(model, batch, group_distances=False, num_inputs=6)
+def test_fewer_inputs_are_spread_over_the_distances(model):
+    batch = tiny_batch("gpt2", batch=1, tokens=8)
+    every = found(model, batch)
+    assert {key[2] for key in every} == {None, *range(8)}
+    some = found(model, batch, num_inputs=4)
     distances = sorted(key[2] for key in some if key[0] == "influence_spectral" and key[1] == 1 and key[2] is not None)
-    assert distances == [0, 1, 3, 8, 18, 39]  # 40 ** (i / 5) - 1: 0, 1.09, 3.37, 8.15, 18.1, 39
+    assert distances == [0, 1, 3, 7]  # 8 ** (i / 3) - 1
+    long = found(model, tiny_batch("gpt2", batch=1, tokens=40), num_inputs=6)
+    assert {key[2] for key in long} == {None, 0, 1, 3, 8, 16, 32}  # of 0, 1, 3, 8, 18 and 39
     for key, record in some.items():
         if key[2] is not None:
             assert record.value == pytest.approx(every[key].value, rel=1e-9)
-    crowded = found(model, tiny_batch("gpt2", batch=1, tokens=6), group_distances=False, num_inputs=5)
+    crowded = found(model, tiny_batch("gpt2", batch=1, tokens=6), num_inputs=5)
     assert {key[2] for key in crowded} == {None, 0, 1, 2, 3, 5}
 
 

@@ -182,7 +182,7 @@ def test_an_image_model_without_a_class_token_has_no_coupling_there(batch):
     view = LayeredModel(tiny("vit_average"))
     given = Coupling(batches=Listed(batch), k=(5,), token="cls")
     for call in (given.check, lambda view: list(records_of(given, view))):
-        with pytest.raises(InputError, match="this VisionTransformer has no class token: choose token 'last_patch' or"):
+        with pytest.raises(InputError, match="VisionTransformer has no cls: choose another token"):
             call(view)
 
 
@@ -193,7 +193,7 @@ def test_every_analysis_of_blocks_runs_on_images_without_drop_path(model, batch)
         Representation(batches=data, preset="released_code"),
         Coupling(batches=data, k=(0.25,), token="mean_patch", states="hf"),
         CouplingMatrices(batches=data, pairs=((1, 2),), k=4),
-        TokenCoupling(batches=data, k=(4,), tokens="patches", num_tokens=2, num_prompts=1),
+        TokenCoupling(batches=data, k=(4,), num_tokens=2, num_prompts=1),
     ):
         first, second = (measure(model, given, run="r", step=0) for _ in range(2))
         assert first.error is None, first.error

@@ -301,7 +301,7 @@ def test_a_model_of_images_is_refused_and_so_is_a_layer_that_is_not_there(model,
     task = written_task(tmp_path)
     with pytest.raises(InputError, match="probe/colours: expected a model of text, got VisionTransformer"):
         Probe(task=task, tokenizer=str(tokenizer)).check(LayeredModel(tiny("vit")))
-    with pytest.raises(InputError, match="sample_sizes/colours: expected layers from 0 to 3, got 9"):
+    with pytest.raises(InputError, match=r"sample_sizes/colours: expected layers from 0 to 3, got \[9\]"):
         SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[9]).check(model)
 
 
