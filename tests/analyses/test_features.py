@@ -2,14 +2,13 @@
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import processors
 
-from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling, text_features
+from lit_layers.analyses.probes.task_features import TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.errors import InputError
@@ -71,11 +70,6 @@ def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_has_no_such_me
         expected = (state / np.linalg.norm(state, axis=1, keepdims=True)).mean(0)
         np.testing.assert_allclose(found[row].numpy(), expected, rtol=1e-9, atol=1e-9)
     assert found.isnan().any(), "a text of one token is among them"
-
-
-def test_states_of_no_convention_are_refused():
-    with pytest.raises(ValueError, match=r"expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"):
-        text_features(LayeredModel(tiny("gpt2")), encoded(), states="raw")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,19 +180,3 @@ def test_a_hooked_model_is_not_looked_up_and_autocast_changes_nothing(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         cast = text_features(model, texts)
     assert torch.equal(cast.layer(3), plain.layer(3))
-
-
-def test_a_cached_folder_that_was_broken_off_is_made_again(tmp_path):
-    model, texts = LayeredModel(tiny("gpt2")), encoded()
-    text_features(model, texts, cache=tmp_path)
-    (folder,) = tmp_path.iterdir()
-    expected = text_features(model, texts).layer(2)
-    for damage in (
-        lambda: (folder / "features.json").unlink(),
-        lambda: (folder / "layer-002.bin").write_bytes(b"short"),
-        lambda: (folder / "rows.i64").unlink(),
-    ):
-        damage()
-        again = text_features(model, texts, cache=Path(tmp_path))
-        assert isinstance(again, LayerFeatures)
-        assert torch.equal(again.layer(2), expected)

@@ -154,22 +154,6 @@ def test_a_value_beyond_float16_is_refused(model, tmp_path):
         asked(store_in(tmp_path, dtype="float16"), view, model, TEXTS, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("harm", ["not finished", "cut short"])
-def test_what_a_kill_left_is_made_again(model, tmp_path, passes, dtype, harm):
-    view, store = saved_model(model), store_in(tmp_path, dtype=dtype)
-    first = asked(store, view, model, TEXTS, 2)
-    (chunk,) = chunks(next(tmp_path.glob("Songs-*")))
-    if harm == "not finished":
-        (chunk / "features.json").unlink()
-    else:
-        file = next(chunk.glob("layer-002*"))
-        file.write_bytes(file.read_bytes()[:-4])
-    passes.texts = 0
-    assert np.array_equal(asked(store, view, model, TEXTS, 2), first)
-    assert passes.texts == len(TEXTS)
-
-
 def test_a_place_that_cannot_be_written_is_named(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write .*file"):

@@ -82,19 +82,14 @@ class LabelProbe(ProbeAnalysis):
             scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
         seed = self.seed if self.random_labels else None
-        return probe_jobs(model, [*self.majority(problem)], fittings, self.probe_options(), seed)
+        return probe_jobs(model, [*self.majority(problem)], fittings, self, seed)
 
     def _poolings(self) -> tuple[Pooling, ...]:
         return (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        poolings = self._poolings()
-        if not poolings:
-            raise InputError(f"{self.name}: expected at least one pooling, got none")
-        if len(set(poolings)) < len(poolings):
-            raise InputError(f"{self.name}: expected each pooling once, got {list(poolings)}")
-        if "cls" in poolings and model.family.sees_images and not model.has_class_token:
+        if "cls" in self._poolings() and model.family.sees_images and not model.has_class_token:
             kind = type(model.model).__name__
             raise InputError(f"{self.name}: this {kind} has no class token: choose pooling 'mean' instead of 'cls'")
 
@@ -108,14 +103,12 @@ class LabelProbe(ProbeAnalysis):
         classes, train_classes = train.labels[kept].unique(return_inverse=True)
         if len(classes) < 2:
             held = f"only the label {classes.item()}" if len(classes) else "nothing"
-            raise InputError(
-                f"{self.name}: train holds {held}{beside}, and a probe needs two labels: give more or other rows"
-            )
+            raise InputError(f"{self.name}: train holds {held}{beside}, and a probe needs two labels")
         places = torch.searchsorted(classes, test.labels).clamp(max=len(classes) - 1)
         if (unseen := test.labels[classes[places] != test.labels]).numel():
             raise InputError(
                 f"{self.name}: no training row has the label {unseen[0].item()} of {len(unseen)} of the "
-                f"{len(test.labels)} test rows{beside}: give training rows of every label in test"
+                f"{len(test.labels)} test rows{beside}"
             )
         everyone = torch.ones(len(places), dtype=torch.bool)
         fitted = torch.ones(len(train_classes), dtype=torch.bool)
@@ -129,10 +122,8 @@ class LabelProbe(ProbeAnalysis):
                 raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
             labels, inputs = batch["labels"], _inputs(model, batch)
             if labels.is_floating_point() or labels.shape != (len(inputs),):
-                raise InputError(
-                    f"{self.name}: expected one integer label for each of {len(inputs)} rows of a batch of {split}, "
-                    f"got {labels.dtype} of shape {tuple(labels.shape)}"
-                )
+                got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+                raise InputError(f"{self.name}: expected an integer label for each of {len(inputs)} rows, got {got}")
             if labels.min() < 0:
                 raise InputError(f"{self.name}: expected labels of 0 and above in {split}, got {int(labels.min())}")
             all_labels.append(labels.cpu().long())
@@ -245,13 +236,6 @@ class AttentiveProbe(Analysis):
     lr: float = 3e-3
     weight_decay: float = 0.01
     seed: int = 0
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if model.dim % self.num_heads:
-            raise InputError(
-                f"{self.name}: expected num_heads that divides the model's width {model.dim}, got {self.num_heads}"
-            )
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

@@ -13,13 +13,13 @@ from lit_layers.analyses.base import Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
 from lit_layers.analyses.states import real_tokens
-from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio, without_texts
+from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import macro_f1
 from lit_layers.functional.probes.watching_probe import NUM_FOLDS
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 
 
@@ -52,10 +52,6 @@ class Pass(NamedTuple):
     row: Tensor  # (k,) indices into the rows
     context: Tensor  # (k,) which context holds the row
     position: Tensor  # (k,)
-
-    @property
-    def batch(self) -> Batch:
-        return {"input_ids": self.input_ids}
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
@@ -194,7 +190,7 @@ class NextTokenProbe(ProbeAnalysis):
         labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
         fitting = Fitting(train, labels, test, layers, num_classes, tags, scores, groups)
         seed = self.seed if self.random_labels else None
-        return probe_jobs(model, references, [fitting], self.probe_options(), seed)
+        return probe_jobs(model, references, [fitting], self, seed)
 
     def _alike(self, text: Tensor) -> Tensor:
         """Return group ids (n,) of rows to be held out together: one per document, or one per text if a document has
@@ -218,8 +214,7 @@ class NextTokenProbe(ProbeAnalysis):
         """Return the rows of both splits and their classes, which depend only on tokens and are the same at every
         checkpoint."""
         if broken not in self._problems:
-            with without_texts(sum(map(len, broken))):
-                self._problems[broken] = self._drawn(*broken)
+            self._problems[broken] = self._drawn(*broken)
         return self._problems[broken]
 
     def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
@@ -228,47 +223,32 @@ class NextTokenProbe(ProbeAnalysis):
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
         )
         doubles = duplicates(train_texts, test_texts)
+        how: dict[str, Any] = {"min_context": self.min_context, "per_text": self.positions_per_sequence}
         drawn, test = (
-            draw_rows(
-                texts,
-                min_context=self.min_context,
-                per_text=self.positions_per_sequence,
-                seed=self.seed,
-                left_out=without,
-            )
+            draw_rows(texts, seed=self.seed, left_out=without, **how)
             for texts, without in ((train_texts, doubles | broken_train), (test_texts, broken_test))
         )
         for split, rows in (("train", drawn), ("test", test)):
             if not len(rows):
                 also = f" beside {len(doubles)} that are test texts too" if split == "train" and doubles else ""
                 raise InputError(
-                    f"{self.name}: {split} has no text of more than {self.min_context} tokens{also}: "
-                    "give other data or a smaller min_context"
+                    f"{self.name}: {split} has no text of more than {self.min_context} tokens (min_context){also}"
                 )
         classes = most_frequent(drawn.targets, self.num_classes)
         if len(classes) < 2:
             raise InputError(
                 f"{self.name}: the {len(drawn)} training rows all have the next token {classes.item()}, and a probe "
-                "needs two classes: give more or other texts"
+                "needs two classes"
             )
         train_classes, test_classes = class_of(drawn.targets, classes), class_of(test.targets, classes)
         if not (test_classes >= 0).any():
             raise InputError(
-                f"{self.name}: no test row has one of the {len(classes)} classes as its next token: "
-                "give more test texts or a larger num_classes"
+                f"{self.name}: no test row has one of the {len(classes)} classes (num_classes) as its next token"
             )
         covered = train_classes >= 0
         num_short = sum(len(text) <= self.min_context for text in [*train_texts, *test_texts])
-        return _Problem(
-            drawn.where(covered),
-            test,
-            classes,
-            train_classes[covered],
-            test_classes,
-            len(doubles),
-            num_short,
-            (len(train_texts), len(test_texts)),
-        )
+        counts = len(doubles), num_short, (len(train_texts), len(test_texts))
+        return _Problem(drawn.where(covered), test, classes, train_classes[covered], test_classes, *counts)
 
     def _coverage(self, problem: "_Problem", tags: TagDict) -> list[Record]:
         tags = {
@@ -308,27 +288,23 @@ class NextTokenProbe(ProbeAnalysis):
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # never for the uncovered, which are -1
-        yield from self._share("accuracy", hit[covered], text[covered], layer=layer, tags=tags)
-        yield from self._share("accuracy_all", hit, text, layer=layer, tags=tags)
+        place: dict[str, Any] = {"layer": layer, "tags": tags}
+        yield from self._share("accuracy", hit[covered], text[covered], **place)
+        yield from self._share("accuracy_all", hit, text, **place)
         losses = -log_proba[covered].gather(1, truth[:, None])[:, 0]
-        yield from self._mean("log_loss", losses, text[covered], layer=layer, tags=tags)
-        value = macro_f1(truth, predicted[covered])
-        yield Record(metric="macro_f1", value=value, layer=layer, n=len(truth), tags=tags)
+        yield from self._mean("log_loss", losses, text[covered], **place)
+        yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **place)
 
-    def _mean(
-        self, metric: str, values: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict
-    ) -> list[Record]:
+    def _mean(self, metric: str, values: Tensor, text: Tensor, **place: Any) -> list[Record]:
         """Return the mean over rows with an interval over texts; with one row a text that is the usual interval."""
         _, num_texts = self._problem().num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
-        records = summarize_ratio(metric, sums, counts, layer=layer, tags=tags, empty_is_undefined=False)
+        records = summarize_ratio(metric, sums, counts, empty_is_undefined=False, **place)
         return [replace(record, n=len(values)) for record in records]
 
-    def _share(
-        self, metric: str, hits: Tensor, text: Tensor, *, layer: int | None = None, tags: TagDict
-    ) -> list[Record]:
-        records = self._mean(metric, hits, text, layer=layer, tags=tags)
+    def _share(self, metric: str, hits: Tensor, text: Tensor, **place: Any) -> list[Record]:
+        records = self._mean(metric, hits, text, **place)
         if self.positions_per_sequence > 1:
             return records
         low, high = wilson_interval(int(hits.sum()), len(hits))
@@ -371,7 +347,7 @@ def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _
 
     On the CPU; of the forward pass only the rows' own states and logits are kept.
     """
-    trajectory = model.trajectory(part.batch)
+    trajectory = model.trajectory({"input_ids": part.input_ids})
     states, head = trajectory.hidden[:, part.context, part.position].cpu(), None
     if problem is not None and model.predicts_next_token:
         logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)

@@ -13,15 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values, joined
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
 from lit_layers.analyses.states import final_norm, states_of_layers
-from lit_layers.analyses.statistics import (
-    TagDict,
-    complete,
-    gap,
-    left_out,
-    nothing_defined,
-    records_with_halves,
-    without_texts,
-)
+from lit_layers.analyses.statistics import TagDict, complete, gap, left_out, nothing_defined, records_with_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
@@ -99,8 +91,7 @@ class NextTokenResidual(Analysis):
         layers, kept, tags = self._complete(states, rows)
         if tags:
             states, rows = states[:, kept], rows.where(kept)
-            with without_texts(int(tags["num_undefined"])):
-                self._check_rows(model, rows)
+            self._check_rows(model, rows)
         ids = rows.targets[:, None]
         if self.relabelled:
             vocabulary = torch.randperm(
@@ -156,11 +147,11 @@ class NextTokenResidual(Analysis):
         assert whole.held_out is not None
         for column, control in enumerate(controls[: len(whole.value)]):
             tags = self._tags(rows) | counts | control
-            for place, (metric, values) in enumerate(
-                (("prediction_residual", whole.value), ("adjusted", whole.adjusted))
+            spread = halves[: 0 if control else None].T
+            for metric, values, of_halves in zip(
+                ("prediction_residual", "adjusted"), (whole.value, whole.adjusted), spread, strict=True
             ):
-                spread = halves[: 0 if control else None, place]
-                yield from self._spread(metric, values[column], spread, whole.num_rows, rows, tags, layer)
+                yield from self._spread(metric, values[column], of_halves, whole.num_rows, rows, tags, layer)
             yield Record(metric="held_out", value=whole.held_out[column].item(), layer=layer, n=num_scored, tags=tags)
         tags = self._tags(rows) | counts
         yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
@@ -228,19 +219,13 @@ class NextTokenResidual(Analysis):
             raise InputError(f"{self.name}: expected at least 2 texts, to fit on one and score another, got 1")
         if num_rows <= dim + 1:
             raise InputError(
-                f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}, whatever they hold: "
-                f"raise num_sequences or num_tokens of the batches to more than {dim + 1} positions, best to many times"
-            )
-        scored = rows.targets[~self._texts_to_fit(rows)[rows.text]]
-        if len(scored.unique()) < 2:
-            raise InputError(
-                f"{self.name}: the {len(scored)} positions of the texts held out all have one next token: "
-                "raise num_sequences of the batches, or lower split"
+                f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}: raise num_sequences "
+                f"or num_tokens of the batches to many times {dim + 1} positions"
             )
         if (size := bytes_of_vectors(model, num_rows)) > MAX_BYTES:
             raise InputError(
-                f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, and "
-                f"{MAX_BYTES / 1e9:.0f} GB are allowed: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
+                f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, more than "
+                f"{MAX_BYTES / 1e9:.0f} GB: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
             )
 
     def check_options(self, model: LayeredModel) -> None:

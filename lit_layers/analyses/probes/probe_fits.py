@@ -49,7 +49,7 @@ Fitted = LogisticProbes | RidgeProbes
 def fit_labellings(
     features: Tensor,
     labellings: Sequence[Tensor],
-    options: ProbeOptions,
+    options: "ProbeOptions | ProbeAnalysis",
     *,
     num_classes: int | None,
     groups: Tensor | None = None,
@@ -61,7 +61,7 @@ def fit_labellings(
     """
     layer = features[None]
     if num_classes is None:
-        penalty = options.penalty if options.estimator == "logistic" else None
+        penalty = getattr(options, "penalty", 1.0) if options.estimator == "logistic" else None
         return [fit_ridge_probes(layer, targets, penalty=penalty) for targets in labellings]
     how: dict[str, Any] = {"num_classes": num_classes, "device": device}
     if options.estimator == "watch":  # decomposes the features once for all labellings
@@ -70,7 +70,9 @@ def fit_labellings(
     return [fit_logistic_probes(layer, targets, **how) for targets in labellings]
 
 
-def fit_layer(features: Tensor, targets: Tensor, options: ProbeOptions, *, num_classes: int | None) -> Fitted:
+def fit_layer(
+    features: Tensor, targets: Tensor, options: "ProbeOptions | ProbeAnalysis", *, num_classes: int | None
+) -> Fitted:
     """Return the probe of one layer on features (rows, dim): logistic for classes, ridge if `num_classes` is None."""
     return fit_labellings(features, [targets], options, num_classes=num_classes)[0]
 
@@ -92,10 +94,6 @@ class ProbeAnalysis(Analysis):
     seed: int = 0
     estimator: Estimator = "logistic"
 
-    def probe_options(self) -> ProbeOptions:
-        penalty = getattr(self, "penalty", ProbeOptions.penalty)  # regressions have one
-        return ProbeOptions(self.c, penalty, self.tolerance, self.max_iterations, self.estimator)
-
 
 class Fitting(NamedTuple):
     """Features that probes are fitted to, of those layers that the mask `layers` (layers + 1,) holds."""
@@ -114,7 +112,7 @@ def probe_jobs(
     model: LayeredModel,
     references: list[Record],
     fittings: Sequence[Fitting],
-    options: ProbeOptions,
+    options: ProbeAnalysis,
     seed_of_control: int | None,
 ) -> Jobs:
     """Return logistic probes of all layers, a job each, of the labels and, given a seed, of permuted labels.
@@ -211,23 +209,16 @@ def score_records(
         yield _mean("mean_squared_error", scores.losses, layer, tags, intervals, rows)
         mean = baseline.mean()
         if mean > 0:
-            yield Record(
-                metric="r_squared",
-                value=float(1 - scores.losses.mean() / mean),
-                layer=layer,
-                n=len(targets),
-                tags={**tags},
-            )
+            value = float(1 - scores.losses.mean() / mean)
+            yield Record(metric="r_squared", value=value, layer=layer, n=len(targets), tags={**tags})
         return
     accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False, rows)
     low, high = curves.wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
     assert scores.predicted is not None, "a classification has predictions"
-    bounds = curves.macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
+    low, high = curves.macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
     value = macro_f1(targets, scores.predicted)
-    yield Record(
-        metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=bounds[0], high=bounds[1]
-    )
+    yield Record(metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=low, high=high)
     seen = scores.losses.isfinite()
     if seen.any():
         counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~seen).sum())) else {})}
@@ -251,18 +242,14 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     if len(rows) < 3 or rows.shape[1] < 2:
         return
     better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
-    rise, (low, high) = (
-        curves.monotonicity(values, higher_is_better=better),
-        curves.monotonicity_interval(rows, higher_is_better=better),
-    )
+    rise = curves.monotonicity(values, higher_is_better=better)
+    low, high = curves.monotonicity_interval(rows, higher_is_better=better)
     of: dict[str, Any] = {**tags, "of": metric}
     for name in rise._fields:
         value = getattr(rise, name)
         if not math.isnan(value):
-            bounds = _widened(getattr(low, name), value, getattr(high, name))
-            yield Record(
-                metric=f"monotonicity_{name}", value=value, low=bounds[0], high=bounds[1], n=rows.shape[1], tags=of
-            )
+            first, last = _widened(getattr(low, name), value, getattr(high, name))
+            yield Record(metric=f"monotonicity_{name}", value=value, low=first, high=last, n=rows.shape[1], tags=of)
     for name, rule in RULES.items():
         layer = curves.choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
         shares = curves.choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)

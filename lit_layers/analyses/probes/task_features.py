@@ -8,24 +8,21 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, with_config
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.analyses.base import Values
-from lit_layers.analyses.states import STATES, States, convert_states
+from lit_layers.analyses.states import States, convert_states
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming, sync, write_json
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.schema import Count
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_splits import TaskData
@@ -62,15 +59,9 @@ class TaskRows:
     def counts(self) -> dict[str, int]:
         """Return as tags the counts above 0 of rows that were left out, cut or missing."""
         data = self.data
-        counts = {
-            "num_duplicates": data.num_duplicates,
-            "num_empty": data.num_empty,
-            "num_conflicting": data.num_conflicting,
-            "num_unseen_test_rows": data.num_unseen_test_rows,
-            "num_cut": sum(texts.num_cut for texts in self.texts.values()),
-            "num_train_wanted": data.num_train_wanted or 0,
-            "num_test_wanted": data.num_test_wanted or 0,
-        }
+        names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
+        counts = {name: getattr(data, name) for name in (*names, "num_train_wanted", "num_test_wanted")}
+        counts["num_cut"] = sum(texts.num_cut for texts in self.texts.values())
         return {name: count for name, count in counts.items() if count}
 
 
@@ -92,7 +83,7 @@ class TaskReader:
         self._tokenizer = tokenizer_of(tokenizer, corpus)
         self._max_tokens = max_tokens
         self._data: TaskData | None = None
-        self._texts: dict[tuple[str, int], EncodedTexts] = {}
+        self._texts: dict[tuple[tuple[str, ...], int], EncodedTexts] = {}
 
     def data(self) -> TaskData:
         if self._data is None:
@@ -103,14 +94,11 @@ class TaskReader:
         """Return a hash of the task and of the token ids of its texts: another tokenizer makes other numbers."""
         data = self.data()
         parts = (data.train_and_validation().texts, data.test.texts)
-        ids = [
-            self._encoded(part, texts, self._max_tokens).content_hash()
-            for part, texts in zip(("train+", "test"), parts, strict=True)
-        ]
+        ids = [self._encoded(texts, self._max_tokens).content_hash() for texts in parts]
         return hashlib.sha256("/".join([data.content_hash(), *ids]).encode()).hexdigest()[:16]
 
     def tokenizer_hash(self) -> str:
-        return self._encoded("test", self.data().test.texts, self._max_tokens).tokenizer_hash
+        return self._encoded(self.data().test.texts, self._max_tokens).tokenizer_hash
 
     def rows(self, model: LayeredModel, *, join_validation: bool) -> TaskRows:
         """Return the parts for a model, cut at its own limit of tokens if that is lower.
@@ -122,22 +110,17 @@ class TaskReader:
         """
         if model.family.sees_images:
             raise InputError(f"{self._name}: expected a model of text, got {type(model.model).__name__}")
-        data = self.data()
-        joined = data.train_and_validation()
-        parts: dict[str, Any] = {"train": joined if join_validation else data.train, "test": data.test}
-        if not join_validation:
-            parts["validation"] = data.validation
-        limit = min(self._max_tokens, model.max_tokens or self._max_tokens)
-        texts = {
-            part: self._encoded(f"{part}{'+' if join_validation and part == 'train' else ''}", split.texts, limit)
-            for part, split in parts.items()
-        }
+        data, limit = self.data(), min(self._max_tokens, model.max_tokens or self._max_tokens)
+        parts = {"train": data.train, "test": data.test, "validation": data.validation}
+        if join_validation:
+            parts = {"train": data.train_and_validation(), "test": data.test}
+        texts = {part: self._encoded(split.texts, limit) for part, split in parts.items()}
         return TaskRows(data, texts, {part: split.targets for part, split in parts.items()})
 
-    def _encoded(self, part: str, texts: tuple[str, ...], limit: int) -> EncodedTexts:
-        if (part, limit) not in self._texts:
-            self._texts[part, limit] = encode_texts(self._tokenizer, texts, max_tokens=limit)
-        return self._texts[part, limit]
+    def _encoded(self, texts: tuple[str, ...], limit: int) -> EncodedTexts:
+        if (texts, limit) not in self._texts:
+            self._texts[texts, limit] = encode_texts(self._tokenizer, texts, max_tokens=limit)
+        return self._texts[texts, limit]
 
 
 def permuted(targets: Tensor, seed: int) -> Tensor:
@@ -147,18 +130,18 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 TextPooling = Literal["last", "mean", "cls"]
 StoreDtype = Literal["float32", "bfloat16", "float16"]
-_FACTS = "features.json"  # written last: a folder without it is a broken-off one
+_FACTS = "features.json"
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
 _FORMAT = 4
 
 
-@with_config(schema.OPEN)
-class _Facts(TypedDict):
-    num_layers: Count
-    num_rows: Count
-    dim: Count
-    broken: Annotated[tuple[Count, Count], Field(strict=False)] | None
-    dtype: StoreDtype | Literal["float64"]
+class _How(NamedTuple):
+    """How vectors are made of states; `last` is the pooling of the last layer."""
+
+    pooling: Pooling
+    last: Pooling
+    states: States
+    store_dtype: StoreDtype
 
 
 class LayerFeatures:
@@ -168,7 +151,7 @@ class LayerFeatures:
     """
 
     def __init__(self, folder: Path, *, scratch: Scratch | None = None) -> None:
-        facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
+        facts = json.loads((folder / _FACTS).read_text())
         self.num_layers = facts["num_layers"]  # L: there are L + 1 layers
         self.num_rows, self.dim = facts["num_rows"], facts["dim"]
         self.broken = facts["broken"]  # layer and text of the first state that is not finite
@@ -218,12 +201,12 @@ def text_features(
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite; a value
             that float16 cannot hold.
     """
-    if states not in STATES:
-        raise ValueError(f"expected states to be one of {list(STATES)}, got {states!r}")
+
+    how = _How(pooling, last or pooling, states, store_dtype)
 
     def write(folder: Path) -> None:
         try:
-            _write(model, texts, pooling, last or pooling, states, max_tokens, undefined, store_dtype, folder)
+            _write(model, texts, how, max_tokens, undefined == "raise", folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -233,9 +216,8 @@ def text_features(
         scratch = Scratch()
         write(scratch.folder)
         return LayerFeatures(scratch.folder, scratch=scratch)
-    folder = Path(cache) / _key(model, texts, pooling, last or pooling, states, store_dtype)
-    if not _is_whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)  # broken off, or damaged since
+    folder = Path(cache) / _key(model, texts, how)
+    if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         write(draft)
@@ -245,7 +227,7 @@ def text_features(
             draft.rename(folder)
         except OSError:  # another process was first
             shutil.rmtree(draft)
-            if not _is_whole(folder):
+            if not folder.is_dir():
                 raise
     features = LayerFeatures(folder)
     if undefined == "raise" and features.broken is not None:
@@ -288,31 +270,9 @@ def _not_finite(layer: int, row: int) -> InputError:
     return InputError(f"the features of text {row} at layer {layer} are not finite")
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether all files are there and as long as they have to be."""
-    try:
-        facts = schema.read(folder / _FACTS, _Facts, "remove the folder")
-    except InputError:
-        return False
-    size = facts["num_rows"] * facts["dim"] * getattr(torch, facts["dtype"]).itemsize
-    sizes = {_file(folder, layer): size for layer in range(facts["num_layers"] + 1)}
-    sizes[folder / _ROWS] = facts["num_rows"] * 8
-    return all(file.is_file() and file.stat().st_size == length for file, length in sizes.items())
-
-
-def _write(
-    model: LayeredModel,
-    texts: EncodedTexts,
-    pooling: Pooling,
-    last: Pooling,
-    states: States,
-    max_tokens: int,
-    undefined: Literal["raise", "nan"],
-    store_dtype: StoreDtype,
-    folder: Path,
-) -> None:
+def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int, refuses: bool, folder: Path) -> None:
     exact = _exact(model)
-    kept = exact if store_dtype == "float32" else store_dtype
+    kept = exact if how.store_dtype == "float32" else how.store_dtype
     order: list[int] = []
     broken: list[tuple[int, int]] = []
     paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
@@ -320,28 +280,26 @@ def _write(
         files = [stack.enter_context(path.open("wb")) for path in paths]
 
         def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            way = pooling if layer < model.num_layers else last
-            vectors, finite = _vectors(model, way, states, layer, hidden, mask)
+            way = how.pooling if layer < model.num_layers else how.last
+            vectors, finite = _vectors(model, way, how.states, layer, hidden, mask)
             if not finite.all():
                 broken.append((layer, order[-len(vectors) :][int(finite.int().argmin())]))
-                if undefined == "raise":
+                if refuses:
                     raise _not_finite(*broken[0])
             rounded = vectors.to(getattr(torch, kept))
             if kept != exact and not rounded[vectors.isfinite()].isfinite().all():
-                raise InputError(
-                    f"store_dtype: layer {layer} has a value of {vectors[vectors.isfinite()].abs().max():.3g}, which "
-                    f"{kept} cannot hold: take bfloat16 or float32"
-                )
+                most = vectors[vectors.isfinite()].abs().max()
+                raise InputError(f"store_dtype: layer {layer} has a value of {most:.3g}, which {kept} cannot hold")
             files[layer].write(rounded.contiguous().view(torch.uint8).numpy().data)
 
         for rows, batch in texts.batches(max_tokens):
             order += rows
             model.pass_states(batch, keep)
-    for path in paths:
-        sync(path)
     np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
+    for path in (*paths, folder / _ROWS):
+        sync(path)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    facts |= {"broken": broken[0] if broken else None, "dtype": kept, "pooling": pooling, "states": states}
+    facts |= {"broken": broken[0] if broken else None, "dtype": kept}
     write_json(folder / _FACTS, facts)
 
 
@@ -375,15 +333,13 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(
-    model: LayeredModel, texts: EncodedTexts, pooling: Pooling, last: Pooling, states: States, store_dtype: StoreDtype
-) -> str:
+def _key(model: LayeredModel, texts: EncodedTexts, how: _How) -> str:
     """Return a hash of all that decides the numbers: weights and how they are run, tokens, pooling, states."""
     facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
-    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), pooling, states]
-    facts += [_hash_of_buffers(model), *([last] if last != pooling else [])]
-    facts += [store_dtype] if store_dtype != "float32" else []
+    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), how.pooling, how.states]
+    facts += [_hash_of_buffers(model), *([how.last] if how.last != how.pooling else [])]
+    facts += [how.store_dtype] if how.store_dtype != "float32" else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

@@ -141,14 +141,8 @@ class TaskTexts:
 
     def _read(self) -> TaskReader:
         if self._reader is None:
-            self._reader = TaskReader(
-                self.name,
-                self.task,
-                self.tokenizer,
-                corpus=self.corpus,
-                folder=self.folder,
-                max_tokens=self.max_tokens,
-            )
+            about: Any = {name: getattr(self, name) for name in ("corpus", "folder", "max_tokens")}
+            self._reader = TaskReader(self.name, self.task, self.tokenizer, **about)
         return self._reader
 
 
@@ -217,7 +211,7 @@ class Probe(TaskTexts, ProbeAnalysis):
         features, labels, control = fitting
         tags = self._tags(fitting, rows)
         train, num_classes = features.layer("train", layer), rows.num_classes or None
-        probe = fit_layer(train, labels, self.probe_options(), num_classes=num_classes)
+        probe = fit_layer(train, labels, self, num_classes=num_classes)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
         records: list[Record] = []
@@ -226,15 +220,8 @@ class Probe(TaskTexts, ProbeAnalysis):
             if control and part != "test":
                 continue
             scores = score_rows(probe, features.layer(part, layer), targets)
-            records += score_records(
-                scores,
-                targets,
-                {**tags, "split": part, **flag},
-                layer=layer,
-                baseline=rows.errors_of_mean(part),
-                intervals=part != "train",
-                rows=features.rows[part],
-            )
+            how = {"baseline": rows.errors_of_mean(part), "intervals": part != "train", "rows": features.rows[part]}
+            records += score_records(scores, targets, {**tags, "split": part, **flag}, layer=layer, **how)
             of_test = scores if part == "test" else of_test
         if self.estimator == "watch":
             c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
@@ -330,17 +317,15 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
     kind = "sample_sizes"
     LEAST: ClassVar = {**TaskTexts.LEAST, "num_seeds": 1}
+    LISTS = ("layers",)
 
     layers: list[int] | None = None
     num_seeds: int = 5
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        for layer in self.layers or ():
-            if not 0 <= layer <= model.num_layers:
-                raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {layer}")
-        if self.layers is not None and len(set(self.layers)) < len(self.layers):
-            raise InputError(f"{self.name}: expected each layer once, got {self.layers}")
+        if not {*(self.layers or ())} <= {*range(model.num_layers + 1)}:
+            raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {self.layers}")
 
     def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
         rows = self._rows(model)
@@ -373,7 +358,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
                 seen.append(len(chosen.unique()))
                 if seen[-1] < 2:
                     continue  # one class: no probe
-            probe = fit_layer(features[subset], chosen, self.probe_options(), num_classes=rows.num_classes or None)
+            probe = fit_layer(features[subset], chosen, self, num_classes=rows.num_classes or None)
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
             if scores.hits is None:
