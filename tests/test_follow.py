@@ -23,7 +23,7 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.measuring import follow as second_process
-from lit_layers.measuring.follow import MeasuringAside, _page_has_all, follow
+from lit_layers.measuring.follow import MeasuringAside, follow
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -340,22 +340,6 @@ def test_nothing_left_is_not_waited_for(tmp_path):
     assert [*aside.last(is_stopped=lambda: False)] == []
 
 
-@pytest.mark.parametrize(
-    ("order", "whole"),
-    [
-        (("measurements.jsonl", "run.json", "report.html"), True),
-        (("run.json", "measurements.jsonl", "report.html"), False),  # measured while the page was drawn
-        (("run.json", "report.html", "measurements.jsonl"), False),
-        (("measurements.jsonl", "report.html"), True),  # of a Trainer's own run
-    ],
-)
-def test_the_page_is_written_again_if_numbers_came_after_it_was_begun(order, whole, tmp_path):
-    for second, name in enumerate(order):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (second, second))
-    assert _page_has_all(tmp_path) is whole
-
-
 @pytest.mark.soak
 def test_a_process_that_is_killed_harms_nothing_and_the_rest_is_measured_afterwards(tmp_path):
     root = tmp_path / "run"
@@ -392,7 +376,7 @@ def test_an_analysis_that_cannot_be_sent_is_refused(tmp_path):
     text.unsendable = lambda: None
     both = [SeriesCheckpoint(EVERY_SECOND, root), EmergenceCallback(two_groups(), EVERY_SECOND, root, measure="async")]
     both[1].measurer.analyses[0].batches = text
-    with pytest.raises(InputError, match="measure: async sends the analyses to a second process"):
+    with pytest.raises(InputError, match="measure: async cannot send the analyses to a second process"):
         fit(root, both)
 
 

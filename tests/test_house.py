@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 38_252
-CHARACTERS = 1_805_100
+LINES = 37_905
+CHARACTERS = 1_796_900
 FILES = 208
 FILES_IN_A_FOLDER = 16
 

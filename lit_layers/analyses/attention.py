@@ -148,10 +148,6 @@ class Induction(Analysis):
     heads: bool = True
     seed: int = 0
 
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        self._period(model)
-
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         return {"batches": Rows([{"input_ids": self.sequences(model)}])}
 
@@ -170,13 +166,7 @@ class Induction(Analysis):
         return _records_of_heads(model, batches, [prefix_matching_score], self.heads, tags)
 
     def _period(self, model: LayeredModel) -> int:
-        longest = min(self.num_tokens, (model.max_tokens or 2**31) // self.repeats)
-        if longest < 2:
-            raise InputError(
-                f"{self.name}: {type(model.model).__name__} takes {model.max_tokens} tokens, too few to repeat two of "
-                f"them {self.repeats} times"
-            )
-        return longest
+        return min(self.num_tokens, (model.max_tokens or 2**31) // self.repeats)
 
 
 def _chance(weights: Tensor) -> Tensor:
@@ -188,8 +178,8 @@ def _chance(weights: Tensor) -> Tensor:
 
 def _mean_over_heads(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
     """Yield the records of the values (prompts, heads) of each block."""
-    nothing = torch.full((1, len(blocks[0])), torch.nan, dtype=torch.float64)
-    yield from summarize_layers(metric, torch.cat([nothing, *(each.mean(1)[None] for each in blocks)]), tags=tags)
+    means = [each.mean(1) for each in blocks]
+    yield from summarize_layers(metric, torch.stack([torch.full_like(means[0], torch.nan), *means]), tags=tags)
 
 
 @dataclass(kw_only=True)

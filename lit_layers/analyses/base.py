@@ -248,10 +248,7 @@ class Analysis(ABC):
                 raise InputError(f"{self.name}: expected {field.name} to be a list of {choices}, got {value!r}")
             for choice in value if isinstance(value, list | tuple) else (value,):
                 if choices and isinstance(choice, str | None) and choice not in choices:
-                    kinds = "an int or " if int in get_args(field.type) else ""
-                    raise InputError(
-                        f"{self.name}: expected {field.name} to be {kinds}one of {choices}, got {choice!r}"
-                    )
+                    raise InputError(f"{self.name}: expected {field.name} to be one of {choices}, got {choice!r}")
         for option in self.LISTS:
             if (values := getattr(self, option)) is None:
                 continue

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -153,7 +153,9 @@ class Invariance(Analysis):
 
         def layer_values(layer: int) -> _OfLayer:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
-            return layer, self._values_of_sets(vectors.to(device), halves)
+            vectors = self._rescaled(vectors.to(device))
+            of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
+            return layer, {key: [values[key] for values in of_sets] for key in of_sets[0]}
 
         def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
             return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
@@ -163,14 +165,8 @@ class Invariance(Analysis):
     def make(self) -> Views:
         """Return the views, which the first call makes."""
         if self._views is None:
-            self._views = make_views(
-                self.texts.texts(),
-                self.num_views,
-                seed=self.seed,
-                share=self.share,
-                max_words=self.max_words,
-                actions=self.actions,
-            )
+            how: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "share", "max_words", "actions")}
+            self._views = make_views(self.texts.texts(), self.num_views, **how)
         return self._views
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
@@ -190,17 +186,8 @@ class Invariance(Analysis):
         if not layers.any():
             raise nothing_defined(self.name)
         if int(prompts.sum()) < 2:
-            raise InputError(
-                f"{self.name}: expected at least 2 texts with a vector at every layer, got {prompts.sum()}"
-            )
+            raise InputError(f"{self.name}: expected 2 texts or more with a vector at each layer, got {prompts.sum()}")
         return layers, prompts.nonzero().squeeze(-1)
-
-    def _values_of_sets(self, vectors: Tensor, halves: Sequence[Tensor]) -> dict[_Metric, list[float]]:
-        """Return the values of one layer by metric, for all prompts' vectors (views, prompts, dim) and then for each
-        half."""
-        vectors = self._rescaled(vectors)
-        of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
-        return {key: [values[key] for values in of_sets] for key in of_sets[0]}
 
     def _records(
         self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int, has_halves: bool
@@ -252,9 +239,8 @@ class Invariance(Analysis):
         for normalization in self.normalizations:
             entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2, "normalization": normalization}
             values["lidar", normalization] = sums.value(delta=self.delta, undefined="nan", **entropy).item()
-            values["dime", normalization] = dime(
-                **pair, permutations=self.permutations, seed=self.seed, side=self.side, **entropy
-            ).item()
+            entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}
+            values["dime", normalization] = dime(**pair, **entropy).item()
         values["lidar_rank", "raw"] = sums.value(delta=self.delta, output="rank", undefined="nan").item()
         values[_WITHIN] = sums.within_over_delta(self.delta)
         return values
@@ -304,7 +290,7 @@ class PromptStudies(Analysis):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"seed": 0, "drop_first": 0, "lengths": 1}
+    LEAST: ClassVar = {"seed": 0, "drop_first": 0, "lengths": 1, "p": 0}
     LISTS = ("studies", "p", "drop_first", "lengths")
 
     batches: Batches
@@ -385,15 +371,7 @@ class PromptStudies(Analysis):
         """Return the ids of the vocabulary without the special tokens."""
         size = model.vocab_size or model.model.config.vocab_size
         special = special_tokens(model) | set(self.special_tokens)
-        ordinary = np.array(sorted(set(range(size)) - special), dtype=np.int64)
-        if not len(ordinary):
-            raise InputError(f"{self.name}: expected some tokens beside special_tokens, the vocabulary has {size}")
-        return ordinary
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if any(not 0 <= p <= 1 for p in self.p):
-            raise InputError(f"{self.name}: expected each p to be within 0 and 1, got {list(self.p)}")
+        return np.array(sorted(set(range(size)) - special), dtype=np.int64)
 
 
 def _powers(most: int) -> list[int]:

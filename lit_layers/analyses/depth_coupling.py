@@ -93,15 +93,14 @@ class Coupling(Analysis):
             raise InputError(f"{self.name}: coupling needs at least two blocks, the model has {model.num_layers}")
         for k in self.resolved(model).k:
             check_directions(self.name, k, model.dim)
-        if self.token == "mean_patch" and not model.family.sees_images:
-            kind = type(model.model).__name__
-            raise InputError(f"{self.name}: {kind} has no patches: token 'mean_patch' is for models of images")
-        if self.token == "cls" and model.family.sees_images and not model.has_class_token:
-            kind = type(model.model).__name__
-            raise InputError(f"{self.name}: this {kind} has no class token: choose token 'last_patch' or 'mean_patch'")
+        is_image, token = model.family.sees_images, self.token
+        if (token == "mean_patch" and not is_image) or (token == "cls" and is_image and not model.has_class_token):
+            raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        at_once = _prompts_at_once(model, len(self.tokens(model)))
+        # Jacobians in float32: 32 MB on a CPU, one prompt of GPT-2 small (12 x 768 x 768); 1 GB on a GPU, 37 of them.
+        entries = 2**28 if model.device.type == "cuda" else 2**23
+        at_once = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
@@ -132,13 +131,6 @@ class Coupling(Analysis):
         side = next(iter(self.batches))["pixel_values"].shape[-1]
         first, patches = model.num_prefix_tokens, model.num_patches(side)
         return evenly_spread(first, first + patches - 1, patches if self.num_patches is None else self.num_patches)
-
-
-def _prompts_at_once(model: LayeredModel, num_tokens: int) -> int:
-    """Return how many prompts' Jacobians are held at a time."""
-    # In float32 32 MB on a CPU, one prompt of GPT-2 small (12 blocks x 768 x 768); 1 GB on a GPU, 37 of them.
-    entries = 2**28 if model.device.type == "cuda" else 2**23
-    return max(1, entries // (model.num_layers * model.dim**2 * num_tokens))
 
 
 class _Blocks:
@@ -226,9 +218,7 @@ class _Blocks:
         norm = final_norm(self.model)
         if self.options.states == "resid" or norm is None or layer < self.model.num_layers:
             return jacobian
-        last = self._token_states(self.trajectory.hidden[layer])[
-            :, None
-        ]  # (prompts, 1, dim): a norm acts on each token
+        last = self._token_states(self.trajectory.hidden[layer])[:, None]  # a norm acts on each token
         outer = block_jacobian(norm, last, residual=False)
         # d norm(x + f(x)) / dx - I, by the chain rule
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
@@ -351,9 +341,8 @@ class CouplingMatrices(Analysis):
             bases = Factors(*(part[[second]] for part in factors))
             (matrix,) = compressions(jacobians[[first]], bases, count=count)
             is_undefined = bool(undefined[first] or undefined[second])
-            matrices[layer, other] = (
-                matrix[0].double().cpu().masked_fill(torch.tensor(is_undefined), math.nan)[..., None]
-            )
+            matrix = matrix.movedim(0, -1).double().cpu()
+            matrices[layer, other] = torch.full_like(matrix, math.nan) if is_undefined else matrix
         return matrices
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:

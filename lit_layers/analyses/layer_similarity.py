@@ -11,13 +11,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Values
 from lit_layers.analyses.states import States, drop_first_tokens, evenly_spread, states_of_layers
-from lit_layers.analyses.statistics import (
-    complete,
-    gap,
-    left_out,
-    mean_of_defined,
-    summarize,
-)
+from lit_layers.analyses.statistics import complete, gap, left_out, mean_of_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
@@ -90,10 +84,8 @@ class LayerSimilarity(Analysis):
         least = 4 if self.debiased else 2
         enough = rows.shape[1] >= least
         if not enough and kept.all():
-            raise InputError(
-                f"{self.name}: layer_cka needs at least {least} rows, got {rows.shape[1]} ({self.rows}): give more "
-                "texts or longer ones"
-            )
+            got = f"got {rows.shape[1]} ({self.rows})"
+            raise InputError(f"{self.name}: layer_cka needs at least {least} rows, {got}: give more texts")
         tags = self.tags_of("states", "drop_first")
         for mode in MODES:
             values = batches[mode].movedim(-1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
@@ -109,17 +101,9 @@ class LayerSimilarity(Analysis):
         alignment = torch.full((len(rows), len(rows)), math.nan)
         if enough:
             alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
-        for layer, row in enumerate(alignment.tolist()):
-            for other, value in enumerate(row):
-                if not math.isnan(value):
-                    yield Record(
-                        metric="layer_cka",
-                        value=value,
-                        layer=layer,
-                        other_layer=other,
-                        n=prompts,
-                        tags={**tags, "num_rows": rows.shape[1]},
-                    )
+        about: dict[str, Any] = {"metric": "layer_cka", "n": prompts, "tags": {**tags, "num_rows": rows.shape[1]}}
+        for layer, other in (~alignment.isnan()).nonzero().tolist():
+            yield Record(value=alignment[layer, other].item(), layer=layer, other_layer=other, **about)
         yield from _stages("layer_cka", alignment, prompts, tags)
 
     def _rows(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,12 +127,10 @@ def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
     """Return the matrix (layers + 1, layers + 1, prompts) of each prompt, so that their mean is that of all, and so is
     its spread; in float64, NaN where a state is zero."""
     num_layers, num_prompts = hidden.shape[:2]
-    matrices = [
-        cosine_similarity_matrix(hidden[:, [index]], mask[[index]], mode=mode, undefined="nan").cpu()
-        for index in range(num_prompts)
-    ]
-    # there may be none
-    return torch.stack([torch.zeros(num_layers, num_layers, dtype=torch.float64), *matrices], -1)[..., 1:]
+    matrices = torch.zeros(num_layers, num_layers, num_prompts, dtype=torch.float64)
+    for row in range(num_prompts):
+        matrices[..., row] = cosine_similarity_matrix(hidden[:, [row]], mask[[row]], mode=mode, undefined="nan")
+    return matrices
 
 
 def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:

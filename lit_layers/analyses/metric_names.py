@@ -35,14 +35,11 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
 NAMES: Mapping[str, type[Analysis]] = {analysis.name: analysis for analysis in _ANALYSES}
 COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # take derivatives: few and short texts will do
 # Of those groups what other analyses or other options give.
-_ELSEWHERE = {"rankme", "token_angle", "compression", "same_token_coupling", "excess_same_token_coupling"}
-_ELSEWHERE |= {
-    "prefix_matching_score",
-    "in_context_score",
-    "ngram_divergence",
-    "random_ngram_divergence",
+_ELSEWHERE = {
+    *("rankme", "token_angle", "compression", "same_token_coupling", "excess_same_token_coupling"),
+    *("prefix_matching_score", "best_prefix_matching_score", "random_prefix_matching_score", "in_context_score"),
+    *("ngram_divergence", "random_ngram_divergence"),
 }
-_ELSEWHERE |= {"best_prefix_matching_score", "random_prefix_matching_score"}
 
 
 def metric_names() -> dict[str, str]:

@@ -19,12 +19,7 @@ from lit_layers.records import Record
 
 
 def measure_speed(
-    model: nn.Module,
-    compared: Sequence[Variant],
-    batch: Batch,
-    *,
-    num_rounds: int = 20,
-    num_warm_up: int = 3,
+    model: nn.Module, compared: Sequence[Variant], batch: Batch, *, num_rounds: int = 20, num_warm_up: int = 3
 ) -> Iterator[Record]:
     """Yield the records of `Speed` for variants of a model on its device; the first is the full model, which runs as it
     is.

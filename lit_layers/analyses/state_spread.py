@@ -18,10 +18,8 @@ from lit_layers.analyses.statistics import (
     records_of_layers,
     summarize_layers,
     values_of_halves,
-    without_texts,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
 from lit_layers.functional.entropy import participation_ratio
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.state_geometry import (
@@ -79,11 +77,6 @@ class StateGeometry(Analysis):
     last_rank: int = 100
     num_halves: int = 10
     states: States = "resid"
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if self.first_rank >= self.last_rank:
-            raise InputError(f"{self.name}: expected last_rank above {self.first_rank}, got {self.last_rank}")
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
@@ -200,13 +193,7 @@ class PooledStates(Analysis):
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         pooled = vectors_of_prompts(batches[POOLED].double())
-        layers, kept = complete(~pooled.isnan().any(-1))
-        count = int(kept.sum())
-        if layers.any() and count < 2:
-            with without_texts(len(kept) - count):
-                raise InputError(
-                    f"{self.name}: expected at least 2 prompts, to see how far apart they lie, got {count}"
-                )
+        _, kept = complete(~pooled.isnan().any(-1))
         tags = self.tags_of("pooling", "states") | left_out("", ~kept)
         finite = pooled[:, kept]
         of_halves = values_of_halves(_dimensions, finite, self.num_halves)

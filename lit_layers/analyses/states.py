@@ -14,9 +14,6 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 States = Literal["resid", "hf", "normed"]
 
 
-STATES: tuple[States, ...] = ("resid", "hf", "normed")
-
-
 def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     """Yield the batches up to that many rows."""
     for batch in batches:

@@ -13,7 +13,6 @@ rows and lower an entropy.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_layers.errors import InputError
 from lit_layers.functional.curves import Statistic, bootstrap_interval
 from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
@@ -48,24 +46,16 @@ class Sample(NamedTuple):
     rows: Tensor | None = None
 
 
-def summarize(
-    metric: str,
-    values: Tensor,
-    *,
-    layer: int | None = None,
-    other_layer: int | None = None,
-    tags: Tags | None = None,
-    statistic: Statistic = "mean",
-    rows: Tensor | None = None,
-) -> list[Record]:
+def summarize(metric: str, values: Tensor, **place: Any) -> list[Record]:
     """Return the mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
     tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
     `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
-    is defined there is no record of a layer, and of the whole model one whose value is NaN.
+    is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
+    fields of `Sample`.
     """
-    return [*summarize_all([Sample(metric, values, layer, other_layer, tags, statistic, rows)])]
+    return [*summarize_all([Sample(metric, values, **place)])]
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
@@ -180,17 +170,6 @@ def nothing_defined(name: str) -> ValueError:
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
         "constant, not finite or of too few tokens"
     )
-
-
-@contextmanager
-def without_texts(num_left_out: int) -> Iterator[None]:
-    """Add to an `InputError` raised inside how many texts a broken model leaves out."""
-    try:
-        yield
-    except InputError as error:
-        if not num_left_out:
-            raise
-        raise InputError(f"{error} (left out: {num_left_out} whose states are not finite)") from error
 
 
 def left_out(what: str, undefined: Tensor | int) -> dict[str, int]:

@@ -18,7 +18,6 @@ from lit_layers.analyses.statistics import (
     summarize_all,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel
@@ -159,11 +158,6 @@ class PathsInPlane(Analysis):
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         shown, places, explained = (batches[name].movedim(-1, 0) for name in ("token", "place", "explained"))
-        if (shown < 0).all():
-            raise InputError(
-                f"{self.name}: no prompt has {LEAST_TOKENS} tokens after the first {self.drop_first}: give longer "
-                "prompts or a smaller drop_first"
-            )
         tags = self.tags_of("states")
         yield from summarize("plane_variance", explained.sum(-1), tags=tags)
         for prompt, share in enumerate(explained):

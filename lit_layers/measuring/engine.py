@@ -24,10 +24,7 @@ _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions 
 
 
 def on_ray(
-    task: Callable[..., Any],
-    calls: Mapping[str, Sequence[Any]],
-    device: str,
-    tell: Callable[[int, int, str], None],
+    task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, tell: Callable[[int, int, str], None]
 ) -> Iterator[tuple[str, Any]]:
     """Yield each name with what `task(name, *arguments)` returns or the InputError that it raises, as they end.
 
@@ -118,10 +115,8 @@ def _refuse_cluster_of_another_user(ray: Any) -> None:
         return
     file = ray._common.utils.get_ray_address_file(None)
     if os.path.lexists(file) and (owner := os.lstat(file).st_uid) not in (os.getuid(), 0):
-        raise InputError(
-            f"engine: {file}, which names the Ray cluster of this machine, is of another user ({owner}), whose "
-            "workers could run anything here: name the cluster in RAY_ADDRESS, or say RAY_ADDRESS=local"
-        )
+        why = f"which names a Ray cluster, is of another user ({owner}), whose workers could run anything here"
+        raise InputError(f"engine: {file}, {why}: name the cluster in RAY_ADDRESS, or say RAY_ADDRESS=local")
 
 
 def _most(ray: Any, resource: str) -> float:

@@ -83,16 +83,12 @@ class MeasuringAside:
         self._offset = 0
         self.arrived()  # what was there is no news
         if local := next((each for each in analyses if type(each).__module__ == "__main__"), None):
-            raise InputError(
-                f"measure: async sends the analyses to a second process, which cannot import {type(local).__name__} of "
-                "this script: put it into a module of its own"
-            )
+            why = f"cannot import {type(local).__name__} of this script: put it into a module of its own"
+            raise InputError(f"measure: async sends the analyses to a second process, which {why}")
         try:
             content = pickle.dumps(list(analyses))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InputError(
-                f"measure: async sends the analyses to a second process, which cannot be: {error}"
-            ) from error
+            raise InputError(f"measure: async cannot send the analyses to a second process: {error}") from error
         about = {"root": str(root.resolve()), "path": sys.path, **options}
         root.mkdir(parents=True, exist_ok=True)
         # A file without a name: a pipe holds little, and the process may read it when training has ended.
@@ -159,16 +155,8 @@ def main() -> None:
 
     with contextlib.suppress(InputError):  # which was logged
         follow(root, measure, patience=0.0)
-    if not _page_has_all(root):
+    if (root / "report.html").is_file():  # training drew it before the last numbers came
         write_report(root)
-
-
-def _page_has_all(root: Path) -> bool:
-    """Whether all numbers were there when `fit` closed run.json, after which it draws its page; True without a page."""
-    page, numbers, run = (root / name for name in ("report.html", "measurements.jsonl", "run.json"))
-    if not (page.is_file() and numbers.is_file() and run.is_file()):
-        return True
-    return numbers.stat().st_mtime_ns < run.stat().st_mtime_ns
 
 
 if __name__ == "__main__":

@@ -252,15 +252,14 @@ class _Measuring:
     def _unlisted(self) -> dict[str, str]:
         """Return the checkpoints whose files cannot even be listed, each with why: the others do not wait for them."""
 
-        def reason(checkpoint: Checkpoint) -> str | None:
+        def unlisted(checkpoint: Checkpoint) -> dict[str, str]:
             try:
                 checkpoint.source.files  # noqa: B018
             except InputError as error:
-                return str(error)
-            return None
+                return {checkpoint.name: str(error)}
+            return {}
 
-        reasons = at_once(reason, self.series.checkpoints)
-        return {one.name: why for one, why in zip(self.series.checkpoints, reasons, strict=True) if why is not None}
+        return {name: why for each in at_once(unlisted, self.series.checkpoints) for name, why in each.items()}
 
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Audit the series, and correct what the numbers of these checkpoints say of it."""
@@ -377,7 +376,7 @@ class _Measuring:
 
     def _provenance(self, checkpoint: Checkpoint, weights: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return where a checkpoint comes from, and the part of it by which a measurement counts as done."""
-        source = checkpoint.provenance() | ({} if self.options.offload is None else {"offloaded": True})
+        source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
         if self.series.is_alone:
             self._refuse_another(lambda _: ("weights_hash", weights))
             return {**source, "audit": UNAUDITED}, {}

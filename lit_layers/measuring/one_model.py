@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import logging
-import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,14 +28,10 @@ from lit_layers.models.copies import BFloat16View
 from lit_layers.models.offload import is_offloaded
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Measurement, Record, Store
-from lit_layers.schema import Range, refuse_outside
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
-    *("lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors"),
-    *("numpy", "scipy", "mteb"),
-)
+PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
 # Most bytes of the states of a microbatch: on a CPU; on a GPU, or where each one reads all blocks from the disk.
 STATE_BYTES = 2**26, 2**28
 
@@ -63,9 +58,6 @@ def measure(
     """
     if not isinstance(analysis, Analysis):
         raise InputError(f"analysis: expected one, such as Lens(batches=data), got a {type(analysis).__name__}")
-    refuse_outside(
-        "", dict.fromkeys(("step", "tokens"), Range(0, math.inf, whole=True)), {"step": step, "tokens": tokens}
-    )
     step, tokens = (None if number is None else int(number) for number in (step, tokens))
     (outcome,) = outcomes(model, [analysis], weights_hash=weights_hash)
     if raises and outcome.failure is not None:
@@ -409,8 +401,7 @@ def microbatches(
         size = max(1, most // _row_bytes(model, column)) if needed in batch else count
         for start in range(0, count, size):
             stop = min(start + size, count)
-            whole = (start, stop) == (0, len(column))
-            yield batch if whole else _some(batch, slice(start, stop), len(column)), stop - start
+            yield _some(batch, slice(start, stop), len(column)), stop - start
         limit = None if limit is None else limit - count
         if limit == 0:
             return

@@ -92,39 +92,29 @@ class Plan:
 def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
     """Measure each analysis on more and more rows of its data, until all of them or its part of the time is used up."""
     plan, began = Plan({each.name: {} for each in analyses}), time.perf_counter()
-    tried = {each.name: 0.0 for each in analyses}  # the largest share, measured or refused
-    rows = {each.name: ROWS for each in analyses}
-
-    def measured(cuts: dict[str, Analysis]) -> Sequence[Measurement]:
-        """Measure; an analysis that refuses so few rows is given more."""
-        while True:
-            try:
-                return measure([*cuts.values()]) if cuts else ()
-            except InputError as error:
-                refusing = [each for each in analyses if each.name in cuts and f"{each.name}: " in str(error)]
-                if not refusing or tried[refusing[0].name] == 1:
-                    raise
-                cuts |= cut(refusing[0])
-
-    def cut(analysis: Analysis) -> dict[str, Analysis]:
-        found = analysis.first_share(rows[analysis.name])
-        rows[analysis.name] *= GROWTH
-        tried[analysis.name] = 1.0 if found is None else found[1]
-        if found is None:
-            plan.reasons[analysis.name] = "a share takes as long as the whole"
-        return {} if found is None else {analysis.name: found[0]}
-
+    tried = dict.fromkeys(plan.seconds, 0.0)  # the largest share of each
+    rows = dict.fromkeys(plan.seconds, ROWS)
     while True:
-        left = LONGEST - (time.perf_counter() - began)
-        due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
-        if not due:
-            return plan
-        cuts = {name: part for each in due for name, part in cut(each).items()}
         started = time.perf_counter()
-        found = measured(cuts)
-        took = time.perf_counter() - started
-        if found:
-            plan.around = min(plan.around, took - sum(each.seconds for each in found))
+        left = LONGEST - (started - began)
+        due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
+        cuts = {each.name: each.first_share(rows[each.name]) for each in due}
+        for name in [name for name, cut in cuts.items() if cut is None]:
+            plan.reasons[name], tried[name] = "a share takes as long as the whole", 1.0
+            del cuts[name]
+        if not cuts:
+            return plan
+        try:
+            found = measure([part for part, _ in cuts.values()])
+        except InputError as error:  # an analysis that refuses so few rows is given more
+            refusing = [name for name, (_, share) in cuts.items() if f"{name}: " in str(error) and share < 1]
+            if not refusing:
+                raise
+            rows[refusing[0]] *= GROWTH
+            continue
+        plan.around = min(plan.around, time.perf_counter() - started - sum(each.seconds for each in found))
+        for name, (_, tried[name]) in cuts.items():
+            rows[name] *= GROWTH
         for each in found:
             if each.error is not None:
                 plan.reasons[each.analysis] = each.error

@@ -232,7 +232,7 @@ def test_measuring_leaves_no_gradients_behind(model):
         ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
         ({"k": (0.01,)}, "at least one of 32 directions, got 0.01"),
         ({"k": ()}, "expected at least one of k, got none"),
-        ({"token": "middle"}, "expected token to be an int or one of"),
+        ({"token": "middle"}, "expected token to be one of"),
         ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
         ({"sign": "plain"}, r"expected sign to be one of \['signed', 'absolute'\], got 'plain'"),
         ({"states": "raw"}, "expected states to be one of"),
@@ -294,7 +294,7 @@ def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
         assert records[key].n == 2
     whole = found(model, batch, k=(4,), token="mean_patch", num_patches=None)
     assert whole.keys() == records.keys()
-    with pytest.raises(InputError, match="GPT2LMHeadModel has no patches: token 'mean_patch' is for models of images"):
+    with pytest.raises(InputError, match="GPT2LMHeadModel has no mean_patch: choose another token"):
         found(tiny("gpt2"), tiny_batch("gpt2"), k=(4,), token="mean_patch")
 
 

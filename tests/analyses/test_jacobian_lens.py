@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens, Lens
-from lit_layers.analyses.readouts.jacobian_lens import FittedLens, JacobianSum, one_by_one, shuffle_weights
+from lit_layers.analyses.readouts.jacobian_lens import FittedLens, one_by_one, shuffle_weights
 from lit_layers.analyses.states import first_rows
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -42,8 +42,7 @@ def records(view):
 def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> FittedLens:
     """The lens of the first prompts, from the Jacobians of every second one and of the others."""
     given = [*one_by_one(first_rows(batches, num_prompts))]
-    halves = [JacobianSum.add_up(view, given[half::2], SKIP) for half in range(2)]
-    return FittedLens.mean(halves, num_prompts)
+    return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)
 
 
 def values(records, metric: str, name: str) -> list[float]:
@@ -135,7 +134,7 @@ def test_the_model_is_as_it_was(view):
 
 def test_held_out_prompts_that_are_all_too_short_are_said(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
-    with pytest.raises(InputError, match="no prompt is left to compare on: give more than 2 that have a place from 2"):
+    with pytest.raises(InputError, match=r"give more than 2 \(num_prompts\) of more than 3 tokens"):
         list(records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view))
 
 
@@ -155,7 +154,7 @@ def test_ranks_divide_the_lenses(view):
     ("options", "sentence"),
     [
         ({"num_prompts": 7}, "no prompt is left to compare on: give more than 7"),
-        ({"skip_first": 40}, "skip_first: none of the first 2 prompts has a place from 40 on"),
+        ({"skip_first": 40}, "skip_first: none of the first 2 prompts is longer than 41 tokens"),
         ({"lenses": ()}, "expected at least one of lenses, got none"),
         ({"lenses": ("logits",)}, "expected lenses to be"),
     ],

@@ -8,7 +8,6 @@ import torch
 
 from lit_layers.analyses import PooledStates, StateGeometry
 from lit_layers.analyses.statistics import records_with_halves
-from lit_layers.errors import InputError
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
@@ -136,8 +135,3 @@ def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
     assert found["massive_activation", 1] < 100 < 1000 < found["massive_activation", 2]
     assert found["block_influence", 2] > found["block_influence", 3]
     assert found["anisotropy", 2] > 0.99
-
-
-def test_a_range_of_ranks_that_is_none_is_refused(model):
-    with pytest.raises(InputError, match="state_geometry: expected last_rank above 3, got 3"):
-        run(model, last_rank=3)

@@ -88,13 +88,13 @@ class JacobianLens(Analysis):
         fitting = are_long[: self.num_prompts]
         if self._fitted and not any(fitting):
             raise InputError(
-                f"{self.name}: skip_first: none of the first {len(fitting)} prompts has a place from {self.skip_first} "
-                "on that another token follows: give longer texts"
+                f"{self.name}: skip_first: none of the first {len(fitting)} prompts is longer than "
+                f"{self.skip_first + 1} tokens"
             )
         if not any(are_long[self.num_prompts :]):
             raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {self.num_prompts} that have a "
-                f"place from {self.skip_first} on (skip_first), got {len(are_long)}"
+                f"{self.name}: no prompt is left to compare on: give more than {self.num_prompts} (num_prompts) of "
+                f"more than {self.skip_first + 1} tokens (skip_first), got {len(are_long)}"
             )
 
     @property
@@ -114,7 +114,7 @@ class JacobianLens(Analysis):
     def _lens_records(self, model: LayeredModel, name: str) -> list[Record]:
         """Fit one lens and compare its readouts with the model's own on the held-out prompts."""
         prompts = [*one_by_one(self.batches)]
-        fit = None if name == "logit" else self._fit(model, name, prompts[: self.num_prompts])
+        fit = None if name == "logit" else self.fit(model, name, prompts[: self.num_prompts])
         lenses: dict[str, Tensor] = {}  # (layers, dim, dim) each
         if fit is not None:
             dtype = torch.promote_types(model.dtype, torch.float32)
@@ -141,11 +141,23 @@ class JacobianLens(Analysis):
         sums = torch.stack([compared(prompt) for prompt in prompts[self.num_prompts :]], -1)
         return [*self._records(name, dict(zip(keys, sums, strict=True)), fit)]
 
-    def _fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> "FittedLens":
+    def fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> "FittedLens":
+        """Return the lens of some prompts, of every second one and of the others."""
         view = LayeredModel(shuffle_weights(model, self.seed)) if name == "shuffled" else model
         prompts = [prompt for prompt in given if is_long(prompt, self.skip_first)]
-        sums = [JacobianSum.add_up(view, prompts[half::2], self.skip_first) for half in range(2)]
-        return FittedLens.mean(sums, self.num_prompts)
+        halves = torch.zeros(2, view.num_layers, view.dim, view.dim, dtype=torch.float64)
+        counts = torch.zeros(2, view.num_layers, dtype=torch.long)  # prompts whose Jacobian is finite
+        for number, prompt in enumerate(prompts):
+            trajectory = view.trajectory(prompt)
+            blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
+            found = jacobians_to_last_layer(blocks, trajectory.hidden[0], positions_of(trajectory, self.skip_first))
+            for layer, jacobian in enumerate(found.cpu()):  # a copy of all in float64 would be 0.2 GB
+                if jacobian.isfinite().all():
+                    halves[number % 2, layer] += jacobian
+                    counts[number % 2, layer] += 1
+        whole = halves.sum(0).div_(counts.sum(0)[:, None, None])
+        halves /= counts[..., None, None]  # in place: 2 x 24 x 1,024² x 8 B = 0.4 GB
+        return FittedLens(whole, halves, len(prompts), self.num_prompts - counts.sum(0))
 
     def _records(self, name: str, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
         """Yield the records from divergence, log rank and tokens (3, prompts) of each layer, and of the halves."""
@@ -209,29 +221,6 @@ def shuffle_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
 # ------------------------------------------------------------------------------------------------------- the fit
 
 
-class JacobianSum(NamedTuple):
-    """The sum of some prompts' Jacobians where they are finite."""
-
-    matrices: Tensor  # (layers, dim, dim), float64, on the CPU
-    counts: Tensor  # (layers,) prompts whose Jacobian is finite
-    num_prompts: int
-
-    @classmethod
-    def add_up(cls, view: LayeredModel, prompts: Sequence[Batch], skip_first: int) -> "JacobianSum":
-        """Sum over prompts that are long enough, one by one."""
-        matrices = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
-        counts = torch.zeros(view.num_layers, dtype=torch.long)
-        for prompt in prompts:
-            trajectory = view.trajectory(prompt)
-            blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
-            found = jacobians_to_last_layer(blocks, trajectory.hidden[0], positions_of(trajectory, skip_first))
-            for layer, jacobian in enumerate(found.cpu()):  # a copy of all in float64 would be 0.2 GB
-                if jacobian.isfinite().all():
-                    matrices[layer] += jacobian
-                    counts[layer] += 1
-        return cls(matrices, counts, len(prompts))
-
-
 class FittedLens(NamedTuple):
     """A lens and the lenses of both halves of its prompts, in float64; NaN if no prompt has a finite Jacobian."""
 
@@ -239,15 +228,6 @@ class FittedLens(NamedTuple):
     halves: Tensor  # (2, layers, dim, dim)
     num_prompts: int
     num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
-
-    @classmethod
-    def mean(cls, sums: Sequence[JacobianSum], num_given: int) -> "FittedLens":
-        """Make the lens from the sums over both halves of so many prompts, the short ones included."""
-        counts = torch.stack([each.counts for each in sums])
-        halves = torch.stack([each.matrices for each in sums])
-        whole = halves.sum(0).div_(counts.sum(0)[:, None, None])
-        halves /= counts[..., None, None]  # in place: 2 x 24 x 1,024² x 8 B = 0.4 GB
-        return cls(whole, halves, sum(each.num_prompts for each in sums), num_given - counts.sum(0))
 
 
 # -------------------------------------------------------------------------------------------------- the Jacobians

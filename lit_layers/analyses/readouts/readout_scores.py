@@ -14,15 +14,7 @@ from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.statistics import Tags, exponential, rounding_records, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import (
-    LOOPS,
-    SEEDS,
-    VARIANTS,
-    Variant,
-    baseline,
-    kendall_distance,
-    start_of,
-)
+from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, kendall_distance, start_of
 from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -86,9 +78,7 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
         return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)
     per_token, num_classes = trajectory.logits.ndim == 3, trajectory.logits.shape[-1]
     if num_classes == 1:  # whose log-softmax is 0 whatever it says
-        raise InputError(
-            f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes to compare"
-        )
+        raise InputError(f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes")
     if per_token:
         prompt, place = mask.nonzero().T
     else:
@@ -99,11 +89,8 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
         labels = batch["labels"].to(prompt.device)
         expected = mask.shape if per_token else mask.shape[:1]
         if labels.is_floating_point() or labels.shape != expected:
-            kind = type(model.model).__name__
-            raise InputError(
-                f"{name}: expected integer labels of shape {tuple(expected)} for {kind}, "
-                f"got {labels.dtype} of shape {tuple(labels.shape)}"
-            )
+            kind, got = type(model.model).__name__, f"{labels.dtype} of shape {tuple(labels.shape)}"
+            raise InputError(f"{name}: expected integer labels of shape {tuple(expected)} for {kind}, got {got}")
         target = labels[prompt, place] if per_token else labels
         if len(target) and (target.max() >= num_classes or (target[target != NO_LABEL] < 0).any()):
             raise InputError(
@@ -139,9 +126,15 @@ class FullModel:
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
         self._size = rows_at_once(len(logits), logits.shape[-1], logits.device)
-        pieces = zip(logits.split(self._size), rows.chunks(self._size), strict=True)
-        self.rows, self._pieces = rows, [_Piece(some, of_rows) for some, of_rows in pieces]
-        self.itself = self._joined([piece.itself for piece in self._pieces])  # as `compared` with itself
+        self.rows, self._pieces, itself = rows, list[tuple[Rows, Tensor, Tensor]](), list[Tensor]()
+        for some, of_rows in zip(logits.split(self._size), rows.chunks(self._size), strict=True):
+            log_proba = _log_softmax(some)  # (rows, classes)
+            share = log_proba.exp()
+            negative_entropy = torch.linalg.vecdot(share, log_proba)
+            self._pieces.append((of_rows, share, negative_entropy))
+            nothing = torch.zeros_like(negative_entropy).masked_fill(negative_entropy.isnan(), torch.nan)
+            itself.append(torch.stack([*_judged(of_rows, log_proba), nothing]))
+        self.itself = torch.cat(itself, dim=-1)  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows). Loss and hit are 0 without a
@@ -149,43 +142,28 @@ class FullModel:
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
-        pairs = zip(self._pieces, logits.split(self._size), strict=True)
-        return self._joined([piece.compared(some) for piece, some in pairs])
-
-    def _joined(self, values: list[Tensor]) -> Tensor:
+        values = []
+        for (rows, share, negative_entropy), some in zip(self._pieces, logits.split(self._size), strict=True):
+            log_proba = _log_softmax(some)
+            divergence = negative_entropy - torch.linalg.vecdot(share, log_proba)
+            values.append(torch.stack([*_judged(rows, log_proba), divergence]))
         return torch.cat(values, dim=-1)
 
 
-class _Piece:
-    """Some of the rows that `FullModel` compares."""
-
-    def __init__(self, logits: Tensor, rows: Rows) -> None:
-        self.rows = rows
-        log_proba = _log_softmax(logits)  # (rows, classes)
-        self._share = log_proba.exp()
-        self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
-        loss, hit = self._judged(log_proba)
-        nothing = torch.zeros_like(loss).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.itself = torch.stack([loss, hit, nothing])
-
-    def compared(self, logits: Tensor) -> Tensor:
-        log_proba = _log_softmax(logits)
-        divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
-        return torch.stack([*self._judged(log_proba), divergence])
-
-    def _judged(self, log_proba: Tensor) -> tuple[Tensor, Tensor]:
-        target = self.rows.target.where(self.rows.labelled, 0)
-        of_target = log_proba.gather(1, target[:, None])[:, 0]
-        # Of equals the first is the answer.
-        if log_proba.device.type == "cpu":  # where argmax is the most costly part of this, so only where it can matter
-            hit = self.rows.labelled & (of_target == log_proba.amax(-1))
-            close = hit.nonzero()[:, 0]
-            hit[close] = log_proba[close].argmax(-1) == target[close]
-        else:
-            hit = self.rows.labelled & (log_proba.argmax(-1) == target)
-        hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
-        labelled = self.rows.labelled
-        return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
+def _judged(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and hit of each row."""
+    labelled = rows.labelled
+    target = rows.target.where(labelled, 0)
+    of_target = log_proba.gather(1, target[:, None])[:, 0]
+    # Of equals the first is the answer.
+    if log_proba.device.type == "cpu":  # where argmax is the most costly part of this, so only where it can matter
+        hit = labelled & (of_target == log_proba.amax(-1))
+        close = hit.nonzero()[:, 0]
+        hit[close] = log_proba[close].argmax(-1) == target[close]
+    else:
+        hit = labelled & (log_proba.argmax(-1) == target)
+    hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
+    return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -342,8 +320,7 @@ class Interventions(ReadoutAnalysis):
     counted in `num_undefined`; if that is every prompt, the value is NaN, or that of a block is left out. log-softmax
     in float32 or wider; the model runs in its own precision.
 
-    What several orders begin with in common is run once for each batch, and blocks and head on the states of several
-    orders at once where a batch is small: the same numbers up to rounding.
+    What several orders begin with in common is run once for each batch.
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
 
     Args:
@@ -409,12 +386,8 @@ class Interventions(ReadoutAnalysis):
                     yield _distance(variant, model.num_layers)
             if name == "random":
                 whole = baseline(model.num_layers)
-                tags = {
-                    "variant": name,
-                    "middle": middle,
-                    "num_seeds": len(members),
-                    "num_identical": sum(variant.schedule == whole for _, variant in members),
-                }
+                identical = sum(variant.schedule == whole for _, variant in members)
+                tags = {"variant": name, "middle": middle, "num_seeds": len(members), "num_identical": identical}
                 yield from _variant_records(sums, [index for index, _ in members], tags)
 
 
