@@ -98,10 +98,10 @@ def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]]
         started = time.perf_counter()
         left = LONGEST - (started - began)
         due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
-        cuts = {each.name: each.first_share(rows[each.name]) for each in due}
-        for name in [name for name, cut in cuts.items() if cut is None]:
+        shares = {each.name: each.first_share(rows[each.name]) for each in due}
+        cuts = {name: cut for name, cut in shares.items() if cut is not None}
+        for name in shares.keys() - cuts.keys():
             plan.reasons[name], tried[name] = "a share takes as long as the whole", 1.0
-            del cuts[name]
         if not cuts:
             return plan
         try:
