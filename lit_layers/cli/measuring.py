@@ -149,12 +149,12 @@ class Checkpoints(MeasuringOptions):
         Raises:
             InputError: there is none, or an option does not fit it.
         """
-        from lit_layers.series import OneModel, open_series, read_steps
+        from lit_layers.series import OneModel, open_series
 
         if not self.are_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
         steps = "all" if self.steps is None else self.steps
-        return open_series(model, read_steps(steps) if isinstance(steps, str) else steps, model=self.submodule)
+        return open_series(model, steps, model=self.submodule)
 
 
 def measured(

@@ -4,9 +4,8 @@ from lit_layers.files.hub import Retry
 from lit_layers.series.audit_files import Finding
 from lit_layers.series.auditing import Audit, audit
 from lit_layers.series.checkpoint import Checkpoint, Series
-from lit_layers.series.hub_series import HubRevisions
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
-from lit_layers.series.opening import Models, OneModel, open_series, read_steps
+from lit_layers.series.opening import HubRevisions, Models, OneModel, open_series
 
 __all__ = [
     "Audit",
@@ -21,5 +20,4 @@ __all__ = [
     "StepFolders",
     "audit",
     "open_series",
-    "read_steps",
 ]

@@ -12,9 +12,8 @@ from lit_layers.records import Measurement, Store, lineage_in
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
-from lit_layers.series.checkpoint import Checkpoint, Series
+from lit_layers.series.checkpoint import MAIN, Checkpoint, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER
-from lit_layers.series.hub_series import MAIN
 from lit_layers.series.local_series import SUBMODULE, run_in
 from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, outline
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     from lit_layers.models.offload import Offload
 
 
+MAIN = "main"  # the branch of a repository that is no step
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
     "stages": r"(stage(?P<stage>\d+)-)?(ingredient(?P<ingredient>\d+)-)?step(?P<step>\d+)"
@@ -112,7 +113,7 @@ def recognize(names: Iterable[str]) -> Grammar | None:
     Names of no known grammar that differ in their last integer alone have that integer as their step, of iter_10k ten
     thousand. The 3 of 1e3 and the 5 of 1.5 are no step.
     """
-    names = [name for name in names if name != "main"]
+    names = [name for name in names if name != MAIN]
     grammars = [Grammar(spelling) for spelling in PATTERNS]
     counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
     if max(counts):
@@ -249,11 +250,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Defect:
-    """What somebody reported about a series, or one `repository` of it; `suspect` where hashes cannot show it."""
+    """What somebody reported about a series, or a `repository` of it; `suspect` where hashes cannot show it."""
 
     says: str
     source: str
-    repository: str | None = None
+    repository: str | list[str] | None = None
     steps: Annotated[tuple[schema.Step, ...], Field(strict=False)] = ()
     suspect: bool = False
 

@@ -1,6 +1,7 @@
-"""Models and series by their names: one alone, several beside each other, a checkpoint, the words of a command line."""
+"""Models and series by their names: of folders, of the Hub and its manifests, one model, several beside each other."""
 
 import dataclasses
+import fnmatch
 import functools
 import json
 import os
@@ -8,17 +9,217 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.gguf_files import GgufFile, is_gguf
-from lit_layers.files.hub import Hub, ListedFile, content_hash
-from lit_layers.schema import SEED, refuse_outside
+from lit_layers.files.hub import Hub, ListedFile, Retry, content_hash
+from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import SEED, Count, Expected, Step, refuse_outside
 from lit_layers.series.auditing import audit
-from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series
+from lit_layers.series.checkpoint import (
+    MAIN,
+    Checkpoint,
+    Defect,
+    Grammar,
+    Listing,
+    Series,
+    StepName,
+    ordered,
+    parsed_names,
+    recognize,
+)
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, ModelFiles, Source, at_once
-from lit_layers.series.hub_series import MAIN, HubRevisions, Manifest, known_facts
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
+
+_INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+_LIST = Field(strict=False)  # YAML has no tuples
+_Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
+_Tokens = Annotated[int, Field(ge=1, le=10**12), Expected("a whole number of at least 1")]
+_Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, every]")]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest says of the repositories of these names; None is unknown.
+
+    Where a series has two labels per optimizer step, its steps were renamed. `others` are branches that are no steps of
+    it, such as a later training that counts from 0 again; `*`, `?` and `[...]` stand as in file names.
+    """
+
+    names: Annotated[str | list[str], Expected("a name, or a list of names")]
+    grammar: str | None = None
+    steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
+        None
+    )
+    ranges: Annotated[tuple[_Range, ...], _LIST] = ()
+    first_step: Step = 0
+    last_step: Step | None = None
+    tokens_per_step: _Tokens | None = None
+    labels_per_optimizer_step: _Every = 1
+    main_is_last: bool | None = None
+    warm_up: Count = 1
+    defects: Annotated[tuple[schema.mapping_of(Defect), ...], _LIST] = ()  # pyright: ignore[reportInvalidTypeForm]
+    others: Annotated[tuple[str, ...], _LIST] = ()
+
+    def expected(self) -> tuple[int, ...] | None:
+        """The steps that belong to the series, where they are known."""
+        if self.ranges:
+            every = {step for first, last, by in self.ranges for step in range(first, last + 1, by)}
+        elif self.steps is not None and self.last_step is not None:
+            every = set(Schedule(self.steps).until(self.last_step))
+        else:
+            return None
+        return tuple(step for step in sorted(every) if step >= self.first_step)
+
+
+@with_config(schema.STRICT)
+class _Content(TypedDict):
+    repositories: list[schema.mapping_of(Facts)]  # pyright: ignore[reportInvalidTypeForm]
+
+
+class Manifest:
+    """A YAML file about some repositories; the first of its entries that names a repository describes it.
+
+    Raises:
+        InputError: a file that is missing, no YAML, or holds unknown fields or wrong values.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
+        for number, entry in enumerate(self._entries):
+            try:
+                if entry.steps is not None:
+                    Schedule(entry.steps)
+                if entry.grammar is not None:
+                    Grammar(entry.grammar)
+            except InputError as error:
+                raise InputError(f"{self.path}: repositories.{number}: {error}") from error
+
+    def names(self) -> list[str]:
+        """Return the repositories that are named in full."""
+        names = (name for entry in self._entries for name in _listed(entry.names))
+        return list(dict.fromkeys(name for name in names if not re.search(r"[*?\[]", name)))
+
+    def facts(self, repo: str) -> Facts | None:
+        """Return what is known of a repository, or None."""
+        for entry in self._entries:
+            if any(fnmatch.fnmatchcase(repo, name) for name in _listed(entry.names)):
+                defects = (
+                    each for each in entry.defects if each.repository is None or repo in _listed(each.repository)
+                )
+                return dataclasses.replace(entry, defects=tuple(defects))
+        return None
+
+
+def _listed(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def known_facts(repo: str) -> Facts:
+    """What the manifests that come with the package say of a repository; nothing where none knows it."""
+    for path in sorted(FOLDER.glob("*.yaml")):
+        if (facts := Manifest(path).facts(repo)) is not None:
+            return facts
+    return Facts(repo)
+
+
+class HubRevisions(Series):
+    """The branches of a repository that are steps: Pythia, OLMo, CRFM and others. Listing them takes one request.
+
+    Args:
+        repo: ORGANIZATION/NAME.
+        steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
+        grammar: how branches are named; auto finds out.
+        stage: of a training in stages, whose later ones count from 0 again (OLMo).
+        ingredient: which of the stage's sibling runs, where it has any.
+        manifest: a file with tokens per step and known defects; one of ours is used where it knows the repository.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        steps: Steps = "all",
+        *,
+        grammar: str = "auto",
+        stage: int = 1,
+        ingredient: int | None = None,
+        manifest: str | Path | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.repo, self.steps, self.stage, self.ingredient = repo, steps, stage, ingredient
+        self.name = repo if stage == 1 else f"{repo} stage {stage}"
+        if ingredient is not None:
+            self.name += f" ingredient {ingredient}"
+        self._grammar = None if grammar == "auto" else Grammar(grammar)
+        self._manifest, self._retry = manifest, retry
+
+    def find(self) -> Listing:
+        facts, hub = self._facts(), Hub(self._retry)
+        commits = hub.commits(self.repo)
+        grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
+        no_steps = (MAIN, *facts.others)
+        names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
+        steps, strangers = parsed_names(names, grammar)
+        if not steps:
+            first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
+            raise InputError(
+                f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
+            )
+        kept, doubles = ordered(self._in_stage(steps))
+
+        def checkpoint(name: str, **about: Any) -> Checkpoint:
+            return Checkpoint(self.name, name, HubSource(hub, self.repo, name, commits[name]), **about)
+
+        return Listing(
+            checkpoints=tuple(
+                checkpoint(
+                    each.name,
+                    step=each.step,
+                    tokens=each.tokens(facts.tokens_per_step),
+                    approximate=facts.tokens_per_step is None and each.billions is not None,
+                    optimizer_step=each.step // facts.labels_per_optimizer_step,
+                )
+                for each in kept
+            ),
+            main=checkpoint(MAIN) if MAIN in commits else None,
+            main_is_last=facts.main_is_last if self.stage == 1 else None,
+            expected=facts.expected() if self.stage == 1 else None,
+            strangers=strangers,
+            doubles=doubles,
+            defects=tuple(each for each in facts.defects if self.stage == 1 or not each.steps),
+            warm_up=facts.warm_up if self.stage == 1 else 0,
+        )
+
+    def _facts(self) -> Facts:
+        if self._manifest is None:
+            return known_facts(self.repo)
+        facts = Manifest(self._manifest).facts(self.repo)
+        if facts is None:
+            raise InputError(f"manifest: {self._manifest} says nothing of {self.repo}: add an entry or leave it out")
+        return facts
+
+    def _in_stage(self, steps: list[StepName]) -> list[StepName]:
+        stages = sorted({step.stage for step in steps})
+        if self.stage not in stages:
+            raise InputError(f"stage: {self.repo} has the stages {', '.join(map(str, stages))}, no stage {self.stage}")
+        steps = [step for step in steps if step.stage == self.stage]
+        siblings = sorted({step.ingredient for step in steps if step.ingredient is not None})
+        if self.ingredient is None and len(siblings) < 2:
+            return steps
+        if self.ingredient not in siblings:
+            names = ", ".join(map(str, siblings)) or "none"
+            raise InputError(
+                f"ingredient: stage {self.stage} of {self.repo} has the ingredients {names}, sibling runs of the same "
+                f"steps; choose one, got {self.ingredient}"
+            )
+        return [step for step in steps if step.ingredient == self.ingredient]
 
 
 class Models(Series):
@@ -80,17 +281,12 @@ class OneModel(Series):
         self.model, self.name, self.revision, self.untrained = model, os.fspath(model), revision, untrained
         refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
-    @functools.cached_property
-    def files(self) -> ModelFiles:
-        """Its files, opened on first use."""
-        return ModelFiles(self.model, revision=self.revision)
-
     def find(self) -> Listing:
         if is_gguf(self.name) and self.untrained is None:
             if self.revision is not None:
                 raise InputError(f"revision: {self.name} is a file and has no revision {self.revision!r}: leave it out")
             return Listing((Checkpoint(self.name, self.name, _OneFile(GgufFile(self.name)), is_of_a_series=False),))
-        source = _Alone(self.files, self.revision, self.untrained)
+        source = _Alone(ModelFiles(self.model, revision=self.revision), self.revision, self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
             return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
@@ -188,9 +384,6 @@ def _source(hub: Hub | None, model: str) -> Source:
     return HubSource(hub, repo, revision, commits.get(revision, ""), why)
 
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-
-
 def open_series(
     name: str,
     steps: Any = "all",
@@ -200,12 +393,15 @@ def open_series(
     ingredient: int | None = None,
     model: str | None = None,
 ) -> list[Series]:
-    """The series that a folder, a repository of the Hub or a manifest holds: of a manifest one for each repository.
+    """Return the series of a folder, a repository of the Hub, or a manifest, which has one for each repository.
+
+    Steps in text are YAML, as in a recipe; a list needs no brackets.
 
     Raises:
         InputError: a name that is none of these, options that do not fit it.
     """
     staged: dict[str, Any] = {"stage": stage, "ingredient": ingredient}
+    steps = _read_steps(steps) if isinstance(steps, str) else steps
     if os.path.isdir(name):
         if stage != 1 or ingredient is not None:
             raise InputError(f"{name} is a folder and has no stages: leave --stage and --ingredient out")
@@ -222,7 +418,7 @@ def open_series(
             raise InputError(f"{name} names no repository in full: give one, such as ORGANIZATION/NAME")
         return [HubRevisions(repo, steps, grammar=grammar, manifest=name, **staged) for repo in repos]
     # checkpoints/first is spelled like a repository: where its parent is a folder here, a folder was meant.
-    if not _REPOSITORY.fullmatch(name) or Path(name).parent.is_dir():
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
     return [HubRevisions(name, steps, grammar=grammar, **staged)]
 
@@ -232,12 +428,7 @@ def _refuse_submodule(name: str, model: str | None) -> None:
         raise InputError(f"submodule: {name} holds plain models, and *.ckpt files have submodules: leave {model!r} out")
 
 
-def read_steps(text: str) -> Any:
-    """Steps as a recipe would write them; a bare list needs no brackets.
-
-    Raises:
-        InputError: what is no YAML.
-    """
+def _read_steps(text: str) -> Any:
     import yaml
 
     try:
@@ -252,14 +443,13 @@ def read_steps(text: str) -> Any:
 
 
 UNAUDITED = "unaudited"
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str]:
-    """The checkpoint in a folder or at NAME[@REVISION] of the Hub, and the verdict of the audit of its whole series.
+    """Return the checkpoint in a folder or at NAME[@REVISION] of the Hub, and the audit's verdict on its series.
 
-    Its step and tokens are known where it belongs to a series of steps; elsewhere there is nothing to audit it against,
-    and the verdict is `unaudited`, as it is where `audited` is False.
+    Its step and tokens are known if it belongs to a series of steps. Otherwise, and if `audited` is False, the verdict
+    is `unaudited`.
 
     Raises:
         InputError: a name that is neither, a revision that is not there.
@@ -276,7 +466,7 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
         )
     if folder.suffix == ".ckpt" and folder.is_file():
         return LightningCheckpoints(folder).checkpoints[0], UNAUDITED
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")
     if revision not in ("", MAIN):
@@ -286,11 +476,15 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
         if judged is not None:
             return judged
     (checkpoint,) = Models([name], name=repo)
-    return (_last_step(checkpoint, repo) if revision in ("", MAIN) else checkpoint), UNAUDITED
+    facts = known_facts(repo)
+    if revision in ("", MAIN) and facts.last_step is not None and facts.main_is_last:
+        tokens = None if facts.tokens_per_step is None else facts.last_step * facts.tokens_per_step
+        checkpoint = dataclasses.replace(checkpoint, step=facts.last_step, tokens=tokens)
+    return checkpoint, UNAUDITED
 
 
 def _in_series(series: Series, name: str, audited: bool) -> tuple[Checkpoint, str] | None:
-    """The checkpoint of that name, judged beside all others; None where it is in no series of steps."""
+    """Return the checkpoint of a name and its verdict among all others; None if it is in no series of steps."""
     try:
         checkpoint = next((each for each in series.listing.checkpoints if each.name == name), None)
     except InputError:  # no series; what else is wrong is said by whoever looks for the one checkpoint
@@ -298,12 +492,3 @@ def _in_series(series: Series, name: str, audited: bool) -> tuple[Checkpoint, st
     if checkpoint is None or checkpoint.step is None:
         return None
     return checkpoint, audit(series).verdict(checkpoint) if audited else UNAUDITED
-
-
-def _last_step(checkpoint: Checkpoint, repo: str) -> Checkpoint:
-    """`main` with the step that it is said to be."""
-    facts = known_facts(repo)
-    if facts.last_step is None or not facts.main_is_last:
-        return checkpoint
-    tokens = None if facts.tokens_per_step is None else facts.last_step * facts.tokens_per_step
-    return dataclasses.replace(checkpoint, step=facts.last_step, tokens=tokens)

@@ -21,7 +21,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.series import Retry
-from lit_layers.series.hub_series import Manifest
+from lit_layers.series.opening import Manifest
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, make_series, served

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.series.hub_series import Manifest, expand, known_facts
+from lit_layers.series.opening import Manifest, known_facts
 
 MANIFESTS = Path(__file__).parents[2] / "checkpoints"
 
@@ -79,11 +79,6 @@ def test_an_unknown_repository_is_no_error():
     assert facts.tokens_per_step is None
 
 
-def test_braces_are_written_out():
-    assert expand("a-{b,c}-{1..3}") == ["a-b-1", "a-b-2", "a-b-3", "a-c-1", "a-c-2", "a-c-3"]
-    assert expand("plain") == ["plain"]
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -103,8 +98,6 @@ def test_braces_are_written_out():
         ),
         ("repositories: [{names: a/b, tokens_per_step: 0}]", "tokens_per_step: expected a whole number of at least 1"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]", "steps: expected a list, got 3"),
-        ("repositories: [{names: 'a/b{9..1}'}]", "repositories.0: expected a range that counts up, got {9..1}"),
-        ("repositories: [{names: 'a/b{1..9'}]", "expected braces that close, and none within others, got 'a/b{1..9'"),
         ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "repositories.0.steps: expected pythia"),
         ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),

@@ -6,7 +6,7 @@ import pytest
 
 from lit_layers.files.hub import Hub
 from lit_layers.series import HubRevisions, audit
-from lit_layers.series.hub_series import Manifest, known_facts
+from lit_layers.series.opening import Manifest, known_facts
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import make_step, served
 

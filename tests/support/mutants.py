@@ -197,7 +197,7 @@ MUTANTS = (
         "series/test_names.py series",
     ),
     Mutant(
-        "series/hub_series.py",
+        "series/opening.py",
         "warm_up=facts.warm_up if self.stage == 1 else 0",
         "warm_up=facts.warm_up",
         "series/test_hub_revisions.py series/test_manifests.py series",

@@ -39,13 +39,12 @@ def audit(
         json: also write the findings to this file
     """
     from lit_layers.series import audit as audit_of
-    from lit_layers.series import open_series, read_steps
+    from lit_layers.series import open_series
     from lit_layers.series.weight_files import Memory
 
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise InputError(f"json: expected a file in a folder that exists, got {json}")
     audits = []
-    steps = read_steps(steps) if isinstance(steps, str) else steps
     staged = {"grammar": grammar, "stage": stage, "ingredient": ingredient}
     for each in open_series(series, steps, model=submodule, **staged):
         memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))
