@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -23,34 +23,26 @@ from lit_layers.functional.block_schedules import Schedule, Step, Variant, forma
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.records import export
 from lit_layers.tasks.catalogue import find
-from lit_layers.tasks.task_files import SUFFIXES, Columns, local_copy, read_columns
+from lit_layers.tasks.task_files import Columns, local_copy
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
 NORMALIZED = "normalized_score"
 Row = dict[str, Any]
 EXAMPLES = "train"  # the split that worked examples are drawn from
-OWN_COLUMNS = ("context", "choices", "label")
-_OWN_SETTINGS: dict[str, Any] = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "context",
-    "doc_to_choice": "choices",
-    "doc_to_target": "label",
-    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
 
 
 @dataclass(frozen=True)
 class LocalRows:
     """The rows of a task by split, in the columns of lm-eval's definition, and what of that definition is ours.
 
-    `definition` is a task file within lm-eval; None: `settings` are all.
+    `definition` is a task file within lm-eval.
     """
 
     name: str
     split: str  # that is scored
     rows: Mapping[str, list[Row]]
-    definition: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    definition: str
+    settings: Mapping[str, Any]
     difference: str = ""
 
     def content_hash(self) -> str:
@@ -59,25 +51,15 @@ class LocalRows:
         return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def is_file(task: str) -> bool:
-    """Whether a task is a file of rows, and not a name."""
-    return task.endswith(SUFFIXES)
+def local_rows(task: str, folder: Path, limit: int | None = None, *, training: bool = False) -> LocalRows:
+    """Return the first `limit` rows of a task of the catalogue in a folder of local data.
 
-
-def local_rows(task: str, folder: Path | None, limit: int | None = None, *, training: bool = False) -> LocalRows:
-    """The first `limit` rows of a task: of the catalogue, in a folder of local data; or of a file of the user's with
-    the columns context, choices (a list, in CSV written as JSON) and label. With `training` also all its training rows.
+    With `training` also all its training rows.
 
     Raises:
         InputError: there is no such task, files or columns are missing, or a row is none of the task.
     """
-    if is_file(task):
-        columns = dict.fromkeys(OWN_COLUMNS[:2], "text") | {"label": "label"}
-        read = read_columns(task, ["test"], columns)
-        name = Path(task).stem
-        return LocalRows(name, "test", {"test": _rows(name, read, _own_row, limit)}, settings=_OWN_SETTINGS)
-    official = find("benchmark", task, f"name a file ({', '.join(SUFFIXES)}) with the columns {', '.join(OWN_COLUMNS)}")
-    assert folder is not None, "only a file needs no folder"
+    official = find("benchmark", task, "give a task file of lm-eval (yaml)")
     row, copy = official.in_folder(folder), local_copy("benchmark", task, folder)
     as_official, columns = _AS_OFFICIAL.get(task, dict), dict.fromkeys(row.text, "columns")
     if training and copy.paths(EXAMPLES) == copy.paths(row.split):
@@ -104,11 +86,9 @@ def _rows(task: str, read: Columns, as_official: Callable[[Row], Row], limit: in
         try:
             if empty := [column for column, value in row.items() if value is None]:
                 raise ValueError(f"nothing in column {empty[0]!r}")
-            if "choices" in row and not float(row["label"]).is_integer():
-                raise ValueError(f"the label {row['label']!r}, expected a whole number")
-            rows.append(as_official(row))
-            if "choices" in row and not 0 <= int(row["label"]) < len(row["choices"]):
+            if "choices" in row and row["label"] not in range(len(row["choices"])):
                 raise ValueError(f"{len(row['choices'])} choices and the label {row['label']}")
+            rows.append(as_official(row))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
             raise InputError(f"{read.place}: row {number} is no row of {task} ({error})") from error
     return rows
@@ -134,16 +114,6 @@ def _piqa(row: Row) -> Row:
 def _sciq(row: Row) -> Row:
     wrong = {f"distractor{number}": text for number, text in enumerate(row["distractors"], 1)}
     return {name: row[name] for name in ("question", "support", "correct_answer")} | wrong
-
-
-def _own_row(row: Row) -> Row:
-    choices = json.loads(row["choices"]) if isinstance(row["choices"], str) else row["choices"]
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError(f"choices: expected a list of two texts or more, got {choices!r}")
-    if not isinstance(row["context"], str):
-        raise ValueError(f"context: expected a text, got {row['context']!r}")
-    row |= {"choices": choices, "label": int(row["label"])}
-    return row
 
 
 # From rows with a list of choices and the number of the right one to the data set's own columns.

@@ -1,6 +1,7 @@
 """A benchmark task as an analysis: its score while the model's blocks run in other orders."""
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,6 @@ from lit_layers.tasks.benchmark_rows import (
     TaskScores,
     broken_answers,
     interval,
-    is_file,
     local_rows,
     mean_and_error,
     normalized_error,
@@ -48,12 +48,12 @@ _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; th
 
 
 def refuse_no_task(task: str, folder: Path | None) -> None:
-    """Refuses, without a model, what is no task: of lm-eval, in a folder of local data, or a file of rows.
+    """Refuse, without a model, what is no task of lm-eval or of a folder of local data.
 
     Raises:
         InputError: naming it.
     """
-    if folder is not None or is_file(task):
+    if folder is not None and not task.endswith(".yaml"):
         local_rows(task, folder, 1)
     else:
         refuse_unknown(task)
@@ -78,11 +78,10 @@ class BenchmarkScores(WithTokenizer, Analysis):
     `error`, and the others go on; where the full model fails, the whole analysis does. Failures leave no file.
 
     Args:
-        task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`;
-            or a file of rows (parquet, jsonl, csv) with the columns context, choices and label.
+        task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`.
         tokenizer: a local path or a name of the Hub.
         results: the folder of the results.
-        folder: of local data, whose `tasks.yaml` says where the task lies; None: the Hub, or a task that is a file.
+        folder: of local data, whose `tasks.yaml` says where the task lies; None: what lm-eval reads.
         variants: which of `lit_layers.functional.block_schedules.NAMES`; the full model is always scored.
         middles: numbers of middle blocks; None: all.
         seeds: of random orders.
@@ -114,7 +113,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
     max_new_tokens: int | None = None
     dtype: Dtype = "float32"
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    _local: LocalRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or f"intervene/{self.task_name}"
@@ -122,7 +120,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
     @property
     def task_name(self) -> str:
         """What records are tagged with; of a file its name without the ending."""
-        return Path(self.task).stem if is_file(self.task) or self.task.endswith(".yaml") else self.task
+        return Path(self.task).stem if self.task.endswith(".yaml") else self.task
 
     @property
     def code_file(self) -> str | None:
@@ -136,12 +134,12 @@ class BenchmarkScores(WithTokenizer, Analysis):
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         lm_eval_version()
-        if not self._is_local:
+        if self.folder is None:
             refuse_unknown(self.task)
         self.data_hash()
 
     def first_share(self, rows: int) -> tuple[Analysis, float]:
-        scorer = LmEvalScorer(self._rows() if self._is_local else self.task, self.tokenizer, limit=self.limit)
+        scorer = LmEvalScorer(self._local or self.task, self.tokenizer, limit=self.limit)
         number = len({request.doc_id for request in scorer.requests()})
         return replace(self, limit=min(rows, number)), min(1.0, rows / number)
 
@@ -163,7 +161,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     def data_hash(self) -> str | None:
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
-        return self._rows().content_hash() if self._is_local else None
+        return None if self._local is None else self._local.content_hash()
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
         self._check_options(model)
@@ -266,13 +264,9 @@ class BenchmarkScores(WithTokenizer, Analysis):
             raise InputError(f"{self.name}: expected a causal language model, got {type(network).__name__}")
         refuse_below_one(limit=self.limit, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
 
-    @property
-    def _is_local(self) -> bool:
-        return self.folder is not None or is_file(self.task)
-
     def _scorer(self, model: LayeredModel) -> LmEvalScorer:
         return LmEvalScorer(
-            self._rows() if self._is_local else self.task,
+            self._local or self.task,
             self.tokenizer,
             limit=self.limit,
             batch_size=self.batch_size,
@@ -286,24 +280,23 @@ class BenchmarkScores(WithTokenizer, Analysis):
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
-        if self._is_local:  # the rows themselves count, not how they were asked for
+        if self.folder is not None:  # the rows themselves count, not how they were asked for
             options |= {"limit": None, "task": self.task_name}
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
         facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
         facts |= {"scorer": f"lm-eval {lm_eval_version()}"}
-        facts |= {"difference": self._rows().difference} if self._is_local else {}
+        facts |= {} if self._local is None else {"difference": self._local.difference}
         return facts | self.tags_of("dtype") | {"seconds": round(seconds, 3)}
 
     def _check_rows(self, scores: Iterable[TaskScores], folder: ResultFolder) -> None:
         if len({each.rows_hash for each in scores}) > 1:
             raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder.folder}")
 
-    def _rows(self) -> LocalRows:
-        if self._local is None:
-            self._local = local_rows(self.task, self.folder, self.limit)
-        return self._local
+    @functools.cached_property
+    def _local(self) -> LocalRows | None:
+        return None if self.folder is None else local_rows(self.task, self.folder, self.limit)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:

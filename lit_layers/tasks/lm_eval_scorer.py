@@ -311,9 +311,8 @@ def _load_rows(rows: LocalRows) -> Any:
             "dataset_path": "parquet",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / rows.definition),
         }
-        if rows.definition is not None:
-            content["include"] = str(Path(lm_eval.__file__).parent / "tasks" / rows.definition)
         (folder / "task.yaml").write_text(yaml.safe_dump({**rows.settings, **content}), encoding="utf-8")
         return _manager(defaults=False).load([str(folder / "task.yaml")])
 

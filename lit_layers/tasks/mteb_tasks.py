@@ -1,4 +1,4 @@
-"""Tasks of mteb with their data, of a local copy, a mirror of the Hub, or the Hub; and their evaluation by mteb.
+"""Tasks of mteb with their data, of a local copy or the Hub, and their evaluation by mteb.
 
 Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have. mteb is optional, and
 like `datasets` takes seconds to import: functions do, where they need it.
@@ -11,7 +11,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import copy as cloned
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -59,23 +59,9 @@ def mteb_version() -> str:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to look, in this order: `folder`, `mirror`, the Hub.
-
-    Args:
-        folder: local data, whose `tasks.yaml` says where the tasks lie.
-        mirror: a folder with a copy of data sets of the Hub, each in ORGANIZATION/NAME.
-    """
+    """Where to look: in `folder`, whose `tasks.yaml` says where tasks lie, then on the Hub."""
 
     folder: Path | None = None
-    mirror: Path | None = None
-
-    def check(self) -> None:
-        """Refuses a folder that is not there."""
-        for name in ("folder", "mirror"):
-            place: Path | None = getattr(self, name)
-            if place is not None and not place.is_dir():
-                raise InputError(f"{name}: expected a folder with data, {place} is none")
-        self.own_tasks()
 
     def local_names(self) -> list[str]:
         """The tasks whose files lie in the folder, all of them."""
@@ -97,7 +83,7 @@ class Sources:
         return tasks
 
     def place(self, spec: ScoredTask) -> str:
-        """How the data of a task are had: "folder", "mirror" or "hub".
+        """Return where the data of a task are: "folder" or "hub".
 
         Raises:
             InputError: data that can only be local and are not there.
@@ -108,7 +94,7 @@ class Sources:
         if not spec.official:
             missing = copy.missing()[0] if copy is not None else f"an entry in {MAPPING}"
             raise InputError(f"{spec.name}: expected local data with {missing}: name them with --folder")
-        return "mirror" if self.mirror is not None and self._mirrored(spec).is_dir() else "hub"
+        return "hub"
 
     def data_hash(self, spec: ScoredTask) -> str | None:
         """Sixteen hex digits over the data, or over the revision of the Hub; None where there are none."""
@@ -117,10 +103,8 @@ class Sources:
         except InputError:
             return None
         if place == "folder":
-            return _hash_of(self._copies()[spec.name].paths())
-        if place == "mirror":
-            folder = self._mirrored(spec)
-            return _hash_of(sorted(path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts))
+            files = [_of_file(path, *on_disk(path)) for path in self._copies()[spec.name].paths()]
+            return hashlib.sha256("/".join(files).encode()).hexdigest()[:16]
         return hashlib.sha256(repr(sorted(_official(spec.name).metadata.dataset.items())).encode()).hexdigest()[:16]
 
     def open(self, spec: ScoredTask, *, seed: int) -> Any:
@@ -129,15 +113,11 @@ class Sources:
         Raises:
             InputError: data that are not there.
         """
-        place = self.place(spec)
-        if place == "folder":
+        if self.place(spec) == "folder":
             return _open_copy(spec, self._copies()[spec.name], seed)
         task = type(_official(spec.name))(seed=seed)
         task.hf_subsets = [spec.subset]
-        if place == "mirror":
-            dataset = {**task.metadata.dataset, "path": str(self._mirrored(spec))}
-            task.metadata = task.metadata.model_copy(update={"dataset": dataset})
-        _load(task, spec, place)
+        _load(task, spec)
         return task
 
     def describe(self, spec: ScoredTask) -> dict[str, Any]:
@@ -153,12 +133,8 @@ class Sources:
     def _copies(self) -> dict[str, TaskFiles]:
         return {} if self.folder is None else local_copies("mteb", self.folder)
 
-    def _mirrored(self, spec: ScoredTask) -> Path:
-        assert self.mirror is not None
-        return self.mirror / _official(spec.name).metadata.dataset["path"]
 
-
-def _load(task: Any, spec: ScoredTask, place: str) -> None:
+def _load(task: Any, spec: ScoredTask) -> None:
     """Has mteb read the data of a task."""
     from datasets.exceptions import DatasetNotFoundError
 
@@ -168,8 +144,9 @@ def _load(task: Any, spec: ScoredTask, place: str) -> None:
     except (DatasetNotFoundError, OSError, ValueError, RuntimeError, KeyError) as error:
         path = task.metadata.dataset["path"]
         why = " ".join(str(error).split())[:200]
-        advice = "mend the mirror" if place == "mirror" else "check the network, or name a --folder or --mirror with it"
-        raise InputError(f"{spec.name}: its data set {path} cannot be had ({why}): {advice}") from error
+        raise InputError(
+            f"{spec.name}: its data set {path} cannot be had ({why}): check the network, or name a --folder with it"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -192,10 +169,6 @@ def _official(name: str) -> Any:
     import mteb
 
     return mteb.get_task(name)
-
-
-def _hash_of(files: Iterable[Path]) -> str:
-    return hashlib.sha256("/".join(_of_file(path, *on_disk(path)) for path in files).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -313,7 +286,8 @@ class Prepared:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _remembering(task._undersample_data)
-            task._calculate_scores = _of_lists(task._calculate_scores)
+            scores = task._calculate_scores  # each of its seven metrics reads the labels one by one
+            task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
     def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
         """mteb's result: all scores of the split, and the main one as `main_score`; NaN is None."""
@@ -328,8 +302,6 @@ class Prepared:
                 subsets_to_run=[self.spec.subset],
                 encode_kwargs={"batch_size": 1024, "show_progress_bar": False},
             )
-        if self.spec.subset not in scores:
-            raise ValueError(f"{self.spec.name}: mteb gave no scores of the subset {self.spec.subset}")
         result = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
         (row,) = result.scores[SPLIT]
         return {
@@ -394,15 +366,6 @@ def _remembering(undersample: Any) -> Any:
         return chosen, list(order), list(rows)  # the next call shuffles the order in place
 
     return remembered
-
-
-def _of_lists(calculate_scores: Any) -> Any:
-    """mteb's scores of predictions, with the labels read once: each of its seven metrics reads them one by one."""
-
-    def calculated(truth: Any, predicted: Any) -> Any:
-        return calculate_scores(np.asarray(truth[:]), predicted)
-
-    return calculated
 
 
 @contextlib.contextmanager

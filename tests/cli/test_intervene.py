@@ -265,14 +265,6 @@ def test_scores_are_those_of_the_choices_in_that_order(home, tmp_path, capsys):
     assert "arc_challenge, winogrande" in said
 
 
-def test_a_file_of_rows_is_a_task_without_a_folder(home, tmp_path):
-    rows = [{"context": f"Tom has {number}", "choices": ["nuts", "dogs"], "label": number % 2} for number in range(4)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chosen = ["--tasks", tmp_path / "mine.jsonl", "--variants", "skip", "--middles", 3]
-    assert run(home / "model", *chosen, "--root", tmp_path / "root") == 0
-    assert the(found_in(tmp_path / "root")["intervene/mine"], "random_score").value == 0.5
-
-
 def test_a_limit_takes_the_first_rows(home, tmp_path):
     assert with_tasks(home, tmp_path, "--limit", 2) == 0
     for task in BOTH:

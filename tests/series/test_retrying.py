@@ -127,7 +127,7 @@ def test_without_a_network_a_hub_that_was_never_reached_is_given_up_within_secon
     [
         lambda: read_columns("nobody/nothing", ["train"], {"text": "text"}),
         lambda: LmEvalScorer("arc_easy", "nobody/nothing").requests(),
-        lambda: _load(mteb.get_task("STSBenchmark"), resolve(["STSBenchmark"])[0], "hub"),
+        lambda: _load(mteb.get_task("STSBenchmark"), resolve(["STSBenchmark"])[0]),
         lambda: images_of_the_hub("nobody/nothing", "train"),
         lambda: load_tokenizer("nobody/nothing"),
     ],

@@ -1,8 +1,6 @@
 """Rows of local files as lm-eval's definitions have them: prompts of real rows, the user's own file, wrong input."""
 
-import json
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -100,30 +98,14 @@ def test_fewer_rows_are_the_first_ones(tmp_path):
         assert few.content_hash() != all_of_them.content_hash() == local_rows(task, folder, 99).content_hash()
 
 
-def test_a_file_of_ones_own_is_a_task(tmp_path):
-    rows = [
-        {"context": "Two and two is", "choices": ["four", "five", "six"], "label": 0},
-        {"context": "A dog", "choices": ["barks", "sings"], "label": 0},
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    pd.DataFrame([{**row, "choices": json.dumps(row["choices"])} for row in rows]).to_csv(
-        tmp_path / "mine.csv", index=False
-    )
-    for ending in ("parquet", "jsonl", "csv"):
-        task = str(tmp_path / f"mine.{ending}")
-        assert local_rows(task, None).rows == {"test": rows}
-        asked, gold = prompts(task, None)
-        assert asked == [("Two and two is", f" {word}") for word in ("four", "five", "six")]
-        assert gold == 0
-
-
 def write(path, rows):
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def test_wrong_input_is_refused(tmp_path):
-    with pytest.raises(InputError, match="task: there is no 'arc'; did you mean arc_easy.*; or name a file"):
+    with pytest.raises(
+        InputError, match="task: there is no 'arc'; did you mean arc_easy.*; or give a task file of lm-eval"
+    ):
         local_rows("arc", tmp_path)
     folder = write_tasks(tmp_path / "benchmarks")
     (folder / "lambada_openai_test.parquet").unlink()
@@ -134,7 +116,7 @@ def test_wrong_input_is_refused(tmp_path):
         ([{"question": "a", "choices": ["b", "c"]}], r"has no column 'label': it has question, choices"),
         ([{"question": "a", "choices": ["b", "c"], "label": 2}], r"row 0 is no row of arc_challenge \("),
         ([{"question": "a", "choices": ["b", "c"], "label": -1}], r"\(2 choices and the label -1\)"),
-        ([{"question": "a", "choices": ["b", "c"], "label": 0.5}], r"\(the label 0.5, expected a whole number\)"),
+        ([{"question": "a", "choices": ["b", "c"], "label": 0.5}], r"\(2 choices and the label 0.5\)"),
         ([{"question": "a", "choices": ["b"], "label": None}], r"\(nothing in column 'label'\)"),
     ]
     for rows, message in cases:
@@ -150,17 +132,3 @@ def test_wrong_input_is_refused(tmp_path):
     write(folder / "gsm8k_train_sample.parquet", [{"question": "a", "answer": "b"}] * 4)
     with pytest.raises(InputError, match="task gsm8k: 5 worked examples are needed, there are 4"):
         local_rows("gsm8k", tmp_path)
-    own = tmp_path / "mine.jsonl"
-    for text, message in (
-        ('{"context": "a", "choices": ["b"], "label": 0}', "choices: expected a list of two texts or more, got"),
-        ('{"context": "a", "choices": ["b", "c"], "label": 0.9}', "the label 0.9, expected a whole number"),
-        ('{"context": "a", "choices": ["b", "c"], "label": Infinity}', "the label inf, expected a whole number"),
-        (f'{{"context": "a", "choices": ["b", "c"], "label": {10**400}}}', "row 0 is no row of mine"),
-        ('{"context": 5, "choices": ["b", "c"], "label": 0}', "context: expected a text, got 5"),
-        ("{", "no JSON object at byte 0"),
-        ("[1]", "has a list, no JSON object, at byte 0"),
-        ("", "has no "),
-    ):
-        own.write_text(text)
-        with pytest.raises(InputError, match=message):
-            local_rows(str(own), None)

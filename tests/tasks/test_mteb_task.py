@@ -23,7 +23,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder
-from lit_layers.tasks.mteb_scores import MtebTask, mteb_analyses
+from lit_layers.tasks.mteb_scores import mteb_analyses
 from lit_layers.tasks.mteb_tasks import Prepared, Sources
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
@@ -346,25 +346,6 @@ def test_measurements_are_lines_of_the_root(home, tmp_path):
     assert found[0].error is None
     assert found[0].analysis == "mteb/STSBenchmark"
     assert {"weights_hash", "config_hash", "data_hash", "tokenizer_hash"} <= found[0].provenance.keys()
-
-
-def test_a_mirror_stands_for_the_hub(home, tmp_path, monkeypatch, scored):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    first, second, gold = columns(home[0], "glue/stsb_test.parquet", "sentence1", "sentence2", "score")
-    write(tmp_path / "mteb/stsbenchmark-sts/data/test.parquet", sentence1=first, sentence2=second, score=gold)
-    (spec,) = resolve(["STSBenchmark"])
-    mirrored = MtebTask(
-        task=spec,
-        tokenizer=str(home[1]),
-        sources=Sources(mirror=tmp_path),
-        store=store_in(tmp_path / "embeddings"),
-        results=tmp_path / "results",
-    )
-    found = list(records_of(mirrored, saved_model(home[1])))
-    assert [record.value for record in found] == [record.value for record in scored["STSBenchmark"]]
-    assert mirrored.sources.describe(spec)["source"] == "mirror"
 
 
 @pytest.mark.parametrize(

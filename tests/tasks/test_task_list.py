@@ -84,7 +84,7 @@ def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own(t
 def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_path):
     (tmp_path / "tasks.yaml").write_text("mteb: {STS12: {files: a.csv, options: {sets: many}}}")
     with pytest.raises(InputError, match="^task STS12: .*tasks.yaml: options: sets: expected .*, got 'many'"):
-        Sources(folder=tmp_path).check()
+        Sources(folder=tmp_path).own_tasks()
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_p
 def test_a_task_of_ones_own_says_its_domain_and_its_score(options, sentence, tmp_path):
     (tmp_path / "tasks.yaml").write_text(f"mteb: {{BankingClassification: {{files: a.csv, options: {options}}}}}")
     with pytest.raises(InputError, match=sentence):
-        Sources(folder=tmp_path).check()
+        Sources(folder=tmp_path).own_tasks()

@@ -202,11 +202,10 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
             yield analyses.OrderStates(batches=batches, **of_middle)
     chosen["tell"] = target.tell
     for task in options.tasks or ():
-        from lit_layers.tasks.benchmark_rows import is_file
         from lit_layers.tasks.benchmark_scores import BenchmarkScores
 
         limits: Any = {"limit": options.limit, "max_new_tokens": options.max_new_tokens}
-        limits["folder"] = None if is_file(task) else folder
+        limits["folder"] = None if task.endswith(".yaml") else folder
         tokenizer = target.own_tokenizer()
         yield BenchmarkScores(task=task, tokenizer=tokenizer, results=results / "scores", **limits, **chosen)
     if options.speed:

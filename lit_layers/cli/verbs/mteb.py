@@ -29,7 +29,6 @@ def mteb(
     domains: Names | None = None,
     layers: Numbers | Literal["all"] = "all",
     folder: Path | None = None,
-    mirror: Path | None = None,
     modules: Literal["last", "all", "none"] | None = None,
     pooling: Literal["last", "mean", "cls"] | None = None,
     states: Literal["resid", "normed", "hf"] = "resid",
@@ -51,7 +50,6 @@ def mteb(
         domains: only these kinds of tasks: classification, clustering, pair_classification, reranking, sts
         layers: which layers: all, or numbers such as 0,3,6; 0 is the embedding output
         folder: a folder of local data in their own layout (docs/mteb.md); it is searched first
-        mirror: a folder with copies of data sets of the Hub, as ORGANIZATION/NAME; it is searched next
         modules: where to apply the pooling and normalisation of a sentence encoder's modules.json: at the last layer,
             at all, at none (default: last; none where --pooling is given)
         pooling: how the states of a text become one vector; mean is over real tokens (default: mean)
@@ -72,13 +70,13 @@ def mteb(
     if cache is not None:
         refuse_unwritable("cache", cache)
     mteb_version()  # before anything is loaded: it may not be installed
-    sources = Sources(folder=folder, mirror=mirror)
-    sources.check()
+    sources = Sources(folder)
+    own = sources.own_tasks()
     if pooling is not None and modules == "all":
         raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     if LOCAL in tasks and folder is None:
         raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
-    resolved = resolve(tasks, domains=domains, local=sources.local_names(), own=sources.own_tasks())
+    resolved = resolve(tasks, domains=domains, local=sources.local_names(), own=own)
 
     follow = modules or ("last" if pooling is None else "none")
 
