@@ -30,8 +30,7 @@ from lit_layers.analyses.statistics import (
     summarize_layers,
 )
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
-from lit_layers.data.prompt_texts import Texts
-from lit_layers.data.typo_views import Action, Views, make_views
+from lit_layers.data.prompt_texts import Action, Texts, Views, make_views
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling

@@ -23,7 +23,7 @@ from lit_layers.models.costs import Cost, measure_costs
 from lit_layers.models.saved import has_head, open_plainly
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
-from lit_layers.tasks.sentence_encoder import save_sentence_encoder
+from lit_layers.tasks.embeddings import save_sentence_encoder
 
 POOLINGS = (  # of texts, of images
     {"last": "taken at the last real token", "mean": "averaged over all real tokens"},

@@ -31,9 +31,8 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, Store, StoreDtype
+from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, Store, StoreDtype
 from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
-from lit_layers.tasks.sentence_encoder import SentenceEncoder
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000

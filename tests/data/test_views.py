@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lit_layers.data.typo_views import ACTIONS, make_views, view_of
+from lit_layers.data.prompt_texts import ACTIONS, make_views, view_of
 from lit_layers.errors import InputError
 from tests.support.labelled_texts import labelled
 
@@ -47,7 +47,7 @@ def test_three_tenths_of_the_characters_of_a_word_get_others():
 
 
 def test_a_key_beside_is_taken_for_a_letter():
-    from lit_layers.data.typo_views import _NEIGHBOURS
+    from lit_layers.data.prompt_texts import _NEIGHBOURS
 
     assert set(_NEIGHBOURS["g"]) == set("fhtyvb")
     assert set(_NEIGHBOURS["G"]) == set("FHTYVB")

@@ -1,6 +1,5 @@
 """Rows of local files as lm-eval's definitions have them: prompts of real rows, the user's own file, wrong input."""
 
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest

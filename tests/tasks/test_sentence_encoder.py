@@ -15,8 +15,7 @@ from lit_layers.models.build import weights_hash
 from lit_layers.records import read
 from lit_layers.series import OneModel
 from lit_layers.series.checkpoint_sources import FolderSource
-from lit_layers.tasks.embeddings import LayerEncoder
-from lit_layers.tasks.sentence_encoder import SentenceEncoder, sentence_encoder
+from lit_layers.tasks.embeddings import LayerEncoder, SentenceEncoder, sentence_encoder
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
 from tests.support.series_hub import served

@@ -63,9 +63,9 @@ def mteb(
     """
     checkpoints.are_series(model)
     from lit_layers.tasks.catalogue import LOCAL, resolve
+    from lit_layers.tasks.embeddings import sentence_encoder
     from lit_layers.tasks.mteb_scores import mteb_analyses
     from lit_layers.tasks.mteb_tasks import Sources, mteb_version
-    from lit_layers.tasks.sentence_encoder import sentence_encoder
 
     if cache is not None:
         refuse_unwritable("cache", cache)

@@ -386,7 +386,7 @@ def _opened(
     from lit_layers.models.view import LayeredModel
     from lit_layers.select.choosing import of_images, of_texts
     from lit_layers.series import OneModel
-    from lit_layers.tasks.sentence_encoder import sentence_encoder
+    from lit_layers.tasks.embeddings import sentence_encoder
 
     model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
