@@ -409,15 +409,11 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
             raise InputError(f"batches: expected input_ids to be whole numbers, got {kind} in batch {number}")
         values["input_ids"] = values["input_ids"].long()
         mask = values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
-        if mask.shape != values["input_ids"].shape or not ((mask == 0) | (mask == 1)).all():
+        shape, is_mask = tuple(values["input_ids"].shape), bool(((mask == 0) | (mask == 1)).all())
+        if tuple(mask.shape) != shape or not is_mask or not mask.any(dim=-1).all():
             raise InputError(
-                "batches: expected attention_mask to have a 1 for each token and a 0 for padding, got shape "
-                f"{tuple(mask.shape)} with values from {mask.min()} to {mask.max()} beside input_ids of shape "
-                f"{tuple(values['input_ids'].shape)} in batch {number}"
-            )
-        if not mask.any(dim=-1).all():
-            raise InputError(
-                f"batches: expected a real token in each text, attention_mask has a row of 0 in batch {number}"
+                f"batches: expected attention_mask {shape} of 0 and 1, with a 1 in each text, got "
+                f"{tuple(mask.shape)} with values from {mask.min()} to {mask.max()} in batch {number}"
             )
     labels = given.get("labels") if labels is None else labels
     one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)

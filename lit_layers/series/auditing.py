@@ -128,7 +128,8 @@ def audit(
     findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]
     findings, undecided = _findings_of_values(steps, prints, listed.listing.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
-    levels: dict[str, Level] = {one.name: _level_of(prints.get(one.name)) for one in chosen}
+    levels: dict[str, Level] = {one.name: "listing" for one in chosen}
+    levels |= {name: "weights" if print_.digest else "files" for name, print_ in prints.items()}
     unread = [name for name, level in levels.items() if level != "weights"]
     there = {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
     made: list[Level] = [level for level in _MADE if level in there] or ["weights"]
@@ -142,13 +143,6 @@ def audit(
         unchecked=dict.fromkeys(unread, (WEIGHTS,)) | {one.name: (ORDER,) for one in chosen if one.name in undecided},
         _steps={one.name: one.step for one in steps if one.step is not None},
     )
-
-
-def _level_of(print_: Fingerprint | None) -> Level:
-    """What a checkpoint was looked at for."""
-    if print_ is None:
-        return "listing"
-    return "weights" if print_.digest else "files"
 
 
 def _prints(

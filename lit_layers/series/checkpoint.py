@@ -139,10 +139,8 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
     """
     if steps == ALL:
         return sorted(listed)
-    if isinstance(steps, Mapping) and "log_spaced" in steps:
-        return _log_spaced(sorted(listed), steps)
-    if not isinstance(steps, str | Mapping | Sequence):
-        raise InputError(f"steps: expected all, {{log_spaced: N}}, a list or a schedule, got {steps!r}")
+    if isinstance(steps, Mapping) and set(steps) == {"log_spaced"}:
+        return _log_spaced(sorted(listed), steps["log_spaced"])
     try:
         schedule = Schedule(steps)
     except InputError as error:
@@ -159,11 +157,7 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
     return [step for step in sorted(listed) if step in schedule or step == last]
 
 
-def _log_spaced(listed: list[int], steps: Mapping[str, Any]) -> list[int]:
-    count = steps["log_spaced"]
-    if set(steps) != {"log_spaced"}:
-        other = next(key for key in steps if key != "log_spaced")
-        raise InputError(f"steps: log_spaced stands alone, got also {other}")
+def _log_spaced(listed: list[int], count: Any) -> list[int]:
     if not isinstance(count, int) or isinstance(count, bool) or count < 2:
         raise InputError(f"steps.log_spaced: expected a whole number of at least 2, got {count!r}")
     if count >= len(listed):

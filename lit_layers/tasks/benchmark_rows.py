@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -142,9 +142,6 @@ class TaskScores:
     num_cut: int = 0  # inputs that lost their beginning
 
 
-_AS_THEY_ARE = ("texts", "random_score", "rows_hash", "num_cut")  # fields that JSON has
-
-
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """A metric over the rows (runs, rows), averaged over runs, and its standard error over the rows; None of a single
     row.
@@ -228,11 +225,7 @@ class ResultFolder:
             result = json.loads(self.file(schedule).read_text(encoding="utf-8"))
             if result["schedule"] != format_schedule(schedule):
                 return None
-            return TaskScores(
-                values={metric: _numbers(line) for metric, line in result["values"].items()},
-                log_likelihoods=[_numbers(line) for line in result["log_likelihoods"]],
-                **{name: result[name] for name in _AS_THEY_ARE},
-            )
+            return TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
         return None
 
     def write(self, schedule: Sequence[Step], scores: TaskScores, facts: dict[str, Any]) -> None:
@@ -247,22 +240,11 @@ class ResultFolder:
             "schedule": format_schedule(schedule),
             "n": len(next(iter(scores.values.values()))),
             "scores": {metric: {"value": value, "stderr": error} for metric, (value, error) in summary.items()},
-            "values": {metric: _line(values) for metric, values in scores.values.items()},
-            "log_likelihoods": [_line(row) for row in scores.log_likelihoods],
-            **{name: getattr(scores, name) for name in _AS_THEY_ARE},
+            **vars(scores),
         }
         with refused(f"results: cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.file(schedule), content)
-
-
-def _line(values: Sequence[float]) -> str:
-    """On one line of the file, exactly."""
-    return " ".join(str(int(value)) if float(value).is_integer() else repr(float(value)) for value in values)
-
-
-def _numbers(line: str) -> list[float]:
-    return [float(number) for number in line.split()]
 
 
 BROKEN_ANSWERS = "broken_answers.csv"

@@ -317,10 +317,11 @@ class Prepared:
         part = self._part()
         if self.spec.domain == "reranking":
             return len(part["queries"])
-        sentences = part["sentences"] if "sentences" in part.column_names else None
-        if sentences is not None and len(part) and isinstance(part[0]["sentences"], list):
-            return sum(len(row) for row in sentences)
-        return len(part[0]["labels"]) if self._is_one_row(part) else len(part)
+        first = part[0] if len(part) else {}
+        if isinstance(first.get("sentences"), list):
+            return sum(map(len, part["sentences"]))
+        is_one_row = len(part) == 1 and isinstance(first.get("labels"), list)  # of all pairs, as in mteb's older sets
+        return len(first["labels"]) if is_one_row else len(part)
 
     def texts(self, number: int) -> list[str] | None:
         """The first texts of the test split: of pairs with a similarity the first text, of questions these; None for
@@ -344,11 +345,6 @@ class Prepared:
     def _part(self) -> Any:
         data = self.task.dataset
         return data.get(self.spec.subset, data)[SPLIT]  # one subset alone has no level of its own
-
-    @staticmethod
-    def _is_one_row(part: Any) -> bool:
-        """Whether all pairs stand in one row, as in mteb's older sets."""
-        return len(part) == 1 and isinstance(part[0].get("labels"), list)
 
 
 def _remembering(undersample: Any) -> Any:
