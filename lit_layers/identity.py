@@ -148,7 +148,15 @@ def same_tag(value: Any, asked: Any) -> bool:
 
 def hash_of(config: Any) -> str:
     """Return sixteen hex digits of plain JSON data."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    return sha16(json.dumps(config, sort_keys=True))
+
+
+def sha16(*parts: str | bytes | memoryview) -> str:
+    """Return sixteen hex digits over parts that stand one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:16]
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:

@@ -1,7 +1,6 @@
 """Fixed batches that an analysis measures on: windows of a corpus, texts as token ids, and what other projects have."""
 
 import functools
-import hashlib
 import logging
 import random
 import re
@@ -19,6 +18,7 @@ from lit_layers.data.preparing import prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
 logger = logging.getLogger(__name__)
@@ -71,11 +71,7 @@ class EncodedTexts:
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids."""
-        digest = hashlib.sha256()
-        for ids in self.ids:
-            digest.update(len(ids).to_bytes(4, "little"))
-            digest.update(np.asarray(ids, dtype="<i4").tobytes())
-        return digest.hexdigest()[:16]
+        return sha16(*(len(ids).to_bytes(4, "little") + np.asarray(ids, dtype="<i4").tobytes() for ids in self.ids))
 
     def in_order(self, batch_size: int, *, side: Literal["left", "right"] = "right") -> Iterator[dict[str, Tensor]]:
         """So many texts a batch, the last may have fewer, in their order; `side` is that of the padding."""
@@ -219,7 +215,7 @@ class EvalText(Batches):
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
         ids = self.windows().numpy().astype("<i8")
-        return hashlib.sha256(f"{ids.shape} {self.batch_size}".encode() + ids.tobytes()).hexdigest()[:16]
+        return sha16(f"{ids.shape} {self.batch_size}", ids.tobytes())
 
     def tokenizer_hash(self) -> str | None:
         """As the shards say that the windows are cut from; loads or prepares the corpus on the first call."""
@@ -320,12 +316,10 @@ class GivenBatches(Batches):
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the names, shapes and values of every batch."""
-        digest = hashlib.sha256()
-        for batch in self._all:
-            for name, values in sorted(batch.items()):
-                digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-                digest.update(np.ascontiguousarray(values.numpy()).tobytes())
-        return digest.hexdigest()[:16]
+        parts: list[str | memoryview] = []
+        for name, values in (item for batch in self._all for item in sorted(batch.items())):
+            parts += [f"{name} {values.dtype} {tuple(values.shape)}", np.ascontiguousarray(values.numpy()).data]
+        return sha16(*parts)
 
     def tokenizer_hash(self) -> str | None:
         return self._tokenizer_hash

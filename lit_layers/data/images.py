@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, whole_path
 from lit_layers.files.hub import asking_the_hub
+from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
@@ -67,10 +68,8 @@ class SmallPictures(Pictures):
 
     def content_hash(self) -> str:
         """Over every pixel."""
-        digest = hashlib.sha256(f"{tuple(self.pixels.shape)}".encode())
-        digest.update(self.pixels.contiguous().numpy().data)
-        digest.update(self.labels.numpy().astype("<i8").tobytes())
-        return digest.hexdigest()[:16]
+        labels = self.labels.numpy().astype("<i8").tobytes()
+        return sha16(f"{tuple(self.pixels.shape)}", self.pixels.contiguous().numpy().data, labels)
 
 
 class FilePictures(Pictures):
@@ -101,8 +100,7 @@ class EncodedPictures(Pictures):
 
     def content_hash(self) -> str:
         """Over the name of the data, its fingerprint and the labels."""
-        facts = f"{self.name} {self.fingerprint} ".encode()
-        return hashlib.sha256(facts + self.labels.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+        return sha16(f"{self.name} {self.fingerprint} ", self.labels.numpy().astype("<i8").tobytes())
 
 
 def decoded(source: Path | bytes | None, name: str) -> Image.Image:
@@ -403,10 +401,8 @@ class EvalImages(Batches):
     def content_hash(self) -> str:
         """Sixteen hex digits over pixels, labels and how they are cut into batches."""
         pixels, labels = self.images()
-        digest = hashlib.sha256(f"{tuple(pixels.shape)} {self.batch_size}".encode())
-        digest.update(pixels.numpy().astype("<f4").tobytes())
-        digest.update(labels.numpy().astype("<i8").tobytes())
-        return digest.hexdigest()[:16]
+        values = pixels.numpy().astype("<f4").tobytes(), labels.numpy().astype("<i8").tobytes()
+        return sha16(f"{tuple(pixels.shape)} {self.batch_size}", *values)
 
     @functools.cached_property
     def _loaded(self) -> tuple[Tensor, Tensor]:

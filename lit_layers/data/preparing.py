@@ -37,7 +37,7 @@ from lit_layers.data.shards import (
 from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
 from lit_layers.errors import InputError
 from lit_layers.files.durable import draft_of, sync, write_json
-from lit_layers.identity import hash_of
+from lit_layers.identity import hash_of, sha16
 from lit_layers.machine import processors
 from lit_layers.schema import refuse_below_one
 
@@ -252,7 +252,6 @@ def _header(writer: ShardWriter, state: dict[str, Any], source: Source) -> dict[
         tokens, documents = writer.count(split)
         size = state["bytes"][split]
         splits[split] = {"tokens": tokens, "documents": documents, "bytes": size, "corpus_hash": chain[:16]}
-    both = "/".join(state["hashes"][split] for split in ("train", "validation"))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -260,7 +259,7 @@ def _header(writer: ShardWriter, state: dict[str, Any], source: Source) -> dict[
         "vocab_size": made_by.pop("vocab_size"),
         "end_of_text_id": made_by.pop("end_of_text_id"),
         "tokenizer": made_by,
-        "corpus_hash": hashlib.sha256(both.encode()).hexdigest()[:16],
+        "corpus_hash": sha16("/".join(state["hashes"][split] for split in ("train", "validation"))),
         "revision": source.revision,
         "splits": splits,
         "left_out": state["left_out"],

@@ -1,7 +1,6 @@
 """Texts that an analysis measures on, their batches and perturbed copies; the prompts of the six usual benchmarks."""
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ from lit_layers.data.batches import (
 )
 from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 from lit_layers.tasks.catalogue import ScoredTask, find, find_task, tasks_of
 from lit_layers.tasks.probe_task import ProbeTask
@@ -49,7 +49,7 @@ class Texts(ABC):
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the texts."""
-        return hashlib.sha256(json.dumps(list(self.texts())).encode()).hexdigest()[:16]
+        return sha16(json.dumps(list(self.texts())))
 
 
 class GivenTexts(Texts):
@@ -198,7 +198,7 @@ class TextBatches(Batches):
         return -(-len(self._encoded) // self.batch_size)
 
     def content_hash(self) -> str:
-        return hashlib.sha256(f"{self._encoded.content_hash()} {self.batch_size}".encode()).hexdigest()[:16]
+        return sha16(f"{self._encoded.content_hash()} {self.batch_size}")
 
     def tokenizer_hash(self) -> str | None:
         return self._encoded.tokenizer_hash
@@ -217,7 +217,7 @@ class LabelledTexts(TextBatches):
         yield from ({**batch, "labels": part} for batch, part in zip(super().__iter__(), labels, strict=True))
 
     def content_hash(self) -> str:
-        return hashlib.sha256(f"{super().content_hash()} {self._classes.tolist()}".encode()).hexdigest()[:16]
+        return sha16(f"{super().content_hash()} {self._classes.tolist()}")
 
     @functools.cached_property
     def _classes(self) -> Tensor:
@@ -301,7 +301,7 @@ class BenchmarkPrompts(Batches):
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
         layout = "" if self.batch_size == 1 else f" {self.padding}"
-        return hashlib.sha256(f"{self.batch_size}{layout} {self._encoded.ids}".encode()).hexdigest()[:16]
+        return sha16(f"{self.batch_size}{layout} {self._encoded.ids}")
 
     def tokenizer_hash(self) -> str | None:
         """Loads the prompts on the first call."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from lit_layers.errors import InputError
 from lit_layers.files.hub import asking_the_hub
+from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
@@ -126,7 +127,7 @@ class PythonSources(Source):
         return {
             "kind": "python",
             "python": platform.python_version(),
-            "fingerprint": hashlib.sha256("\n".join(listing).encode()).hexdigest()[:16],
+            "fingerprint": sha16("\n".join(listing)),
             "validation": self.validation,
         }
 
@@ -304,7 +305,7 @@ class LocalText(Source):
             "path": str(self.path.resolve()),
             "num_files": len(self.files),
             "bytes": sum(facts.st_size for _, facts in stats),
-            "fingerprint": hashlib.sha256(listing.encode()).hexdigest()[:16],
+            "fingerprint": sha16(listing),
             "column": self.column,
             "separator": self.separator,
             "validation": self.validation,

@@ -1,7 +1,6 @@
 """Word pairs of relations such as singular and plural, as each model's tokenizer reads the single words."""
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
@@ -14,6 +13,7 @@ from torch import Tensor
 from lit_layers.data.batches import Batches, tokenizer_of
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
+from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
@@ -112,8 +112,7 @@ class WordPairs(Batches):
         pairs = [
             (c.name, c.id, c.group, c.num_dropped, c.first.tolist(), c.second.tolist()) for c in self.by_category()
         ]
-        whole = f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}"
-        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+        return sha16(f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}")
 
     def tokenizer_hash(self) -> str | None:
         """Loads the words on the first call."""

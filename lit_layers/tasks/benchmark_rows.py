@@ -5,7 +5,6 @@ interrupted run goes on where it was.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, format_schedule
 from lit_layers.functional.curves import wilson_interval
+from lit_layers.identity import sha16
 from lit_layers.records import export
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.task_files import Columns, local_copy
@@ -48,7 +48,7 @@ class LocalRows:
     def content_hash(self) -> str:
         """Sixteen hex digits over every row, in their order, and what is done with them."""
         plain = [self.name, self.split, self.rows, self.settings]
-        return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return sha16(json.dumps(plain, sort_keys=True, default=str))
 
 
 def local_rows(task: str, folder: Path, limit: int | None = None, *, training: bool = False) -> LocalRows:
@@ -216,7 +216,7 @@ class ResultFolder:
 
     def file(self, schedule: Sequence[Step]) -> Path:
         """Named by a hash, as a schedule may be longer than a file's name; the file says which it is."""
-        return self.folder / f"{hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:16]}.json"
+        return self.folder / f"{sha16(format_schedule(schedule))}.json"
 
     def read(self, schedule: Sequence[Step]) -> TaskScores | None:
         """What was found of this schedule; None where there is nothing, or a damaged file."""

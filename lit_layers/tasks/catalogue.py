@@ -3,7 +3,6 @@
 Its rows are in `catalogue.yaml`, by use and name. The rows and metrics of GLUE are here as well.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 import yaml
 
 from lit_layers.errors import InputError, did_you_mean
+from lit_layers.identity import sha16
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import Task, Use
 
@@ -188,7 +188,7 @@ class GlueRows:
     def content_hash(self) -> str:
         """Return sixteen hex digits over the texts, the targets, and how answers are scored."""
         content = [self.task.name, self.texts, self.targets, self.task.scores, self.task.num_classes]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        return sha16(json.dumps(content))
 
 
 def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:

@@ -5,7 +5,6 @@ lm-eval is optional and takes seconds to import: functions do, where they need i
 
 import contextlib
 import functools
-import hashlib
 import io
 import math
 import re
@@ -24,6 +23,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
 from lit_layers.functional.block_schedules import Schedule
+from lit_layers.identity import sha16
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
@@ -87,20 +87,18 @@ def task_file_hash(path: Path) -> str:
     Raises:
         InputError: one of them cannot be read.
     """
-    digest, waiting, seen = hashlib.sha256(), [path], set()
+    waiting, texts = [path], dict[Path, str]()
     while waiting:
         file = waiting.pop().resolve()
-        if file in seen:
+        if file in texts:
             continue
-        seen.add(file)
         with refused(f"task: cannot read {file}"):
-            text = file.read_text(encoding="utf-8")
-        digest.update(f"{len(text)} {text}".encode())
+            text = texts[file] = file.read_text(encoding="utf-8")
         included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
         scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
         beside = [file.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
         waiting += [each for each in beside if each.is_file()]
-    return digest.hexdigest()[:16]
+    return sha16(*(f"{len(text)} {text}" for text in texts.values()))
 
 
 class LmEvalScorer:
@@ -374,13 +372,12 @@ def _scores(samples: list[dict[str, Any]], task: Any, *, num_cut: int, rows_hash
     likelihoods = [] if written else [[float(each[0]) for each in row["filtered_resps"]] for row in rows]
     if wrong := sum(any(math.isnan(value) for value in row) for row in likelihoods):
         raise FloatingPointError(f"{wrong} of {len(rows)} rows have a log-likelihood that is not a number")
-    digest = hashlib.sha256("".join(row["doc_hash"] + row["target_hash"] for row in rows).encode())
     return TaskScores(
         values=values,
         log_likelihoods=likelihoods,
         texts=[str(row["resps"][0][0]) for row in rows] if written else [],
         random_score=sum(1 / len(row["filtered_resps"]) for row in rows) / len(rows) if chosen else 0.0,
-        rows_hash=rows_hash or digest.hexdigest()[:16],
+        rows_hash=rows_hash or sha16(*(row["doc_hash"] + row["target_hash"] for row in rows)),
         num_cut=num_cut,
     )
 

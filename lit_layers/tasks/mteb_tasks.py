@@ -24,6 +24,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import from_caches_without_network
+from lit_layers.identity import sha16
 from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
 from lit_layers.tasks.embeddings import LayerEncoder
 from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
@@ -104,8 +105,8 @@ class Sources:
             return None
         if place == "folder":
             files = [_of_file(path, *on_disk(path)) for path in self._copies()[spec.name].paths()]
-            return hashlib.sha256("/".join(files).encode()).hexdigest()[:16]
-        return hashlib.sha256(repr(sorted(_official(spec.name).metadata.dataset.items())).encode()).hexdigest()[:16]
+            return sha16("/".join(files))
+        return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
 
     def open(self, spec: ScoredTask, *, seed: int) -> Any:
         """The task of mteb with its data.

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_layers.identity import sha16
+
 
 @dataclass(frozen=True, eq=False)
 class TaskSplit:
@@ -61,10 +63,8 @@ class TaskData:
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the kind, the classes, and the texts and targets of each part."""
-        digest = hashlib.sha256(json.dumps([self.kind, self.classes]).encode())
-        for part in (self.train, self.validation, self.test):
-            digest.update(json.dumps([part.texts, part.targets.tolist()]).encode())
-        return digest.hexdigest()[:16]
+        parts = ([part.texts, part.targets.tolist()] for part in (self.train, self.validation, self.test))
+        return sha16(*map(json.dumps, ([self.kind, self.classes], *parts)))
 
 
 def normalised(text: str) -> str:
