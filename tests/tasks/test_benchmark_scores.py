@@ -105,7 +105,7 @@ def chosen(folder, model, schedule, rows):
     for row in rows:
         values = []
         for choice in row["choices"]:
-            whole, before = (encode(text).ids for text in (f"{row['context']} {choice}", row["context"]))
+            whole, before = (encode(text).ids for text in (f"{row['query']} {choice}", row["query"]))
             with torch.no_grad(), running_order(model, schedule):
                 logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
             values.append(sum(logits[place - 1, whole[place]].item() for place in range(len(before), len(whole))))
@@ -115,24 +115,24 @@ def chosen(folder, model, schedule, rows):
 
 @pytest.mark.parametrize("num_right", [7, 5, 4, 1])
 def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, num_right):
-    rows = [{"context": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
+    rows = [{"query": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
     full = chosen(folder, model, baseline(BLOCKS), rows)
     skipped = chosen(folder, model, parse_schedule("1 2 6", BLOCKS), rows)
     for number, (row, choice) in enumerate(zip(rows, full, strict=True)):
         row["label"] = choice if number < num_right else 1 - choice
-    path = tmp_path / "mine.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    found = measure(model, make(str(path), folder=None), run="r", step=1)
-    assert (found.error, found.analysis) == (None, "intervene/mine")
+    (tmp_path / "tasks.yaml").write_text("benchmark: {hellaswag: mine.jsonl}")
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = measure(model, make("hellaswag", folder=tmp_path), run="r", step=1)
+    assert (found.error, found.analysis) == (None, "intervene/hellaswag")
     (chance,) = [record for record in found.records if record.metric == "random_score"]
     left = [record for record in found.records if record.metric == "normalized_score"]
     assert chance.value == 0.5
     if num_right < 7:  # within its standard error of chance (5 of 8: 0.125 below 0.18), at chance, and worse
-        assert chance.tags == {"task": "mine", "undefined": "normalized_score"}
+        assert chance.tags == {"task": "hellaswag", "undefined": "normalized_score"}
         assert not left
         return
     right = sum(choice == row["label"] for choice, row in zip(skipped, rows, strict=True)) / 8
-    assert chance.tags == {"task": "mine"}
+    assert chance.tags == {"task": "hellaswag"}
     assert [record.value for record in left] == pytest.approx([1, (right - 0.5) / (7 / 8 - 0.5)])
     assert left[0].stderr == 0
 
@@ -330,10 +330,7 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
     view = LayeredModel(model)
     make().check(view)
     cases = [
-        (
-            make("arc"),
-            "task: there is no 'arc'; did you mean arc_easy.*; or name a file .* with the columns",
-        ),
+        (make("arc"), "task: there is no 'arc'; did you mean arc_easy.*; or give a task file of lm-eval"),
         (make(limit=0), "limit: expected at least 1, got 0"),
         (make(batch_size=0), "batch_size: expected at least 1, got 0"),
         (make(max_new_tokens=0), "max_new_tokens: expected at least 1, got 0"),

@@ -246,7 +246,7 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(options: Any, target: "Target") -> Any:
-    from lit_layers.data import EvalText
+    from lit_layers.data.batches import EvalText
 
     limit = target.length_limit
     if None not in (options.num_tokens, limit) and options.num_tokens > limit:
@@ -257,7 +257,7 @@ def _texts(options: Any, target: "Target") -> Any:
 
 
 def _images(options: Any) -> Any:
-    from lit_layers.data import EvalImages
+    from lit_layers.data.images import EvalImages
 
     chosen = {name: getattr(options, name) for name in ("num_images", "image_size", "normalisation")}
     return EvalImages(options.images, **chosen)
