@@ -1,30 +1,62 @@
-"""Corpora, token shards, image sets, and batches to measure on. Each can be imported from here by its name."""
+"""Corpora, token shards, image sets, and the batches analyses measure on."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_layers.data.batches import *
-    from lit_layers.data.images import *
-    from lit_layers.data.preparing import *
-    from lit_layers.data.prompt_texts import *
-    from lit_layers.data.shards import *
-    from lit_layers.data.word_pairs import *
-    from lit_layers.tasks.catalogue import *
-    from lit_layers.tasks.probe_task import *
-    from lit_layers.tasks.task_splits import *
+    from lit_layers.data.batches import Batches, EvalText, TokenBlocks, duplicate_windows
+    from lit_layers.data.images import EvalImages
+    from lit_layers.data.preparing import prepare, prepared
+    from lit_layers.data.prompt_texts import (
+        BenchmarkPrompts,
+        CorpusTexts,
+        GivenTexts,
+        LabelledTexts,
+        TaskTexts,
+        TextBatches,
+        Texts,
+        Views,
+        make_views,
+    )
+    from lit_layers.data.shards import TokenShards
+    from lit_layers.data.word_pairs import WordPairs
+    from lit_layers.tasks.catalogue import TASKS, find_task
+    from lit_layers.tasks.probe_task import ProbeTask
+    from lit_layers.tasks.task_splits import TaskData, TaskSplit
 
-# Imported on first use: what reads names, files and tokens needs no torch, which takes seconds.
-_DATA = ("shards", "preparing", "batches", "images", "word_pairs", "prompt_texts")
-_FILES = (*(f"data.{name}" for name in _DATA), "tasks.task_splits", "tasks.probe_task", "tasks.catalogue")
+# Imported on first use: what reads names, files and tokens needs no torch, which takes seconds to import.
+_HOMES = ["shards", "preparing", "batches", "images", "word_pairs", "prompt_texts"]
+_TASKS = ["task_splits", "probe_task", "catalogue"]
+__all__ = [
+    "TASKS",
+    "Batches",
+    "BenchmarkPrompts",
+    "CorpusTexts",
+    "EvalImages",
+    "EvalText",
+    "GivenTexts",
+    "LabelledTexts",
+    "ProbeTask",
+    "TaskData",
+    "TaskSplit",
+    "TaskTexts",
+    "TextBatches",
+    "Texts",
+    "TokenBlocks",
+    "TokenShards",
+    "Views",
+    "WordPairs",
+    "duplicate_windows",
+    "find_task",
+    "make_views",
+    "prepare",
+    "prepared",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_") and not Path(__file__).with_name(f"{name}.py").is_file():
-        for file in _FILES:
-            module = import_module(f"lit_layers.{file}")
-            found = getattr(module, name, None)
-            if getattr(found, "__module__", None) == module.__name__ or (found is not None and name.isupper()):
-                return found
+    if name in __all__:
+        for module in [*(f"{__name__}.{home}" for home in _HOMES), *(f"lit_layers.tasks.{home}" for home in _TASKS)]:
+            if hasattr(content := import_module(module), name):
+                return getattr(content, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
