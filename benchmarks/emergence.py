@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rounds import Row, add_options, finish
@@ -100,7 +101,7 @@ def of_flat(options: argparse.Namespace) -> Iterator[Row]:
                 for round_ in range(options.rounds):
                     rng = np.random.default_rng([round_, 4, checkpoints])
                     curves = flat_noise(options.curves // 5, checkpoints, noise, rng)
-                    known = {"stderr": np.ones(checkpoints)} if errors == "stderr" else {}
+                    known: Any = {"stderr": np.ones(checkpoints)} if errors == "stderr" else {}
                     steps = np.geomspace(1, 143_000, checkpoints)
                     said.append(float(np.mean([emergence_times(steps, each, **known).changes for each in curves])))
                 named = noise if noise in ("normal", "t3") else f"AR(1) {noise}"
@@ -127,7 +128,7 @@ def of_round(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dic
     """By shape, as many curves of each: of those that are said to change, (curves, 4 + 2), which intervals hold, and
     whether they are given an onset and a plateau, or "before" and "not yet"."""
     rng = np.random.default_rng([round_, 1])
-    inside: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
+    inside: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for kind in kinds:
         for given, options, truth in drawn(curves // len(kinds), rng, errors, kind=kind):
             times = emergence_times(*given, **options)

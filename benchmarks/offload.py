@@ -91,7 +91,8 @@ def main() -> int:
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "SCRATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measured(*options.one, options.analysis, options.prompts, options.tokens)))
+        folder, scratch = options.one
+        print(json.dumps(measured(folder, scratch, options.analysis, options.prompts, options.tokens)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         save_llama(f"{folder}/model", options.layers, options.width)
