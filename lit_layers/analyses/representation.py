@@ -112,7 +112,7 @@ class Representation(Analysis):
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
         else:
             as_later: Any = {"center": True, "unit": True, "fold": True, "undefined": "zero"}
-            angles = curvature_and_missing(hidden, mask, **(as_later if self.preset else {"undefined": "skip"}))
+            angles = curvature_and_missing(hidden, mask, **(as_later if self.preset else {"undefined": "skip"}))  # pyright: ignore
             values["token_curvature", None, None], values[MISSING_ANGLES] = angles
         return {**values, POOLED: pooled_vectors(hidden, mask, self.pooling)}
 

@@ -222,7 +222,7 @@ def curves_in(
         InputError: measurements that do not say how many tokens were seen, where these are the axis.
     """
     points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
-    settings: dict[str, str] = {}  # of each analysis: a run's measurements are of one
+    settings: dict[str, str] = {}  # by analysis
     for m in records.latest(measurements):
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:

@@ -18,7 +18,7 @@ from lit_layers.clock.step_curves import StepCurve, curves_in, with_prompts
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
 from lit_layers.functional.emergence.curve_parts import bootstrap_counts
-from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS, EmergenceTimes, Time, emergence_times
+from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS, EmergenceTimes, emergence_times
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
@@ -240,7 +240,7 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     """
     halfway = {
         run: {
-            curve.key: times.halfway.value
+            curve.key: times.halfway.value  # pyright: ignore
             for curve, times in of_the_model(clock, run)
             if times.emerges and _is_known(curve, times.halfway)
         }
@@ -257,7 +257,7 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["run_a", "run_b", "spearman", "n"])
 
 
-def _is_known(curve: StepCurve, time: Time) -> bool:
+def _is_known(curve: StepCurve, time: Any) -> bool:
     low, high, first, last = np.log2(1 + np.array([time.low, time.high, curve.at[0], curve.at[-1]]))
     return bool(high - low <= WIDEST * (last - first))
 

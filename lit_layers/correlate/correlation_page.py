@@ -74,7 +74,7 @@ class OverTag:
         x = self.values if all(isinstance(each, int | float) for each in self.values) else range(len(self.values))
         headline, series = self.frame[self.frame["name"] == HEADLINE].groupby("of", sort=False), []
         for color, dash, (of, part) in zip(COLORS, ("", "dash"), headline, strict=False):
-            at = part.set_index("at").reindex(self.values)
+            at = part.set_index("at").reindex(list(self.values))
             ends = {end: rounded(at[end]) for end in ("low", "high")}
             look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
             series.append(Series(x=x, y=rounded(at["value"]), name=look_up(str(of)).title, **ends, **look))

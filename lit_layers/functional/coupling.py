@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -70,8 +70,8 @@ def miscoupling_matrix(
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
-    ks, options = k if isinstance(k, Sequence) else [k], {"p": p, "sign": sign, "undefined": undefined}
-    result = miscoupling_with_error(jacobians, values[..., :count], factors, k=ks, **options)[0].to(factors.left.dtype)
+    options: Any = {"k": k if isinstance(k, Sequence) else [k], "p": p, "sign": sign, "undefined": undefined}
+    result = miscoupling_with_error(jacobians, values[..., :count], factors, **options)[0].to(factors.left.dtype)
     result = result if isinstance(k, Sequence) else result[0]
     return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
 

@@ -61,7 +61,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         training = _frame_of_trainer()
-        before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}
+        before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}  # pyright: ignore
         if before is not None and before.is_open and self._training is training:  # begins anew with smaller batches
             options |= {"if_exists": "resume", "_saved_by": before.measurer.training}
         self._give_up()  # also of a training that an exception has ended
@@ -71,7 +71,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         callbacks = training.f_locals["self"].callback_handler.callbacks if training is not None else ()
         options["loggers"] = self.loggers or runs_of_trainer(args.report_to or (), callbacks)
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **options)
-        self._training, state.stateful_callbacks[STATE] = training, self._watch.measurer.training
+        self._training, state.stateful_callbacks[STATE] = training, self._watch.measurer.training  # pyright: ignore
         if training is not None:
             arguments = self._watch, training, threading.get_ident()
             threading.Thread(target=_give_up_after, args=arguments, name="lit_layers", daemon=True).start()

@@ -221,7 +221,7 @@ def plain_model(model: nn.Module) -> nn.Module:
         elif type(model).__name__ in _WRAPPERS:
             model = model.get_submodule("module")
         elif hasattr(model, "get_base_model") and not getattr(model.active_peft_config, "is_prompt_learning", True):
-            model = model.get_base_model()
+            model = model.get_base_model()  # pyright: ignore
         elif _is_sentence_encoder(model) and len(inside := known_inside(model)) == 1:
             (model,) = inside.values()
         else:

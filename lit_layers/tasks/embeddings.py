@@ -136,7 +136,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     )
 
 
-def save_sentence_encoder(folder: Path, pooling: TextPooling, dim: int, max_tokens: int | None) -> None:
+def save_sentence_encoder(folder: Path, pooling: str, dim: int, max_tokens: int | None) -> None:
     """Write the files by which sentence-transformers gives pooled states of the model in a folder as its vectors."""
     switches = {name: _POOLINGS.get(mode) == pooling for name, mode in _SWITCHES.items()}
     kinds = {"Transformer": "", "Pooling": "1_Pooling"}

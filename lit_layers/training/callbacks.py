@@ -390,7 +390,7 @@ class EmergenceCallback(_AtSteps):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._step_times.on_train_batch_start(trainer)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
         self._step_times.on_train_batch_end(trainer)
         if self.budget is not None and not self._stride and self._pauses and self._step_times.of_step is not None:
             self._stride = self._ranks.from_first(functools.partial(self._stride_within, trainer))

@@ -350,7 +350,7 @@ class LitImageData(LitStepData):
         # Sample numbers stay: what is to be done with an image is decided on the CPU.
         return {name: part if name == "number" else part.to(device, non_blocking=True) for name, part in batch.items()}
 
-    def _transform(self) -> Callable[..., Any] | None:
+    def _transform(self) -> Any:
         """What the workers do with a large image."""
         if isinstance(self.source.train, SmallPictures):
             return None

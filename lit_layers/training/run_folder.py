@@ -288,7 +288,7 @@ def go_on_at(root: Path, step: int, *, goes_back: bool) -> None:
             shutil.rmtree(step_folder(root / ABANDONED, saved), ignore_errors=True)
             step_folder(root, saved).rename(step_folder(root / ABANDONED, saved))
     measured = [m for m in records.latest(records.read(root / MEASUREMENTS)) if m.step is not None]
-    staying = [m for m in measured if m.training == facts["id"] and m.step <= step]
+    staying = [m for m in measured if m.training == facts["id"] and (m.step or 0) <= step]
     if goes_back and 0 < len(staying) < len(measured):
         way = [each["step"] for each in facts["resumed"] if each["back"]]
         records.append(root / MEASUREMENTS, replace(max(staying, key=lambda m: m.step or 0), resumed=way))

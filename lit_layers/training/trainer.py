@@ -89,7 +89,7 @@ def plugins_with_cluster(given: Any) -> Any:
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
 
 
-def refuse_another_order(trainer: L.Trainer, *, also: Sequence[type] = ()) -> None:
+def refuse_another_order(trainer: Any, *, also: Sequence[type] = ()) -> None:
     """Refuse options that mean something else than Lightning says where a step's samples follow from its number.
 
     The data have no end: only `limit_train_batches` makes epochs, and the next one goes on where the last ended.
@@ -109,7 +109,7 @@ def refuse_another_order(trainer: L.Trainer, *, also: Sequence[type] = ()) -> No
     if isinstance(limit, int) and limit % accumulate:
         name = "fast_dev_run" if trainer.fast_dev_run else "limit_train_batches"
         _refuse(name, f"a multiple of {accumulate}, as so many batches make a step", limit)
-    for each in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+    for each in trainer.callbacks:
         name = f"callbacks.{type(each).__name__}"
         if isinstance(each, refused):
             _refuse(name, "none, as it changes the batches, the weights or the rate that a step should have", "one")

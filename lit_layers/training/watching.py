@@ -174,7 +174,7 @@ class StepMeasurer:
         """Writes for every analysis why it could not be measured at a step."""
         for analysis in self.analyses:
             failed = Measurement(
-                run=self.run,
+                run=str(self.run),
                 step=step,
                 tokens=tokens,
                 analysis=analysis.name,

@@ -111,7 +111,7 @@ def correlate(
     paths = write_models(table, findings, root, over=over)
     _show_models(table, findings)
     for model, why in over.left_out.items() if over is not None else ():
-        print(f"left out over {over.tag}: {model}: {why}")
+        print(f"left out over {over.tag}: {model}: {why}")  # pyright: ignore
     print(*paths, sep="\n")
     return 0
 

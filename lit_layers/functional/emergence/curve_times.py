@@ -166,7 +166,7 @@ def emergence_times(
         half = drawn_together(half, _landmarks(estimated, grid, at)[1], rng)
     emerges, changes = bool(np.median(ended) > RETURNED), curve.change_points(confidence, rng)
     counted = len(curve.x), curve.num_gaps
-    return EmergenceTimes(emerges, p_value, *times.values(), changes, *counted, curve.step(half), before, not_yet)
+    return EmergenceTimes(emerges, p_value, *times.values(), changes, *counted, curve.step(half), before, not_yet)  # pyright: ignore
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def has_hooks(module: Any) -> bool:
     return isinstance(module, nn.Module) and any(map(is_hooked, module.modules()))
 
 
-def is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: Any) -> bool:
     """Whether a module itself has a forward hook of the user."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")) for hook in hooks)
