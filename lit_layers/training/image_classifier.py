@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError, first_sentence
@@ -33,7 +32,8 @@ class ExponentialAverage(WeightAveraging):
     """
 
     def __init__(self, decay: float) -> None:
-        super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        super().__init__()
+        self.decay = decay
 
     @property
     def model(self) -> nn.Module:
@@ -48,8 +48,18 @@ class ExponentialAverage(WeightAveraging):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback")  # on sharding
             super().setup(trainer, pl_module, stage)
-        if (averaged := cast("Any", self._average_model)) is not None:
-            averaged.n_averaged = averaged.n_averaged.cpu()  # torch asks it twice a step, and would wait for a GPU
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Average after each optimizer step. torch's own update would wait for a GPU twice a step."""
+        if trainer.global_step > self._latest_update_step:
+            averaged: Any = self._average_model
+            share = 1 - self.decay if self._latest_update_step else 1.0  # first copies
+            torch._foreach_lerp_([*averaged.module.parameters()], [*pl_module.parameters()], share)
+            for average, buffer in zip(averaged.module.buffers(), pl_module.buffers(), strict=True):
+                average.copy_(buffer)
+            averaged.n_averaged += 1
+            self._latest_update_step = trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the trained weights."""
