@@ -98,7 +98,7 @@ def measure_times(
 
 
 # What was asked for last, by the content of its curves: at the end of a training its page asks, and then each tracker.
-_last: list[tuple[bytes, Clock]] = []
+_last: dict[bytes, Clock] = {}
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
@@ -113,12 +113,10 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
     try:
         curves = with_prompts(whole_model(curves), root, measurements)
         content = hashlib.blake2b(pickle.dumps(curves)).digest()
-        for known, clock in _last:
-            if known == content:
-                return clock
-        clock = measure_times(curves)
-        _last[:] = [(content, clock)]
-        return clock
+        if content not in _last:
+            _last.clear()
+            _last[content] = measure_times(curves)
+        return _last[content]
     except InputError:  # all of them undefined
         return None
 

@@ -36,7 +36,7 @@ from lit_layers.data.shards import (
 )
 from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
 from lit_layers.errors import InputError
-from lit_layers.files.durable import draft_of, sync, write_json
+from lit_layers.files.durable import sync, write_json
 from lit_layers.identity import hash_of, sha16
 from lit_layers.machine import processors
 from lit_layers.schema import refuse_below_one
@@ -314,7 +314,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{folder / PROGRESS} is damaged ({error}): remove {folder} and start again") from error
         expect_settings(folder, state["settings"], settings, "holds an unfinished preparation")
         return state
-    others = sorted(path.name for path in folder.iterdir() if path not in (folder / LOCK, draft_of(folder / PROGRESS)))
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK, f".{PROGRESS}.")))
     if others:
         raise InputError(f"{folder} is not empty (it holds {others[0]}) and no token shards: choose another folder")
     state = {

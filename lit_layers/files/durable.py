@@ -38,7 +38,7 @@ def on_disk(path: Path) -> list[int]:
 
 
 def draft_of(path: Path) -> Path:
-    """Where `write_json` prepares a file: what a kill may leave behind."""
+    """Where one process prepares a file: what a kill may leave behind."""
     return path.with_name(f".{path.name}.draft")
 
 
@@ -68,15 +68,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
-    """Replaces a file as a whole: a reader sees the old content or the new."""
-    draft, text = draft_of(path), json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n"
-    with naming(path):
-        draft.write_text(text, encoding="utf-8")
-        with contextlib.suppress(OSError):  # some network filesystems refuse chmod; the content matters more
-            draft.chmod(0o644)
-        sync(draft)
-        draft.replace(path)
-        sync(path.parent)
+    """Replace a JSON file as a whole: a reader sees the old content or the new."""
+    replace_file(path, json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -87,6 +80,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
             draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
             sync(draft)
             draft.replace(path)
+            sync(path.parent)
     finally:
         with contextlib.suppress(OSError):  # on a read-only disk that fails, too
             draft.unlink(missing_ok=True)
