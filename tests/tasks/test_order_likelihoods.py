@@ -96,7 +96,7 @@ def test_each_order_has_the_scores_that_it_has_alone(name, scorer, tmp_path):
         assert (found.rows_hash, found.num_cut) == (expected.rows_hash, expected.num_cut)
 
 
-def test_no_block_runs_twice_on_one_state(scorer, model, tmp_path):
+def test_no_block_runs_twice_on_one_state(scorer, model, tmp_path, monkeypatch):
     calls, known = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "kept.jsonl"))
     assert len(known.requests) == 16  # of 4 questions; in batches of 7, 7 and 2
     assert sorted(calls.values()) == [distinct(ORDERS)] * 3

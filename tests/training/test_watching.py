@@ -21,7 +21,7 @@ from transformers import (
 
 import lit_layers
 from lit_layers import records
-from lit_layers.analyses import Lens, PooledStates, Trajectory
+from lit_layers.analyses import LayerSimilarity, Lens, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.integrations.huggingface import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
@@ -249,16 +249,16 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(option,
 def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins(train, tmp_path, monkeypatch):
     model = network(0.0)
     untrained = weights_hash(model)
-    given = [Trajectory(batches=TOKENS), PooledStates(batches=TOKENS[:1])]
+    given = [Trajectory(batches=TOKENS), LayerSimilarity(batches=TOKENS[:2], rows="prompts")]
     monkeypatch.setitem(globals(), "analyses", lambda: given)
-    with pytest.raises(InputError, match="pooled_states: expected at least 2 prompts, .* got 1"):
+    with pytest.raises(InputError, match="layer_similarity: layer_cka needs at least 4 rows, got 2"):
         train(model, tmp_path / "run", watched=True)
     assert weights_hash(model) == untrained
-    given[1] = PooledStates(batches=TOKENS)
+    given[1] = LayerSimilarity(batches=TOKENS, rows="prompts")
     train(model, tmp_path / "run", watched=True, if_exists="resume")
     measured = records.read(tmp_path / "run" / "measurements.jsonl")
     assert sorted((m.step, m.analysis) for m in measured if m.error is None) == [
-        (step, name) for step in (*STEPS, LAST) for name in ("pooled_states", "trajectory")
+        (step, name) for step in (*STEPS, LAST) for name in ("layer_similarity", "trajectory")
     ]
 
 
