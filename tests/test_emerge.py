@@ -654,7 +654,7 @@ def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
 def test_the_times_of_a_run_are_found_once_for_its_page_and_its_trackers(tmp_path, monkeypatch):
     """By the content of its curves: another run, other values, and as many steps but one are asked for anew."""
     asked, find = [], times_and_order.measure_times
-    monkeypatch.setattr(times_and_order, "_last", [])
+    monkeypatch.setattr(times_and_order, "_last", {})
     monkeypatch.setattr(times_and_order, "measure_times", lambda curves: asked.append(len(curves)) or find(curves))
     first, second = ([*records.read(write_run(tmp_path / name, seed) / "measurements.jsonl")] for name, seed in RUNS)
 

@@ -987,7 +987,7 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "docs" / "report.md").read_text()
     commands = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
-    assert len(commands) == 7
+    assert len(commands) == 6
     for line in commands:
         program, *arguments = shlex.split(line)
         assert program == "lit-layers"

@@ -371,7 +371,9 @@ def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(ho
     for when in ("before", "after"):
         assert 0 <= the(found, "task_score", variant="skip", middle=3, when=when, task="arc_challenge").value <= 1
     assert (tmp_path / "out" / "intervene" / "finetuned_arc_challenge" / "skip_M_3" / "model" / "config.json").is_file()
-    assert "Intervene: finetune arc challenge, Task score (share), after fine-tuning" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Intervene: finetune arc challenge, Task score (share)" in printed
+    assert "\nskip, after fine-tuning " in printed
 
 
 def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys, monkeypatch):
