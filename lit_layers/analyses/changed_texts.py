@@ -319,10 +319,9 @@ class PromptStudies(Analysis):
         for states in states_of_layers(seen, self.states):
             of_rows = spectra(states, seen.mask, drop_first=self.drop_first)
             for dropped, sets in zip(self.drop_first, of_rows, strict=True):
-                single = seen.mask.sum(-1) - dropped < 2
                 for normalization in NORMALIZATIONS:
                     values = sets.entropy(normalization=normalization, undefined="nan").cpu()
-                    values = values.masked_fill(single.cpu(), torch.nan)
+                    values = values.masked_fill((seen.mask.sum(-1) - dropped < 2).cpu(), torch.nan)
                     entropies.setdefault((normalization, dropped), []).append(values)
         return {kind: torch.stack(values) for kind, values in entropies.items()}
 
@@ -339,7 +338,8 @@ class PromptStudies(Analysis):
             study, level, normalization, dropped = key
             tags: dict[str, Any] = {"study": study, ("length" if study == "length" else "p"): level}
             tags |= {"normalization": normalization, "drop_first": dropped, **self.tags_of("states")}
-            if not entropies[key].isnan().all():  # of one token, say, or of two without the first
+            # Undefined for all prompts of one token, and of two without the first.
+            if not entropies[key].isnan().all():
                 yield from summarize_layers("prompt_entropy", entropies[key], tags=tags)
 
     def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
@@ -363,14 +363,15 @@ class PromptStudies(Analysis):
                 others[row, mask[row]] = real[int(draw.integers(len(real)))]
             else:
                 others[row, mask[row]] = torch.from_numpy(draw.choice(allowed, len(real)))
+        if max(self.p) > 1:
+            raise InputError(f"{self.name}: p: expected 0 to 1, got {max(self.p)}")
         for p in self.p:
             yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
 
     def _ordinary(self, model: LayeredModel) -> np.ndarray:
         """Return the ids of the vocabulary without the special tokens."""
         size = model.vocab_size or model.model.config.vocab_size
-        special = special_tokens(model) | set(self.special_tokens)
-        return np.array(sorted(set(range(size)) - special), dtype=np.int64)
+        return np.array(sorted({*range(size)} - special_tokens(model) - {*self.special_tokens}))
 
 
 def _powers(most: int) -> list[int]:
