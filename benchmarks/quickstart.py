@@ -1,23 +1,13 @@
 """What the analyses of recipes/quickstart/gpt2.yaml take of its time, and what bare forward passes would.
 
     OMP_NUM_THREADS=1 python benchmarks/quickstart.py                    about two minutes
-    OMP_NUM_THREADS=1 python benchmarks/quickstart.py --wall --rounds 5  25 minutes, on two cores that nothing else uses
 
 A model that a bare loop has trained for some of the recipe's steps is measured as the recipe says, in turns with a few
 more steps; CPU seconds of all checkpoints over those of all steps and checkpoints. The floor is a pass without a head
 through each text as far as an analysis reads it: no way to measure as many texts takes less.
-
-`--wall` runs the recipe itself by `lit-layers fit`, in turns: without analyses, and with all of them in a second
-process (`--measure async`); seconds of the wall until the last row of training is written, and until the command ends,
-which by then has written the page and what the tracker gets.
 """
 
 import argparse
-import re
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -46,11 +36,7 @@ STEPS = 8  # of training in a round
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--wall", action="store_true", help="the whole recipe, by the clock on the wall")
-    parser.add_argument("--steps", type=int, help="of --wall, instead of the recipe's")
     options = parser.parse_args()
-    if options.wall:
-        return whole_runs(options)
     recipe = yaml.safe_load(RECIPE.read_text())
     names = {name: recipe[name] for name in ("corpus", "tokenizer")}
     analyses: list[Analysis] = [built(each, names) for each in recipe["analyses"]]
@@ -95,45 +81,6 @@ def main() -> int:
         Row("a training step", [each / STEPS for each in seconds["steps"]], unit=" s"),
     ]
     return finish("quickstart", rows, options)
-
-
-def whole_runs(options: argparse.Namespace) -> int:
-    """The recipe as a user runs it, twice a round."""
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe["trainer"]["max_steps"] = options.steps or recipe["trainer"]["max_steps"]
-    recipe["wandb"]["init_args"]["mode"] = "offline"
-    ways = {"alone": [], "beside": ["--measure", "async"]}
-    training: dict[str, list[float]] = {way: [] for way in ways}
-    whole: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(options.rounds):
-        for way, more in ways.items():
-            with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
-                config, root = Path(folder, "recipe.yaml"), Path(folder, "run")
-                config.write_text(yaml.safe_dump(recipe if way != "alone" else recipe | {"analyses": []}))
-                command = [sys.executable, "-m", "lit_layers.cli.main", "fit", "--config", str(config), *more]
-                started = time.time()  # as files have it
-                done = subprocess.run([*command, "--root", str(root)], check=True, stdout=subprocess.PIPE, text=True)
-                whole[way].append(time.time() - started)
-                training[way].append((root / "metrics.jsonl").stat().st_mtime - started)
-                wait_for_process(done.stdout)
-        print({way: (round(training[way][-1], 1), round(whole[way][-1], 1)) for way in ways}, file=sys.stderr)
-
-    def shares(of: dict[str, list[float]]) -> list[float]:
-        return [100 * (1 - alone / beside) for alone, beside in zip(of["alone"], of["beside"], strict=True)]
-
-    rows = [
-        Row("all analyses in a second process, of the wall time of training", shares(training), WANTED, True, unit="%"),
-        Row("with their page and figures, of the wall time of the command", shares(whole), unit="%"),
-        Row("training without analyses, wall", training["alone"], unit=" s"),
-    ]
-    return finish("quickstart", rows, options)
-
-
-def wait_for_process(said: str) -> None:
-    """Until the second process has written the page and ended."""
-    named = re.search(r"are still being measured by process (\d+)", said)
-    while named is not None and Path("/proc", named[1]).exists():
-        time.sleep(0.2)
 
 
 def built(described: dict[str, Any], names: dict[str, str]) -> Any:

@@ -86,24 +86,6 @@ def read(path: str | Path) -> list[Measurement]:
     return list(lines_of(Path(path), Measurement))
 
 
-def read_on(path: str | Path, offset: int) -> tuple[list[Measurement], int]:
-    """Returns the measurements whose lines begin at `offset` or behind it, and the end of the last whole line.
-
-    Raises:
-        InputError: for a line that is no measurement.
-    """
-    path = Path(path)
-    if not path.exists() or path.stat().st_size <= offset:
-        return [], offset
-    with open(path, "rb") as file:
-        file.seek(offset)
-        content = file.read()
-    content = content[: content.rfind(b"\n") + 1]
-    lines = [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]
-    place = f"{path}, line " if not offset else f"{path}, behind byte {offset}, line "
-    return [schema.parse(line, Measurement, f"{place}{n}", RESTORE) for n, line in lines], offset + len(content)
-
-
 def lineage_in(root: str | Path) -> Lineage | None:
     """Return what run.json says of the training in a folder; None where it says nothing.
 

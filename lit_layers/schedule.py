@@ -56,10 +56,6 @@ class Schedule:
         """Return whether a scheduled step lies after `before` and not after `step`."""
         return any(each in self for each in range(step, before, -1))
 
-    def thinned(self, stride: int, last: int, first: int = 0) -> "Schedule":
-        """Every `stride`-th of the steps of a run from `first` to `last`, the first one always."""
-        return self if stride == 1 else Schedule([*self.until(last, first)][::stride])
-
     def until(self, last: int, first: int = 0) -> Iterator[int]:
         """Yields the steps of a run from `first` to `last`, both included."""
         yield from (step for step in range(first, last) if step == first or step in self)

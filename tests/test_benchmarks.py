@@ -15,7 +15,6 @@ from tests.support.forked import run_script
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # The options with which those end in a minute that can; others take minutes, or weights or data that nobody has.
 SMALLEST = {
-    "async_measuring": "--steps 4 --every 2",
     "bfloat16": "--layers 2 --width 32 --tokens 16 --batch_size 1",
     "checkpoints": "--steps 20",
     "emergence": "--curves 12 --errors stderr",

@@ -1,22 +1,18 @@
-"""A plan is an extrapolation from a share of the data, and a budget thins a schedule by such numbers."""
+"""A plan is an extrapolation from a share of the data."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lit_layers import records
 from lit_layers.analyses import Coupling, Induction, Invariance, Trajectory
 from lit_layers.data import GivenTexts
 from lit_layers.errors import InputError
 from lit_layers.measuring import plan as planning
-from lit_layers.measuring.plan import sampled, share_of, stride_within
+from lit_layers.measuring.plan import sampled
 from lit_layers.records import Measurement, Record
-from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from lit_layers.training.callbacks import StepTimes
 from tests.support.every_analysis import of_prompts, prompts
 from tests.support.listed_batches import Listed
-from tests.support.tiny_training import fit
 
 
 def rows(number: int, batch: int = 16) -> Listed:
@@ -114,49 +110,3 @@ def test_a_share_is_of_batches_texts_or_prompts_and_of_nothing_else():
         whole, share = analysis.first_share(10_000)
         assert (whole is analysis, share) == (True, 1.0)
         assert 0 < analysis.first_share(2)[1] <= 1
-
-
-def test_a_budget_is_a_share_and_the_stride_the_least_power_of_two_that_keeps_it():
-    assert (share_of("5%"), share_of(0.05), share_of("100%")) == (0.05, 0.05, 1.0)
-    for budget in ("much", "0%", "200%", -1, 1):
-        with pytest.raises(InputError, match="budget: expected a share of the training such as 5% or 0.05"):
-            share_of(budget)
-
-    def count(stride):
-        return -(-32 // stride) + 1
-
-    assert stride_within("100%", 33.0, 1.0, count) == 1
-    assert stride_within("50%", 33.0, 1.0, count) == 4  # 9 of them
-    with pytest.raises(InputError, match="budget: 2 checkpoints take 2 s, more than 5% of the 33 s of training"):
-        stride_within("5%", 33.0, 1.0, count)
-
-
-def test_a_training_measures_fewer_steps_once_it_knows_what_a_step_takes_and_keeps_that_when_resumed(
-    tmp_path, monkeypatch, caplog
-):
-    """A checkpoint takes as long as a step; 11 of 16 steps are allowed, and 17 are scheduled."""
-    root = tmp_path / "run"
-
-    def part(steps: int, budget, resume_from=None):
-        if_exists = "refuse" if resume_from is None else "resume"
-        watch = EmergenceCallback(
-            [Trajectory(batches=prompts())], {"every": 1}, root, if_exists=if_exists, budget=budget
-        )
-        monkeypatch.setattr(StepTimes, "of_step", property(lambda self: 1.0 if len(self._seconds) > 3 else None))
-        monkeypatch.setattr(watch, "_pauses", Ones())
-        trainer, _ = fit(root, [SeriesCheckpoint({"every": 1}, root), watch], steps=steps, resume_from=resume_from)
-        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        return [m.step for m in records.read(root / "measurements.jsonl")]
-
-    assert part(16, "70%") == [0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16]
-    assert len([*root.glob("step-*")]) == 17
-    assert "every 2-th scheduled step is measured from here on: 1 s each beside a training of 16 s" in caplog.text
-    assert part(20, None, tmp_path / "16.ckpt")[11:] == [18, 20]
-    assert "budget: none changes nothing, as a resumed run keeps its steps" in caplog.text
-
-
-class Ones(list):
-    """As many as are added, each a second."""
-
-    def append(self, _: float) -> None:
-        super().append(1.0)

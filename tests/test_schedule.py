@@ -22,7 +22,6 @@ def test_a_list_is_kept_and_gains_the_first_and_the_last_step():
 def test_every_counts_from_zero():
     assert list(Schedule({"every": 4}).until(10)) == [0, 4, 8, 10]
     assert list(Schedule({"every": 4}).until(10, 3)) == [3, 4, 8, 10]
-    assert list(Schedule({"every": 4}).thinned(2, 1012, 1000).until(1012, 1000)) == [1000, 1008, 1012]
 
 
 def test_a_logarithmic_rule_may_end_or_go_on_evenly():
@@ -33,9 +32,7 @@ def test_a_logarithmic_rule_may_end_or_go_on_evenly():
 
 def test_a_rule_takes_single_steps_besides():
     assert list(Schedule({"every": 4, "also": [4, 5]}).until(10)) == [0, 4, 5, 8, 10]
-    rule = Schedule({"log": 2, "until": 4, "then_every": 3, "also": [5]})
-    assert list(rule.until(9)) == [0, 1, 2, 4, 5, 6, 9]
-    assert list(rule.thinned(2, 9).until(9)) == [0, 2, 5, 9]
+    assert list(Schedule({"log": 2, "until": 4, "then_every": 3, "also": [5]}).until(9)) == [0, 1, 2, 4, 5, 6, 9]
 
 
 def test_the_gpt2_recipe_has_the_four_steps_at_which_the_paper_on_monotonicity_probes():

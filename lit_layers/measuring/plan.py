@@ -3,7 +3,6 @@
 All that a plan says is an extrapolation, from the seconds of a first share of the data on this machine.
 """
 
-import contextlib
 import copy
 import functools
 import math
@@ -121,41 +120,6 @@ def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]]
                 continue
             plan.seconds[each.analysis][tried[each.analysis]] = each.seconds
             plan.num_bytes[each.analysis] = sum(len(repr(record)) for record in each.records)
-
-
-def share_of(budget: str | float) -> float:
-    """Return a budget such as 5% or 0.05 as a share.
-
-    Raises:
-        InputError: it is not between 0 and 100%, or it is 1, which may mean 1%.
-    """
-    text = str(budget).strip()
-    with contextlib.suppress(ValueError):
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if 0 < share < 1 or (share == 1 and text.endswith("%")):
-            return share
-    raise InputError(f"budget: expected a share of the training such as 5% or 0.05, or 100% for all, got {budget!r}")
-
-
-def stride_within(budget: str | float, training: float, seconds: float, count: Callable[[int], int]) -> int:
-    """Return the least stride, a power of two, with which all measured checkpoints keep within their budget.
-
-    Args:
-        training: seconds that training takes without measuring.
-        seconds: of one checkpoint.
-        count: the number of checkpoints of a stride.
-
-    Raises:
-        InputError: the fewest checkpoints take longer.
-    """
-    stride = 1
-    while (number := count(stride)) * seconds > share_of(budget) * training:
-        if count(2 * stride) == number:
-            whole = f"{100 * share_of(budget):.3g}% of the {duration(training)} of training"
-            took = f"{number} checkpoints take {duration(number * seconds)}, more than {whole}"
-            raise InputError(f"budget: {took}: give the analyses fewer texts, or train longer")
-        stride *= 2
-    return stride
 
 
 def size(number: float) -> str:

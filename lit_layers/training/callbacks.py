@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,8 +19,6 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, given_root
 from lit_layers.files import run_lock
-from lit_layers.measuring.follow import MeasuringAside
-from lit_layers.measuring.plan import duration, share_of, stride_within
 from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
@@ -58,18 +56,18 @@ class _AtSteps(L.Callback):
         self._updates: int | None = None  # of this run, with manual optimization
         self._in_batch, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
-        self._held, self._is_async = contextlib.ExitStack(), False
+        self._held = contextlib.ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._is_async = any(getattr(each, "measure", "") == "async" for each in _callbacks(trainer))
         self._ranks = ranks_of(trainer.world_size)
-        self._ranks.from_first(self._hold)
+        measures = any(isinstance(each, EmergenceCallback) and each.measurer.analyses for each in _callbacks(trainer))
+        self._ranks.from_first(functools.partial(self._hold, "all" if measures else "training"))
 
-    def _hold(self) -> None:
+    def _hold(self, part: run_lock.Part) -> None:
         if not run_lock.is_held(self.root):
-            self._held.enter_context(run_lock.writing(self.root, part="training" if self._is_async else "all"))
+            self._held.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begins the training in the root, unless a callback before this one has."""
@@ -170,50 +168,12 @@ class _AtSteps(L.Callback):
         return pl_module if name is None else submodule(pl_module, name)
 
 
-class StepTimes(L.Callback):
-    """Times the first optimizer steps of a training, from their first batch on."""
-
-    NUM_STEPS = 3  # beside the first one, which warms up
-
-    def __init__(self) -> None:
-        self._began: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}
-
-    @property
-    def of_step(self) -> float | None:
-        """The least seconds of a step; None before enough were made."""
-        return min([*self._seconds.values()][1:]) if len(self._seconds) > self.NUM_STEPS else None
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.of_step is None:
-            self._began.setdefault(trainer.global_step, time.perf_counter())
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        earlier = [step for step in self._began if step < trainer.global_step]  # several optimizers count as several
-        if self.of_step is None and earlier:
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
-            self._seconds.setdefault(trainer.global_step, time.perf_counter() - self._began[max(earlier)])
-
-
 def _last_of_us(trainer: L.Trainer) -> _AtSteps:
     return [callback for callback in _callbacks(trainer) if isinstance(callback, _AtSteps)][-1]
 
 
 def _callbacks(trainer: L.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def span_of(trainer: L.Trainer) -> tuple[int, int]:
-    """The first and the last step of the run, on its axis.
-
-    Raises:
-        InputError: for a run without an end.
-    """
-    first, steps = origin_of(trainer).step, planned_steps(trainer)
-    if steps is None:
-        raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
-    return first, first + steps
 
 
 def _next_place(trainer: L.Trainer) -> int:
@@ -288,11 +248,6 @@ class EmergenceCallback(_AtSteps):
         values_mb: the most that the values of single prompts may take, in files of root beside the measurements
             (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
         watchers: called as each analysis starts and ends.
-        measure: "async": the steps that `SeriesCheckpoint` saves are measured by a second process on this machine's
-            CPUs, and training goes on: it hears of the numbers as they arrive, and the process ends once all that was
-            saved is measured (`lit_layers.measuring.follow.MeasuringAside`).
-        budget: the most that measuring may take of the time that training takes, e.g. 5%: if the first steps say that
-            the schedule takes more, every second, fourth, ... later one is measured; all are saved nevertheless.
         scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of
             layers and places of tokens. A W&B run gets the rest as heat maps and in tables.
 
@@ -314,24 +269,10 @@ class EmergenceCallback(_AtSteps):
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
         values_mb: int = VALUES_MB,
-        budget: str | float | None = None,
-        measure: Literal["sync", "async"] = "sync",
         scalars: Scalars = "plotted",
     ) -> None:
         super().__init__(steps, root, model)
         self.if_exists, self.run, self.saved_by = if_exists, run, None
-        if measure not in ("sync", "async"):
-            raise InputError(f"measure: expected sync or async, got {measure!r}")
-        if measure == "async" and budget is not None:
-            raise InputError(
-                f"budget: with measure async training waits for nothing, and {budget} was given: leave it out"
-            )
-        self.measure, self._aside = measure, None
-        if budget is not None:
-            share_of(budget)
-        self.budget, self._stride = budget, 0
-        self._budget_at_start = budget
-        self._step_times, self._pauses = StepTimes(), list[float]()  # by which the budget is kept
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, values_mb=values_mb)
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
@@ -351,22 +292,13 @@ class EmergenceCallback(_AtSteps):
             if network is pl_module and places and not known_inside(pl_module):  # these are named
                 raise InputError(f"{error}; if the network is a part of it, name that: model={places[0]!r}") from error
             raise
-        if self.measure == "async" and not any(
-            isinstance(each, SeriesCheckpoint) and each.root == self.root for each in _callbacks(trainer)
-        ):
-            raise InputError(
-                f"measure: async measures what SeriesCheckpoint saves in {self.root}: add it before this one"
-            )
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"stride": self._stride, "budget": self._budget_at_start} if self._stride else {}
-        return {"training": self.measurer.training} | super().state_dict() | kept
+        return {"training": self.measurer.training} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.saved_by = state_dict.get("training")
-        self._stride = state_dict.get("stride", 0)
-        self._budget_at_start = state_dict.get("budget", self.budget)
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super()._begin(trainer, pl_module)
@@ -374,81 +306,24 @@ class EmergenceCallback(_AtSteps):
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
         first, steps = origin_of(trainer).step, planned_steps(trainer)
-        if self._stride:
-            self.schedule = self.schedule.thinned(self._stride, *span_of(trainer)[::-1])
-            if self._budget_at_start != self.budget:
-                logger.warning("budget: %s changes nothing, as a resumed run keeps its steps", self.budget or "none")
         self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
-        if self.measure == "async" and self.measurer.analyses and trainer.is_global_zero:
-            self._aside = self._measure_aside(trainer)
-
-    def _measure_aside(self, trainer: L.Trainer) -> MeasuringAside:
-        options: dict[str, Any] = {"values_mb": self.measurer.values_mb}
-        options["tokens_per_step"] = self._tokens_per_step(trainer)
-        return MeasuringAside(self.root, self.measurer.analyses, **options)
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._step_times.on_train_batch_start(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
-        self._step_times.on_train_batch_end(trainer)
-        if self.budget is not None and not self._stride and self._pauses and self._step_times.of_step is not None:
-            self._stride = self._ranks.from_first(functools.partial(self._stride_within, trainer))
-            self.schedule = self.schedule.thinned(self._stride, *span_of(trainer)[::-1])
         self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged
         if trainer.loggers and self._place % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._place - 1)
         super().on_train_batch_end(trainer, pl_module)
-        self._hear(trainer)
-
-    def _stride_within(self, trainer: L.Trainer) -> int:
-        """The stride of the steps that are left, by the time of the first ones."""
-        first, last = span_of(trainer)
-        training = (last - first) * (self._step_times.of_step or 0.0)
-
-        def count(stride: int) -> int:
-            steps = self.schedule.thinned(stride, last, first).until(last, first)
-            return len(self._pauses) + len([step for step in steps if step >= self.now(trainer)])
-
-        seconds = min(self._pauses)
-        if (stride := stride_within(self.budget or 1, training, seconds, count)) > 1:
-            words = "budget: every %d-th scheduled step is measured from here on: %s each beside a training of %s"
-            logger.warning(words, stride, duration(seconds), duration(training))
-        return stride
 
     def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         self.measurer.axis[step] = self._place
-        if self.measure == "sync":
-            super()._act(trainer, model, step)
-        elif self._aside is not None:
-            self._aside.saved(step)
-            self._hear(trainer)
-
-    def _hear(self, trainer: L.Trainer) -> None:
-        """What has arrived from the process that measures."""
-        for measurement in self._aside.arrived() if self._aside is not None else ():
-            self.measurer.tell(measurement, trainer.loggers)
-
-    @property
-    def under_way(self) -> str | None:
-        """A sentence of what is still being measured when training has ended; None where nothing is."""
-        return None if self._aside is None else self._aside.under_way()
+        super()._act(trainer, model, step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = _next_place(trainer)
         super().on_train_end(trainer, pl_module)
-        if self._aside is None:
-            self.measurer.finish()
-        if self.measure == "sync" and self.measurer.analyses:
+        self.measurer.finish()
+        if self.measurer.analyses:
             self.measurer.say_how_many(self.schedule.until(self.now(trainer), self._first))
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Not before: the checkpoint to resume from does not wait for measuring.
-        if self._aside is not None:
-            heard = [each for each in _callbacks(trainer) if hasattr(each, "has_heard_sigterm")]
-            for measurement in self._aside.last(is_stopped=lambda: any(each.has_heard_sigterm for each in heard)):
-                self.measurer.tell(measurement, trainer.loggers)
-            self.measurer.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.measurer.finish(whole=False)
@@ -457,9 +332,7 @@ class EmergenceCallback(_AtSteps):
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         provenance = self._provenance(step == origin_of(trainer).step)
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
-        started = time.perf_counter()
         self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
-        self._pauses.append(time.perf_counter() - started)
 
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
         if trainer.is_global_zero:

@@ -177,11 +177,6 @@ class ResumeCheckpoint(L.Callback):
             trainer.strategy.barrier()
             raise SIGTERMException
 
-    @property
-    def has_heard_sigterm(self) -> bool:
-        """Of this process alone: other ranks may not have."""
-        return self._termination.heard
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
         self.wait()

@@ -233,11 +233,6 @@ class Termination:
         if trainer.world_size > 1:
             self._group = distributed.new_group(backend="gloo")
 
-    @property
-    def heard(self) -> bool:
-        """Whether this process was."""
-        return self._asked
-
     def asked(self) -> bool:
         """The same on all ranks, all of which ask: some tenths of a millisecond between CPUs of one machine."""
         if self._group is None:

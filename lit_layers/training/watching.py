@@ -187,13 +187,11 @@ class StepMeasurer:
             self.tell(failed, loggers)
 
     def tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
-        """Tells watchers of a measurement, and loggers of the step before it once another step begins."""
+        """Show a measurement to the watchers, and keep it for the loggers' row of its step."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
             self._failed |= {measurement.step or 0}
-        elif measurement.step is not None:
-            if self._row and self._row[0].step != measurement.step:
-                self.log_row()
+        else:
             self._row.append(measurement)
         self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))  # watchers hear of it
         for watcher in self.watchers:

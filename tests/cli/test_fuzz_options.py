@@ -60,7 +60,6 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
         Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--root=out", "--rounds=1")),
         Base("follow", ("analyze", str(root / "series"), *watched(home))),
         Base("audit", ("audit", str(root / "series"))),
-        Base("fit beside", ("fit", "--config=recipe.yaml", "--measure=async"), kept=("root",)),
         Base("analyze on ray", ("analyze", str(root / "series"), *on_ray)),
     ]
 
@@ -93,7 +92,7 @@ def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
     assert {"metrics", "confidence", "seeds"} < set(tried["emerge"])
     assert {"values_mb", "shard", "engine"} < set(tried["analyze"])
-    assert {"budget", "resume_every", "measure"} < set(tried["fit"])
+    assert {"resume_every", "values_mb"} < set(tried["fit"])
     assert {"trainer.gradient_clip_val", "analyses", "wandb"} < set(tried["fit"])
     assert not {*NOT_TRIED, *PATIENT} & {name for names in tried.values() for name in names}
     assert PER_OPTION * sum(map(len, tried.values())) >= 100

@@ -15,7 +15,7 @@ from lit_layers.measuring.offline import analyze_series
 from lit_layers.models import load, weights_hash
 from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
-from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, callbacks
+from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import (
     Origin,
@@ -189,21 +189,6 @@ def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
 def test_unknown_tokens_stay_unknown():
     assert Origin(1000, None).tokens_at(1001, 10) is None
     assert Origin(1000, 500).tokens_at(1002, 10) == 520
-
-
-def test_a_budget_takes_every_second_step_of_the_axis_that_this_run_goes_along(earlier, tmp_path, monkeypatch):
-    counted = []
-
-    def two(budget, training, seconds, count):
-        counted.append(count(1))
-        return 2
-
-    monkeypatch.setattr(callbacks, "stride_within", two)
-    watch = EmergenceCallback([Trajectory(batches=RandomText())], {"every": 1}, tmp_path, budget="5%")
-    lit = LitCausalLM(init_from=str(step_folder(earlier, 2)), warmup_steps=1)
-    fit(tmp_path, [watch], steps=6, module=lit)
-    assert counted == [7]  # of 2 to 8, decided at step 6
-    assert [each.step for each in records.read(tmp_path / "measurements.jsonl")] == [2, 3, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "lab tiny", "lab/tiny@"])

@@ -70,7 +70,7 @@ def analyze(
             a name on the Hub with --steps, or a manifest
         series: instead of a model: the class of a series, with its own options
         follow: measure the checkpoints in a folder, and those that a training writes there meanwhile, until Ctrl-C or
-            until the fit --measure async that writes there has ended
+            until the fit without analyses that writes there has ended
         patience: with follow: end when nothing came for so many seconds
     """
     command = Command(recipe)

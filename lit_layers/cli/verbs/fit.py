@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning as L
+import torch
 import yaml
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -27,7 +28,7 @@ from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
 from lit_layers.measuring.one_model import outcomes
-from lit_layers.measuring.plan import Plan, sampled, stride_within
+from lit_layers.measuring.plan import Plan, sampled
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -35,11 +36,10 @@ from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
-from lit_layers.training.callbacks import StepTimes, span_of
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
-from lit_layers.training.run_folder import Origin, axis_step, kept, save_step
+from lit_layers.training.run_folder import Origin, axis_step, kept, origin_of, planned_steps, save_step
 from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -83,12 +83,8 @@ class RunOptions:
         tokenizer: The tokenizer, as ${tokenizer} in recipes.
         analyses: What to measure at these steps, as a list of classes with options.
         wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
-        budget: The largest share of the training time for measuring, e.g. 5%: fewer of the scheduled steps are then
-            measured.
         values_mb: Most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
             curves by; 0: none.
-        measure: sync: training waits while a step is measured. async: a second process measures the saved steps on the
-            CPUs.
         plan: Say what it would take, by a first share of the data and a few steps; nothing is kept.
     """
 
@@ -105,9 +101,7 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
-    budget: str | float | None = None
     values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
-    measure: Literal["sync", "async"] = "sync"
     plan: bool = False
 
 
@@ -121,8 +115,7 @@ class Run:
         self.options = options = _instantiated(recipe)
         self.root, self.module, self.datamodule = Path(options.root), options.model, options.data
         if is_first_rank():
-            part: Any = "training" if options.measure == "async" else "all"
-            held.enter_context(run_lock.writing(self.root, part=part))
+            held.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
         self.console = Console(quiet=verbosity() < 0)
         # Told by hashes on the first rank alone: the others read what that one found whole.
         self.resume_from = _point(options, hashed=is_first_rank())
@@ -150,9 +143,8 @@ class Run:
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
         progress = StepProgress(run_log, console=self.console)
         self.series = SeriesCheckpoint(options.steps, self.root)
-        measuring: Any = {name: options[name] for name in ("budget", "values_mb", "measure")}
-        measuring["watchers"] = [run_log, progress]
-        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
+        watched: Any = {"values_mb": options.values_mb, "watchers": [run_log, progress]}
+        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **watched)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
         first = [_FinishStep(), self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
@@ -237,7 +229,7 @@ def fit(
     with contextlib.ExitStack() as held:
         if trainer.get("fast_dev_run"):  # which leaves nothing behind
             root = held.enter_context(tempfile.TemporaryDirectory())
-            kept_nowhere = [f"--root={root}", "--wandb=null", "--resume=null", "--measure=sync"]
+            kept_nowhere = [f"--root={root}", "--wandb=null", "--resume=null"]
             recipe = Recipe(fit, [*recipe.argv, *kept_nowhere])
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
@@ -246,12 +238,14 @@ def fit(
         return _train(run)
 
 
-class _Rehearsal(StepTimes):
+class _Rehearsal(L.Callback):
     """Measures a share of the data on the untrained model, saves it once, and stops after the steps that are timed."""
 
+    NUM_STEPS = 4  # the first one warms up
+
     def __init__(self, options: Any, folder: Path) -> None:
-        super().__init__()
         self.options, self.folder, self.plan, self.saving = options, folder, Plan({}), (0.0, 0)
+        self.began, self.seconds = dict[int, float](), dict[int, float]()  # by optimizer steps before and after
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model: Any = getattr(pl_module, "model", pl_module)
@@ -268,9 +262,17 @@ class _Rehearsal(StepTimes):
         num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         self.saving = time.perf_counter() - started, num_bytes
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.began.setdefault(trainer.global_step, time.perf_counter())
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        super().on_train_batch_end(trainer)
-        trainer.should_stop = self.of_step is not None
+        earlier = [step for step in self.began if step < trainer.global_step]  # several optimizers count as several
+        if not earlier:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.setdefault(trainer.global_step, time.perf_counter() - self.began[max(earlier)])
+        trainer.should_stop = len(self.seconds) >= self.NUM_STEPS
 
 
 def _plan(options: Any) -> int:
@@ -280,17 +282,16 @@ def _plan(options: Any) -> int:
         rehearsal = _Rehearsal(options, Path(folder))
         trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None, "logger": False}, folder)
         trainer.fit(options.model, datamodule=options.data)
-    if (of_step := rehearsal.of_step) is None or not trainer.is_global_zero:
+    timed = [*rehearsal.seconds.values()][1:]
+    if len(timed) < _Rehearsal.NUM_STEPS - 1 or not trainer.is_global_zero:
         return 0
-    plan, schedule, (first, last) = rehearsal.plan, Schedule(options.steps), span_of(trainer)
-    training = (last - first) * of_step
-    count = lambda stride: len([*schedule.thinned(stride, last, first).until(last, first)])  # noqa: E731
-    seconds, num_bytes = (count(1) * part for part in rehearsal.saving)
-    show_table(plan.table(count(1), {"training": (training, 0.0), "saving": (seconds, num_bytes)}), str(options.root))
-    print(*plan.notes(), f"measuring takes {count(1) * plan.of_checkpoint / training:.1%} of training", sep="\n")
-    if options.budget is not None:
-        stride = stride_within(options.budget, training, plan.of_checkpoint, count)
-        print(f"budget {options.budget}: {'all are' if stride == 1 else f'every {stride}-th is'} measured")
+    plan, first, steps = rehearsal.plan, origin_of(trainer).step, planned_steps(trainer)
+    if steps is None:
+        raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
+    training, count = steps * min(timed), len([*Schedule(options.steps).until(first + steps, first)])
+    seconds, num_bytes = (count * part for part in rehearsal.saving)
+    show_table(plan.table(count, {"training": (training, 0.0), "saving": (seconds, num_bytes)}), str(options.root))
+    print(*plan.notes(), f"measuring takes {count * plan.of_checkpoint / training:.1%} of training", sep="\n")
     return 0
 
 
@@ -365,8 +366,6 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
                 print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
         is_dry = run.options.trainer.get("fast_dev_run")
         print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
-        if (sentence := run.emergence.under_way) is not None:
-            print(sentence)
     except Exception as error:  # the training has ended: nothing in its account may change how
         print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:
