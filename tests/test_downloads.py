@@ -34,7 +34,7 @@ def test_text_images_and_tokenizers_that_cannot_be_had_are_one_sentence(monkeypa
     image_source.cache_clear()
     for ask in (
         lambda: image_source("lab/data").train,
-        lambda: open_source("lab/data").pin(None),
+        lambda: open_source("lab/data").pin(),
         lambda: load_tokenizer("lab/data"),
     ):
         with pytest.raises(InputError, match=rf"'lab/data' is no local path and cannot be had from the Hub {advice}"):

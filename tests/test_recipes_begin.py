@@ -101,7 +101,7 @@ def openwebtext(realdata, tokenizers, tmp_path_factory) -> str:
     rows = pd.read_parquet(realdata / "pretrain_mix" / "train.parquet")[["text"]].sample(4000, random_state=0)
     rows.to_parquet(folder / "documents.parquet")
     shards = folder / "shards"
-    prepare(str(folder / "documents.parquet"), tokenizers["gpt2"], shards, validation=0.9, workers=1, progress=False)
+    prepare(str(folder / "documents.parquet"), tokenizers["gpt2"], shards, validation=0.9, progress=False)
     return str(shards)
 
 

@@ -3,11 +3,10 @@
 train.bin  val.bin      token ids, uint16 where the vocabulary allows it, else uint32; little-endian, nothing else
 train.idx  val.idx      int64: where in the .bin file each document starts; a document ends with the end of text
 tokenizer/              as `AutoTokenizer` opens it
-meta.json               the header: written last, so a folder that has one is whole
+meta.json               the header
 """
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from lit_layers import schema
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 
 FORMAT, VERSION = "lit_layers token shards", 1
-HEADER, PROGRESS, TOKENIZER = "meta.json", "progress.json", "tokenizer"
+HEADER, TOKENIZER = "meta.json", "tokenizer"
 STEMS = {"train": "train", "validation": "val"}
-_FILES = [stem + suffix for stem in STEMS.values() for suffix in (".bin", ".idx")]
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
 
@@ -43,7 +41,7 @@ class TokenShards:
         """Opens a prepared folder and checks its sizes.
 
         Raises:
-            InputError: for a folder that is missing, unfinished, of another version, or damaged.
+            InputError: for a folder that is missing, of another version, or damaged.
         """
         folder = Path(folder)
         shards = cls(folder, _read_header(folder))
@@ -99,71 +97,22 @@ class TokenShards:
         return self.folder / (STEMS[self._checked(split)] + suffix)
 
 
-class ShardWriter:
-    """Grows the files of a folder, as `NAME.partial` until they are whole; `sizes` say how far they were good."""
-
-    def __init__(self, folder: Path, dtype: np.dtype, sizes: dict[str, int]):
-        self.folder, self.dtype = folder, dtype
-        self.sizes = {name: sizes.get(name, 0) for name in _FILES}
-        self._files = {}
-        for name, size in self.sizes.items():
-            with refused(f"cannot write to {folder}"):
-                file = self._files[name] = open(folder / f"{name}.partial", "ab")  # noqa: SIM115
-            if file.tell() < size:
-                raise InputError(f"{file.name} has {file.tell()} bytes of {size}: remove {folder} and prepare it again")
-            file.truncate(size)  # what came after the last closed part is done again
-
-    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds documents, given one after the other, and where they start."""
-        stem = STEMS[split]
-        first = self.sizes[f"{stem}.bin"] // self.dtype.itemsize
-        starts = first + np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        for name, array in ((f"{stem}.bin", ids.astype(self.dtype)), (f"{stem}.idx", starts.astype(STARTS))):
-            self._files[name].write(array.tobytes())
-            self.sizes[name] += array.nbytes
-
-    def sync(self) -> dict[str, int]:
-        """Brings all that was appended to the disk and returns the sizes that are now safe."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        return dict(self.sizes)
-
-    def count(self, split: str) -> tuple[int, int]:
-        """Tokens and documents so far."""
-        stem = STEMS[split]
-        return self.sizes[f"{stem}.bin"] // self.dtype.itemsize, self.sizes[f"{stem}.idx"] // STARTS.itemsize
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
-def finish(folder: Path, header: dict[str, Any]) -> None:
-    """Gives whole files their names, the header last: a folder with a header is complete, whatever happens here."""
-    files = {name: _measure(folder / f"{name}.partial") for name in _FILES}
-    files |= {f"{TOKENIZER}/{path.name}": _measure(path) for path in sorted((folder / TOKENIZER).iterdir())}
+def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
+    """Write the header of the files in a folder, which then gets its name."""
+    paths = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+    files = {path.relative_to(draft).as_posix(): _measure(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
-    write_json(folder / f"{HEADER}.partial", header, sort_keys=True)
-    finish_names(folder)
-
-
-def finish_names(folder: Path) -> None:
-    """The last step of `finish`; begun again after an interruption it goes on where it stopped."""
-    if not (folder / f"{HEADER}.partial").exists():
-        return
-    for partial in sorted(folder.glob("*.partial"), key=lambda path: path.stem == HEADER):
-        sync(folder)
-        partial.rename(partial.with_suffix(""))
-    sync(folder)
+    write_json(draft / HEADER, header, sort_keys=True)
+    for path in [*paths, draft / TOKENIZER, draft]:
+        sync(path)
+    draft.rename(folder)
+    sync(folder.parent)
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
     path = folder / HEADER
     if not path.is_file():
-        if (folder / PROGRESS).exists():
-            raise InputError(f"the preparation of {folder} was interrupted: run the same `lit-layers prepare` again")
         raise InputError(f"{folder} holds no token shards ({HEADER} is missing): make them with `lit-layers prepare`")
     header = schema.read(path, dict[str, Any], _AGAIN)
     if (header.get("format"), header.get("version")) != (FORMAT, VERSION):

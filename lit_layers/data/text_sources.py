@@ -1,6 +1,7 @@
-"""Where text comes from: documents in a fixed order, which can be resumed after any of them."""
+"""Where text comes from: documents in a fixed order."""
 
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -23,11 +24,10 @@ ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wiki
 
 
 class Document(NamedTuple):
-    """A text; reading begun at its `position`, plain JSON, gives what follows; `fraction` of the source is read."""
+    """A text; behind it, `fraction` of the source is read."""
 
     id: str
     text: str
-    position: Any
     fraction: float | None = None
 
 
@@ -48,11 +48,11 @@ class Source(ABC):
         """All that decides which documents come, as JSON: read without opening the documents or the network."""
 
     @abstractmethod
-    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
-        """The documents of a split, from `position` on."""
+    def read(self, split: str | None) -> Iterator[Document]:
+        """The documents of a split."""
 
-    def pin(self, revision: str | None) -> None:  # noqa: B027 - most sources have nothing to fix
-        """Fixes a source that may change to `revision`, or to what it is now."""
+    def pin(self) -> None:  # noqa: B027 - most sources have nothing to fix
+        """Fix a source that may change to what it is now."""
 
 
 def open_source(
@@ -131,15 +131,15 @@ class PythonSources(Source):
             "validation": self.validation,
         }
 
-    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+    def read(self, split: str | None) -> Iterator[Document]:
         path = self.root / TOPICS
         texts = runpy.run_path(str(path))["topics"] if path.is_file() else {}
         topics = {f"{TOPICS.with_suffix('')}/{name}": texts[name] for name in sorted(texts)}
         names = [*(path.as_posix() for path in self.files), *topics]
-        for place, name in enumerate(names[position or 0 :], (position or 0) + 1):
+        for place, name in enumerate(names, 1):
             if (split == "validation") == in_share(digest(name), self.validation or 0):
                 text = topics[name] if name in topics else self._content(name)
-                yield Document(name, text, place, place / len(names))
+                yield Document(name, text, place / len(names))
 
     def _content(self, name: str) -> str:
         with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
@@ -178,11 +178,11 @@ class HubText(Source):
             **({"revision": self.named_revision} if self.named_revision else {}),
         }
 
-    def pin(self, revision: str | None) -> None:
-        """Opens the data set at the commit `revision`, or at that which is now the newest, or the named revision."""
+    def pin(self) -> None:
+        """Open the data set at the named revision, or at the newest commit."""
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
         with asking_the_hub(absent, _AGAIN):
-            self.revision, paths = self._commit(revision)
+            self.revision, paths = self._commit()
         self._folder = self._converted(paths)
         with asking_the_hub(absent, _AGAIN):
             splits = set(self._open(None))
@@ -194,17 +194,17 @@ class HubText(Source):
         self.splits = SPLITS if has_both else (None,)
         self.validation = None if has_both else self.share or 0.01
 
-    def _commit(self, revision: str | None) -> tuple[str, list[str]]:
+    def _commit(self) -> tuple[str, list[str]]:
         """The commit to read, and its files."""
         from huggingface_hub import HfApi
 
-        asked = revision or self.named_revision or None
+        asked = self.named_revision or None
         info = HfApi().dataset_info(self.name, revision=asked)
         paths = [file.rfilename for file in info.siblings or ()]
         if asked is None and f"{self.name.rpartition('/')[2]}.py" in paths:
             info = HfApi().dataset_info(self.name, revision=CONVERTED)
             paths = [file.rfilename for file in info.siblings or ()]
-        return str(revision or info.sha), paths
+        return str(info.sha), paths
 
     def _converted(self, paths: list[str]) -> str | None:
         """The folder of the configuration, where these are the files of a conversion.
@@ -225,37 +225,27 @@ class HubText(Source):
             raise InputError(f"{self.name}: expected :CONFIG behind its name, one of {', '.join(configs)}")
         return chosen
 
-    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
-        with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
-            stream = self._open(split or "train")
-        start = position or {"rows": 0, "stream": None}
-        if start["stream"] is not None:
-            stream.load_state_dict(start["stream"])
-        by_line, lines, count = self.name in BY_LINE, list(start.get("held", [])), start["rows"]
-
-        def position_at(held: list[str]) -> dict[str, Any]:
-            return {"rows": count, "stream": stream.state_dict(), **({"held": held} if by_line else {})}
-
-        for text in self._rows(stream, count):
-            count += 1
-            if not by_line:
-                yield Document(f"{self.name}:{count - 1}", text, position_at([]))
+    def read(self, split: str | None) -> Iterator[Document]:
+        lines: list[str] = []
+        for count, text in enumerate(self._rows(split or "train")):
+            if self.name not in BY_LINE:
+                yield Document(f"{self.name}:{count}", text)
                 continue
             if TITLE.fullmatch(text) and lines:
-                yield Document(f"{self.name}:{count - 1}", "".join(lines), position_at([text]))
+                yield Document(f"{self.name}:{count}", "".join(lines))
                 lines = []
             lines.append(text)
         if lines:
-            yield Document(f"{self.name}:{count}", "".join(lines), position_at([]))
+            yield Document(f"{self.name}:end", "".join(lines))
 
-    def _rows(self, stream: Any, count: int) -> Iterator[str]:
-        rows = iter(stream)
-        while True:
+    def _rows(self, split: str) -> Iterator[str]:
+        with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
+            rows = iter(self._open(split))
+        for count in itertools.count():
             with asking_the_hub(f"{self.name} broke off after {count} rows", _AGAIN):
                 row = next(rows, None)
             if row is None:
                 return
-            count += 1
             yield _text_of(row, self.column, self.name)
 
     def _open(self, split: str | None) -> Any:
@@ -273,7 +263,7 @@ LONGEST = 2**20  # bytes of a .txt document; a longer one is cut at a line end
 SPLIT_NAME = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
 )
-_Piece = tuple[int, str, int, float]  # where a document starts, its text, where the next one starts, share of the file
+_Piece = tuple[int, str, float]  # where a document starts, its text, share of the file
 
 
 class LocalText(Source):
@@ -311,19 +301,17 @@ class LocalText(Source):
             "validation": self.validation,
         }
 
-    def read(self, split: str | None, position: Any = None) -> Iterator[Document]:
+    def read(self, split: str | None) -> Iterator[Document]:
         files = [file for file, part in self.files if part == split]
-        first, place = position or (0, 0)  # index of the file, and a byte offset, or a row of a parquet file
         readers = {".txt": self._read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
-        for index, file in enumerate(files[first:], first):
-            for start, text, after, share in readers[file.suffix](file, place if index == first else 0):
-                yield Document(f"{file}:{start}", text, [index, after], (index + share) / len(files))
+        for index, file in enumerate(files):
+            for start, text, share in readers[file.suffix](file):
+                yield Document(f"{file}:{start}", text, (index + share) / len(files))
 
-    def _read_txt(self, file: Path, place: int) -> Iterator[_Piece]:
+    def _read_txt(self, file: Path) -> Iterator[_Piece]:
         total, mark = max(file.stat().st_size, 1), self.separator.encode()
         with file.open("rb") as lines:
-            lines.seek(place)
-            start, size, document = place, 0, []
+            start, place, size, document = 0, 0, 0, []
             for line in lines:
                 place += len(line)
                 ends = line.strip() == mark
@@ -331,28 +319,22 @@ class LocalText(Source):
                     document.append(line)
                     size += len(line)
                 if ends or size >= LONGEST:
-                    yield start, _decoded(document, file, start), place, place / total
+                    yield start, _decoded(document, file, start), place / total
                     start, size, document = place, 0, []
             if document:
-                yield start, _decoded(document, file, start), place, 1.0
+                yield start, _decoded(document, file, start), 1.0
 
-    def _read_jsonl(self, file: Path, place: int) -> Iterator[_Piece]:
+    def _read_jsonl(self, file: Path) -> Iterator[_Piece]:
         total = max(file.stat().st_size, 1)
-        for start, row, after in json_objects(file, place):
+        for start, row, after in json_objects(file):
             text = _text_of(row, self.column, str(file))
-            yield start, text.encode("utf-8", "replace").decode(), after, after / total  # halves of characters
+            yield start, text.encode("utf-8", "replace").decode(), after / total  # halves of characters
 
-    def _read_parquet(self, file: Path, place: int) -> Iterator[_Piece]:
-        row = 0
+    def _read_parquet(self, file: Path) -> Iterator[_Piece]:
         with open_parquet(file, {self.column: "column"}) as table:
-            total = max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=[self.column]):
-                first, row = row, row + len(batch)
-                if row <= place:
-                    continue
-                for number, each in enumerate(batch.to_pylist(), first):
-                    if number >= place:
-                        yield number, _text_of(each, self.column, str(file)), number + 1, (number + 1) / total
+            rows = (row for batch in table.iter_batches(256, columns=[self.column]) for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                yield number, _text_of(row, self.column, str(file)), (number + 1) / table.metadata.num_rows
 
 
 def _text_of(row: Mapping[str, Any], column: str, place: str) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers: found, trained on a corpus, saved beside a checkpoint; and text to token ids on several cores."""
+"""Tokenizers: found, trained on a corpus, saved beside a checkpoint."""
 
 import contextlib
 import hashlib
@@ -6,15 +6,12 @@ import json
 import os
 import re
 import shutil
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from lit_layers import schema
@@ -30,6 +27,7 @@ MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
+_PARALLEL = "TOKENIZERS_PARALLELISM"
 _HASHES: dict[bytes, str] = {}  # of tokenizers, by the digest of their text
 
 
@@ -164,16 +162,28 @@ def _hash_of(parts: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps `tokenizers` to the calling thread: after its own threads, forked data loaders would warn."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """Keep `tokenizers` to the calling thread: after its own threads, forked data loaders would warn."""
+    with _threads("false"):
+        yield
+
+
+@contextlib.contextmanager
+def all_threads() -> Iterator[None]:
+    """Have `tokenizers` keep every core busy, and one afterwards."""
+    os.environ.setdefault(_PARALLEL, "false")  # what has been said is not warned of in a forked data loader
+    with _threads("true"):
+        yield
+
+
+@contextlib.contextmanager
+def _threads(choice: str) -> Iterator[None]:
+    before = os.environ.get(_PARALLEL)
+    os.environ[_PARALLEL] = choice
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        os.environ.pop(_PARALLEL)
+        os.environ.update({} if before is None else {_PARALLEL: before})
 
 
 def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
@@ -235,46 +245,3 @@ def _without_offsets(part: Any) -> Any:
     if isinstance(part, dict):
         return {key: _without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
     return [_without_offsets(value) for value in part] if isinstance(part, list) else part
-
-
-Texts = list[tuple[str, str]]  # (split, text)
-Encoded = dict[str, tuple[np.ndarray, np.ndarray]]  # split -> ids of its documents one after the other, their lengths
-Item = TypeVar("Item")
-
-
-def encoded(
-    items: Iterable[Item], texts: Callable[[Item], Texts], *, workers: int, tokenizer: Path, end: int, dtype: np.dtype
-) -> Generator[tuple[Item, Encoded], None, None]:
-    """Yields each item with its encoded texts, in order; only a few items are under way at any time.
-
-    Each document is closed with the end of text, which never arises from the text itself. The library encodes without
-    Python's lock, so threads keep as many cores busy.
-    """
-    encoder = Tokenizer.from_file(str(tokenizer))
-    encoder.no_truncation()
-    encoder.no_padding()
-    encoder.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-
-    def encode(documents: Texts) -> Encoded:
-        encodings = encoder.encode_batch_fast([text for _, text in documents], add_special_tokens=False)
-        pieces = {split: [] for split, _ in documents}
-        for (split, _), encoding in zip(documents, encodings, strict=True):
-            pieces[split].append(np.array([*encoding.ids, end], dtype=dtype))
-        return {
-            split: (np.concatenate(arrays), np.array([len(ids) for ids in arrays], dtype=np.int64))
-            for split, arrays in pieces.items()
-        }
-
-    waiting: deque[tuple[Item, Future[Encoded]]] = deque()
-    with one_thread(), ThreadPoolExecutor(workers) as pool:
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(encode, texts(item))))
-                if len(waiting) > 2 * workers:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)

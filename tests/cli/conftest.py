@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, shards = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("prepared") / "shards"
     for name in SOURCES.split():
         (text / f"{name}.txt").write_text((Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text())
-    prepare(str(text), "bpe:300", shards, validation=0.3, workers=1, progress=False)
+    prepare(str(text), "bpe:300", shards, validation=0.3, progress=False)
     return shards
 
 

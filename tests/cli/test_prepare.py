@@ -1,11 +1,6 @@
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +26,7 @@ def arguments(corpus, out, *more):
 
 
 def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_path, capsys):
-    options = ("--column", "body", "--validation", "0.2", "--max_documents", "50", "--workers", "1")
+    options = ("--column", "body", "--validation", "0.2", "--max_documents", "50")
     assert main(arguments(corpus, tmp_path / "out", *options)) == 0
     shards = TokenShards.open(tmp_path / "out")
     printed = capsys.readouterr().out
@@ -45,8 +40,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     ("more", "message"),
     [
         (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
-        (["--work", "2"], "unknown option --work; did you mean --workers?"),
-        (["--workers", "two"], "workers: expected one of int, null, got two"),
+        (["--max_documents", "two"], "max_documents: expected one of int, null, got two"),
         (["--column", "nope"], "has no column 'nope'"),
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
@@ -74,39 +68,10 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, ca
         raise KeyboardInterrupt
 
     with monkeypatch.context() as key:
-        key.setattr("lit_layers.data.preparing._fill", interrupted)
+        key.setattr("lit_layers.data.preparing._written", interrupted)
         assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 130
     assert "lit-layers prepare: interrupted: run the same command again to go on" in capsys.readouterr().err
     assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
-
-
-@pytest.mark.slow
-def test_ctrl_c_with_workers_ends_cleanly_and_the_next_run_finishes(corpus, tmp_path):
-    code = (
-        "import sys, time, lit_layers.data.preparing as p; from lit_layers.cli.main import main\n"
-        "p.PART_SECONDS, p.CHUNK_BYTES, real = 0, 256, p.write_json\n"
-        "p.write_json = lambda *a, **k: (real(*a, **k), time.sleep(0.1))\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    given = arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2", "--workers", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *given],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    while not (tmp_path / "out" / "train.bin.partial").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, printed = process.communicate(timeout=500)
-    assert process.returncode == 130, printed
-    assert "Traceback" not in printed
-    assert "run the same command again to go on" in printed
-    assert main(given) == 0
-    TokenShards.open(tmp_path / "out")
 
 
 def test_help_names_every_option(capsys):
@@ -114,7 +79,7 @@ def test_help_names_every_option(capsys):
         main(["prepare", "--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for option in ("--source", "--tokenizer", "--root", "--workers", "--max_documents", "--column", "--validation"):
+    for option in ("--source", "--tokenizer", "--root", "--max_documents", "--column", "--validation"):
         assert option in printed
 
 

@@ -268,7 +268,7 @@ def test_texts_are_prepared_in_the_order_of_the_page(world, tmp_path, monkeypatc
     save_tokenizer(train_bpe([text for text, _ in labelled(60)], 300), tmp_path / "data" / "python" / "tokenizer")
     for command in page:
         run(command, capsys)
-        TokenShards.open(shlex.split(command)[-1] if "--workers" not in command else "data/openwebtext")
+        TokenShards.open(shlex.split(command)[-1])
 
 
 @pytest.mark.parametrize("page", ["mteb.md", "correlate.md"])

@@ -142,7 +142,7 @@ def test_windows_of_a_corpus_are_turned_back_into_their_text(tmp_path):
         words = " ".join(f"{text} and {number + index}" for index, text in enumerate(TEXTS))
         (corpus / f"{number:02d}.txt").write_text(words)
     save_tokenizer(train_bpe(TEXTS * 3, 300), tmp_path / "tokenizer")
-    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3, workers=1)
+    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3)
     place = (str(shards.folder), str(tmp_path / "tokenizer"))
     options = {"split": "train", "num_tokens": 20, "seed": 3}
     texts = CorpusTexts(*place, num_texts=9, **options)
@@ -161,7 +161,7 @@ def test_a_window_without_a_word_is_passed_over_and_too_many_are_refused(tmp_pat
     for number in range(30):
         (corpus / f"{number:02d}.txt").write_text(TEXTS[0] + 200 * "\n \t" + f"{TEXTS[1]} {number}")
     save_tokenizer(train_bpe([*TEXTS, "\n \t"], 270), tmp_path / "tokenizer")
-    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3, workers=1)
+    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3)
     place = (str(shards.folder), str(tmp_path / "tokenizer"))
     options = {"split": "train", "num_tokens": 20, "seed": 3}
     texts = CorpusTexts(*place, num_texts=9, **options).texts()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, processors
 
+from lit_layers.data.preparing import prepare
 from lit_layers.data.tokenization import (
     END_OF_TEXT,
     bpe_size,
-    encoded,
     load_tokenizer,
     save_tokenizer,
     tokenizer_hash,
@@ -133,15 +133,13 @@ def test_a_folder_or_file_that_is_no_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_the_end_of_text_never_arises_from_a_text(texts, tmp_path):
-    trained = train_bpe(texts, 300)
-    save_tokenizer(trained, tmp_path)
-    options = {"workers": 1, "tokenizer": tmp_path / "tokenizer.json", "end": 0, "dtype": np.dtype("<u2")}
-    ((_, arrays),) = encoded([None], lambda _: [("train", "a<|endoftext|>b"), ("train", "c")], **options)
-    ids, lengths = arrays["train"]
-    assert list(np.flatnonzero(ids == 0)) == [len(ids) - 3, len(ids) - 1]
-    assert list(lengths) == [len(ids) - 2, 2]
-    assert trained.tokenizer.decode(ids[: lengths[0] - 1].tolist()) == "a<|endoftext|>b"
+def test_the_end_of_text_never_arises_from_a_text(tmp_path, texts):
+    rows = ["a<|endoftext|>b", "c", *texts] * 3
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    shards = prepare(str(tmp_path / "corpus.jsonl"), "bpe:300", tmp_path / "shards", validation=0.5)
+    ends = [np.flatnonzero(shards.tokens(split) == 0) + 1 for split in ("train", "validation")]
+    starts = [shards.document_starts(split).tolist() for split in ("train", "validation")]
+    assert [[0, *each[:-1]] for each in ends] == starts
 
 
 @pytest.mark.soak

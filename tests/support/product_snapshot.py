@@ -102,7 +102,7 @@ class Scenarios:
                 (target / f"{root.name}__wandb_{len(run_id)}.json").write_text(self.plain(text))
 
     def _keep_file(self, file: Path, place: Path) -> None:
-        if not {"wandb", ".audit", "resume"}.isdisjoint(file.parts) or file.name in (".lock", "progress.json"):
+        if not {"wandb", ".audit", "resume"}.isdisjoint(file.parts) or file.name.endswith(".lock"):
             return
         if file.suffix == ".jsonl" or (file.suffix == ".json" and "tokenizer" not in file.name):
             lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
@@ -177,7 +177,7 @@ def _corpus(work: Path) -> Path:
     (work / "text").mkdir()
     for name in WORDS:
         (work / "text" / f"{name}.txt").write_text(Path(importlib.import_module(name).__file__ or "").read_text())
-    prepare(str(work / "text"), "bpe:300", work / "shards", validation=0.3, workers=1, progress=False)
+    prepare(str(work / "text"), "bpe:300", work / "shards", validation=0.3, progress=False)
     return work / "shards"
 
 

@@ -10,13 +10,12 @@ def prepare(
     source: str,
     tokenizer: str,
     root: Path,
-    workers: int | None = None,
     max_documents: int | None = None,
     column: str | None = None,
     separator: str | None = None,
     validation: float | None = None,
 ) -> int:
-    """Tokenize a corpus into memory-mapped shards. Run it again to continue.
+    """Tokenize a corpus into memory-mapped shards.
 
     A .txt file is one document, or several divided by lines that say <|endoftext|> (or --separator). A row of a
     .parquet file and a line of a .jsonl file is one document, its text in --column.
@@ -26,7 +25,6 @@ def prepare(
             ORG/NAME[@REVISION][:CONFIG], or a .txt, .jsonl or .parquet file or a folder of them
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
         root: folder to write to
-        workers: how many threads tokenize (default: as many as cores)
         max_documents: read at most so many documents (of each split of the source)
         column: the column with the text (default: text)
         separator: the line that ends a document of a .txt file, "" for a blank one
@@ -42,7 +40,6 @@ def prepare(
         separator=separator,
         validation=validation,
         max_documents=max_documents,
-        workers=workers,
         progress=verbosity() >= 0,
     )
     header = shards.header
