@@ -149,7 +149,8 @@ def test_a_number_of_many_variants_has_a_choice_each_and_does_not_break_the_page
 
 def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path) -> None:
     root = variant_results.write(tmp_path / "run", steps=(8,), blocks=4, analyses=("finetune",))
-    names = [f"intervene_finetune_before_and_after_fine-tuning_{name}" for name in ("loss", "accuracy")]
+    scores = "task_score", "task_score_normalized_by_length"
+    names = [f"intervene_finetune_before_and_after_fine-tuning_{name}" for name in scores]
     written = {path.name for path in write_pictures(root, tmp_path / "out")}
     assert written == {f"{name}{suffix}" for name in names for suffix in (".png", ".svg", ".pdf")}
 

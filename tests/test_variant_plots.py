@@ -124,7 +124,7 @@ def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
 def test_before_and_after_are_two_lines_a_variant():
     before = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]}, when="before")
     after = of_variants("variant_loss", {"skip": [2.1, 2.5, 6.0]}, when="after")
-    frame = table(("intervene/finetune", None, before + after))
+    frame = table(("intervene/finetune_arc_challenge", None, before + after))
     fig = plots.variant_curves(frame, "variant_loss", split="when")
     assert list(line(fig, "Skip, before fine-tuning").y) == [3, 4, 5]
     assert list(line(fig, "Skip, after fine-tuning").y) == [2.1, 2.5, 6]

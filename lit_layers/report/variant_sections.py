@@ -179,8 +179,7 @@ def _side_by_side(every: Sequence[_Scores]) -> Iterator[Block]:
 
 
 def _is_trained(analysis: str) -> bool:
-    """On text, or on the rows of a task, which its name says."""
-    return analysis == FINETUNE or analysis.startswith(f"{FINETUNE}_")
+    return analysis.startswith(f"{FINETUNE}_")
 
 
 def _finetuned(table: Any, analyses: Sequence[str]) -> Iterator[Block]:

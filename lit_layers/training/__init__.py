@@ -2,17 +2,14 @@
 
 from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitImageData, LitTextData
-from lit_layers.training.glue import LitGlueData, LitSequenceClassifier
 from lit_layers.training.image_classifier import LitImageClassifier
 from lit_layers.training.modules import LitCausalLM
 
 __all__ = [
     "EmergenceCallback",
     "LitCausalLM",
-    "LitGlueData",
     "LitImageClassifier",
     "LitImageData",
-    "LitSequenceClassifier",
     "LitTextData",
     "SeriesCheckpoint",
 ]

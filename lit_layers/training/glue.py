@@ -3,8 +3,7 @@
 import copy
 import inspect
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,24 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric
 
-from lit_layers.data.tokenization import TextTokenizer, WithTokenizer, load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.data.tokenization import TextTokenizer, WithTokenizer, one_thread
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
+from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.schema import refuse_outside
 from lit_layers.tasks.benchmark_rows import interval
 from lit_layers.tasks.catalogue import SPLITS, GlueRows, ScoredTask, find, glue_metrics, read_rows
 from lit_layers.training import variant_training
-from lit_layers.training.datamodules import DATA_RANGES, LitStepData
-from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_linear
+from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.modules import LitModule, warmup_linear
 from lit_layers.training.run_folder import writable_folder
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
@@ -80,79 +78,6 @@ class EncodedRows:
         }
 
 
-class LitGlueData(LitStepData):
-    """Rows of a task of GLUE: `{"input_ids": (batch, tokens), "attention_mask", "token_type_ids", "labels": (batch,)}`.
-
-    Args:
-        task: a name of `lit_layers.tasks.catalogue.GLUE`.
-        tokenizer: a local path or a name of the Hub: the model's own.
-        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
-        num_tokens: of a row; a longer one is cut.
-        num_train: random rows to train on; None: all.
-        num_validation: random rows to judge by; None: all.
-        global_batch_size: rows per optimizer step, over all ranks and micro-batches.
-        validation_batch_size: rows per validation batch and rank.
-        seed: of the rows that are drawn and their order.
-        num_workers: loader processes.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        tokenizer: str,
-        *,
-        folder: str | Path | None = None,
-        num_tokens: int = 128,
-        num_train: int | None = None,
-        num_validation: int | None = None,
-        global_batch_size: int = 32,
-        validation_batch_size: int = 32,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__()
-        self.task, self.tokenizer, self.folder, self.num_tokens = find("glue", task), tokenizer, folder, num_tokens
-        self.num_train, self.num_validation, self.seed = num_train, num_validation, seed
-        self.global_batch_size, self.validation_batch_size = global_batch_size, validation_batch_size
-        self.num_workers = num_workers
-        refuse_outside("data.", DATA_RANGES, vars(self))
-        self.rows: dict[str, GlueRows] = {}
-
-    def prepare_data(self) -> None:
-        for split in () if self.rows else SPLITS:  # one process of a machine downloads
-            read_rows(self.task, split, self.folder)
-
-    def setup(self, stage: str | None = None) -> None:
-        if self.rows:
-            return
-        self.words = load_tokenizer(self.tokenizer)
-        for split, count in zip(SPLITS, (self.num_train, self.num_validation), strict=True):
-            self.rows[split] = read_rows(self.task, split, self.folder).take(count, seed=self.seed)
-        self.task = self.rows["train"].task  # with the options of the folder
-        self.encoded = {
-            split: EncodedRows(self.words, rows, max_tokens=self.num_tokens) for split, rows in self.rows.items()
-        }
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "task": self.task.name,
-            "tokenizer": self.tokenizer,
-            "tokenizer_hash": tokenizer_hash(self.words.tokenizer),
-            "data_hash": {split: rows.content_hash() for split, rows in self.rows.items()},
-        }
-
-    def train_dataloader(self) -> DataLoader:
-        return self._rows_loader("train", self._steps(len(self.rows["train"])))
-
-    def val_dataloader(self) -> DataLoader:
-        return self._rows_loader("validation", self._validation_batches(len(self.rows["validation"]), "num_validation"))
-
-    def _rows_loader(self, split: str, batches: Any) -> DataLoader:
-        model: Any = self._loop().lightning_module.model
-        collate = partial(self.encoded[split].batch, filler=model.config.pad_token_id or 0)
-        return self._loader(range(len(self.rows[split])), batches, collate_fn=collate)
-
-
 @dataclass(frozen=True, kw_only=True)
 class GlueRecipe(variant_training.TrainingRecipe):
     """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
@@ -189,66 +114,44 @@ class GlueRecipe(variant_training.TrainingRecipe):
         return all_epochs if self.max_steps is None else min(all_epochs, self.max_steps)
 
 
-class _Kept(CatMetric):
-    """Numbers of the validation rows of all ranks together, in float64, which torchmetrics forgets in a move."""
+class GlueData(LitStepData):
+    """Rows of a task: `{"input_ids": (batch, tokens), "attention_mask", "token_type_ids", "labels": (batch,)}`."""
 
-    dtype = torch.float64  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+    def __init__(self, rows: Mapping[str, GlueRows], tokenizer: TextTokenizer, recipe: GlueRecipe) -> None:
+        super().__init__()
+        self.global_batch_size = self.validation_batch_size = recipe.batch_size
+        self.num_workers, self.seed = 0, recipe.seed
+        self.rows, self.task = rows, rows["train"].task
+        self.encoded = {
+            split: EncodedRows(tokenizer, each, max_tokens=recipe.num_tokens) for split, each in rows.items()
+        }
+
+    def train_dataloader(self) -> DataLoader:
+        return self._rows_loader("train", self._steps(len(self.rows["train"])))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._rows_loader("validation", self._validation_batches(len(self.rows["validation"]), "num_validation"))
+
+    def _rows_loader(self, split: str, batches: Any) -> DataLoader:
+        model: Any = self._loop().lightning_module.model
+        collate = partial(self.encoded[split].batch, filler=model.config.pad_token_id or 0)
+        return self._loader(range(len(self.rows[split])), batches, collate_fn=collate)
 
 
-class LitSequenceClassifier(LitModule):
-    """Fine-tuning of an encoder on a task of GLUE, kept eager at `.model`: classes, or a value, of one or two texts.
+class LitGlue(LitModule):
+    """Fine-tuning of an encoder with a new head on a task: classes, or a value, of one or two texts."""
 
-    Args:
-        encoder: a folder or a name of the Hub; the head is new.
-        training: full, every weight; frozen, the new head alone.
-        init_seed: of the new head.
-        lr: peak learning rate.
-        weight_decay: on matrices and embeddings only.
-        betas: of AdamW.
-        warmup_steps: optimizer steps of linear warm-up; a straight line to zero follows.
-        decay_steps: step at which it ends; None: the last step of the run.
-    """
+    def __init__(self, network: Network, task: ScoredTask, recipe: GlueRecipe, training: Training) -> None:
+        super().__init__({})
+        self.task, self.betas, self.decay_steps = task, variant_training.BETAS, None
+        self.weight_decay, self.warmup_steps = recipe.weight_decay, recipe.warmup_steps
+        self.lr = recipe.learning_rate if training == "full" else recipe.frozen_learning_rate
+        self.model = network.train().requires_grad_(True)
+        trunk_of(network).requires_grad_(training == "full")
+        self.predictions, self.targets = list[Tensor](), list[Tensor]()  # of the validation rows
 
-    def __init__(
-        self,
-        encoder: str | Path,
-        *,
-        training: Training = "full",
-        init_seed: int = 0,
-        lr: float = 2e-5,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = variant_training.BETAS,
-        warmup_steps: int = 0,
-        decay_steps: int | None = None,
-    ) -> None:
-        super().__init__({**locals(), "encoder": os.fspath(encoder)})
-        self.encoder, self.trained_part, self.init_seed = encoder, training, init_seed
-        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
-        self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
-        refuse_outside("model.", MODEL_RANGES, vars(self))
-        self.judged = nn.ModuleDict({name: _Kept(nan_strategy="disable") for name in ("predictions", "targets")})
-
-    @property
-    def task(self) -> ScoredTask:
-        """That of the run's data.
-
-        Raises:
-            InputError: for data of another kind.
-        """
-        if not isinstance(self.data, LitGlueData):
-            raise InputError(f"data: LitSequenceClassifier needs LitGlueData, got {type(self.data).__name__}")
-        return self.data.task
-
-    def build(self) -> Network:
-        network, trunk = sequence_classifier(self.encoder, self.task.num_classes or 1, seed=self.init_seed)
-        _check_encoder(LayeredModel(trunk), self.data.num_tokens, self.data.words.vocab_size, "data.")
-        return self.prepared(network)
-
-    def prepared(self, network: Network) -> Network:
-        """The network with the weights that are to be trained."""
-        network.train().requires_grad_(True)
-        trunk_of(network).requires_grad_(self.trained_part == "full")
-        return network
+    def build(self) -> nn.Module:
+        return self.model
 
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Scores of classes (rows, classes), or values (rows,)."""
@@ -258,7 +161,8 @@ class LitSequenceClassifier(LitModule):
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")
         columns = takes & {"input_ids", "attention_mask", "token_type_ids"}
-        logits = self.model(**{name: batch[name] for name in columns if name in batch}).logits
+        network: Any = self.model
+        logits = network(**{name: batch[name] for name in columns if name in batch}).logits
         return logits if self.task.num_classes else logits.squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
@@ -273,19 +177,11 @@ class LitSequenceClassifier(LitModule):
         # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
         broken = outputs.isnan().any(-1) if self.task.num_classes else outputs.isnan()
         predictions = (outputs.argmax(-1) if self.task.num_classes else outputs).double()
-        predictions = predictions.masked_fill(broken, torch.nan)
-        for metric, values in zip(self._judged(), (predictions, batch["labels"]), strict=True):
-            metric.update(values)
+        self.predictions.append(predictions.masked_fill(broken, torch.nan).cpu())
+        self.targets.append(batch["labels"].double().cpu())
 
     def scores(self) -> dict[str, Any]:
-        predictions, targets = (metric.compute().cpu().numpy() for metric in self._judged())
-        for metric in self._judged():
-            metric.reset()
-        self.result = glue_metrics(self.task, predictions, targets)
-        return self.result
-
-    def _judged(self) -> Iterable[Any]:
-        return self.judged.values()
+        return glue_metrics(self.task, torch.cat(self.predictions).numpy(), torch.cat(self.targets).numpy())
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_linear(warmup_steps=self.warmup_steps, steps=decay_steps)
@@ -325,7 +221,9 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
         if kind not in ENCODERS:
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
-        _check_encoder(model, self.recipe.num_tokens, self.words.vocab_size, "recipe: ")
+        vocabulary = model.model.config.vocab_size
+        tokens = {"vocabulary": vocabulary, "tokenizer": "the tokenizer"}
+        variant_training.check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
         self.data_hash()
 
     def data_hash(self) -> str | None:
@@ -334,22 +232,12 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
             self._data_hash = "-".join(read_rows(task, split, self.folder).content_hash() for split in SPLITS)
         return self._data_hash
 
-    def data(self) -> LitGlueData:
-        """The rows that are trained on and judged by."""
-        recipe = self.recipe
-        data = LitGlueData(
-            self.task,
-            self.tokenizer,
-            folder=self.folder,
-            num_tokens=recipe.num_tokens,
-            num_train=recipe.num_train,
-            num_validation=recipe.num_validation,
-            global_batch_size=recipe.batch_size,
-            validation_batch_size=recipe.batch_size,
-            seed=recipe.seed,
-        )
-        data.setup()
-        return data
+    def data(self) -> GlueData:
+        """Return the rows that are trained on and judged by."""
+        recipe, task = self.recipe, find("glue", self.task)
+        counts = {"train": recipe.num_train, "validation": recipe.num_validation}
+        rows = {split: read_rows(task, split, self.folder).take(counts[split], seed=recipe.seed) for split in SPLITS}
+        return GlueData(rows, self.words, recipe)
 
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
         writable_folder(self.root, "root")
@@ -361,7 +249,7 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
             "recipe": options,
             "weights": weights_hash(network),
             "architecture": architecture_hash(network),
-            "tokenizer": tokenizer_hash(data.words.tokenizer),
+            "tokenizer": self.tokenizer_hash(),
             "rows": {split: rows.content_hash() for split, rows in data.rows.items()},
         }
         for training in dict.fromkeys(recipe.training):
@@ -379,21 +267,16 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
                 yield _records(result, variant, training)
 
     def score(
-        self, network: Network, variant: Variant, training: Training, data: LitGlueData, model: LayeredModel
+        self, network: Network, variant: Variant, training: Training, data: GlueData, model: LayeredModel
     ) -> dict[str, float]:
         """The metrics of a copy of the network, trained and judged with the variant active where a model is."""
-        recipe = self.recipe
-        module = LitSequenceClassifier(
-            self.model,
-            training=training,
-            lr=recipe.learning_rate if training == "full" else recipe.frozen_learning_rate,
-            weight_decay=recipe.weight_decay,
-            warmup_steps=recipe.warmup_steps,
-        )
-        module.model = module.prepared(copy.deepcopy(network))
+        module = LitGlue(copy.deepcopy(network), data.task, self.recipe, training)
         with running_order(trunk_of(module.model), variant.schedule):
-            self.fit(module, data, model, steps=recipe.steps(len(data.rows["train"])))
-            return self.validated(module, data, model)
+            self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))
+            with kept_random_state():
+                trainer = self.recipe.trainer(self.root, variant_training.accelerator_of(model), max_steps=1)
+                trainer.validate(module, datamodule=data, verbose=False)
+        return module.scores()
 
 
 def _records(result: Mapping[str, Any], variant: Variant, training: Training) -> list[Record]:
@@ -406,9 +289,3 @@ def _records(result: Mapping[str, Any], variant: Variant, training: Training) ->
         ends = interval(metric, value, error, rows)
         records += [Record(metric=metric, value=value, stderr=error, layer=variant.block, n=rows, tags=tags, **ends)]
     return records
-
-
-def _check_encoder(view: LayeredModel, num_tokens: int, vocab_size: int, place: str) -> None:
-    variant_training.check_texts(
-        view, num_tokens, vocab_size, vocabulary=view.model.config.vocab_size, tokenizer="the tokenizer", place=place
-    )

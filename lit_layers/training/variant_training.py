@@ -1,6 +1,5 @@
 """Analyses that train a model in each variant of its running order: their recipe, their results, what they leave."""
 
-import copy
 import hashlib
 import json
 import math
@@ -8,9 +7,9 @@ import re
 import statistics
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 
@@ -18,7 +17,6 @@ from lit_layers import schema
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.statistics import left_out
 from lit_layers.errors import InputError
-from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import (
     LOOPS,
     SEEDS,
@@ -28,8 +26,6 @@ from lit_layers.functional.block_schedules import (
     format_schedule,
 )
 from lit_layers.measuring.undisturbed import kept_random_state
-from lit_layers.models.build import architecture_hash, save, weights_hash
-from lit_layers.models.families import Network
 from lit_layers.models.running_order import variants_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
@@ -37,17 +33,14 @@ from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_o
 from lit_layers.tasks.benchmark_rows import interval
 from lit_layers.training.datamodules import DATA_RANGES
 from lit_layers.training.modules import MODEL_RANGES, LitModule
-from lit_layers.training.run_folder import writable_folder, write_folder
 from lit_layers.training.trainer import StepSeed, new_trainer
 
-_AGAIN = "take it away to train that variant again"
-RESULT, MODEL = "finetuned.json", "model"
-WHEN: tuple[str, str] = ("before", "after")
+AGAIN = "take it away to train that variant again"
 BETAS = (0.9, 0.999)
 _RANGES = {
     **MODEL_RANGES,
     **DATA_RANGES,
-    **dict.fromkeys(("num_epochs", "steps", "max_steps", "limit"), COUNT),
+    **dict.fromkeys(("num_epochs", "max_steps", "limit", "num_train", "num_validation"), COUNT),
     **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
     "batch_size": BATCH,
     "gradient_clip": Range(0, MANY, above=True),
@@ -108,7 +101,7 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not file.is_file():
         return None
-    result: Any = schema.read(file, dict[str, Any], _AGAIN)
+    result: Any = schema.read(file, dict[str, Any], AGAIN)
     for name, value in json.loads(json.dumps(settings)).items():
         if (held := result.get(name)) != value:
             options = value if isinstance(held, dict) and isinstance(value, dict) else {}
@@ -213,91 +206,13 @@ class TrainedVariants(Analysis):
             trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=steps, **options)
             trainer.fit(module, datamodule=data)
 
-    def validated(self, module: Any, data: L.LightningDataModule, model: LayeredModel) -> Any:
-        """The module's `result` on the validation data. The global random state stays as it is."""
-        with kept_random_state():
-            trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
-            trainer.validate(module, datamodule=data, verbose=False)
-        return module.result
-
-
-@dataclass(kw_only=True)
-class SavedVariants(TrainedVariants):
-    """Variants of a causal language model, measured before and after a copy of it is trained in each.
-
-    Each variant begins with the weights of the model that is measured, which is not changed. What is trained:
-    embeddings, head and the blocks that run; the others have no gradient and stay. The trained weights lie in
-    `root/NAME/model` as any saved model does (which runs in its plain order by default: `finetuned.json`
-    beside it says the schedule). Where that folder is there already for the same weights, schedule and recipe, it is
-    not trained again. All is a function of the recipe's seed, the global random state stays as it is.
-    """
-
-    RESULT_TYPE: ClassVar[Any]
-
-    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
-        compared = self.chosen(model)
-        for number, variant in enumerate(compared, 1):
-            self.say(f"training {variant}{self.on()} ({number} of {len(compared)})")
-            yield [
-                record
-                for when, result in self.before_and_after(model, variant).items()
-                for record in self.records(variant, when, result)
-            ]
-
-    def on(self) -> str:
-        """What a variant is trained on, as a sentence ends."""
-        return ""
-
-    def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
-        """All that decides the result of a variant."""
-        return {
-            "schedule": format_schedule(variant.schedule),
-            "variant": variant.tags,
-            "recipe": asdict(self.recipe),
-            "weights": weights_hash(model.model),
-            "architecture": architecture_hash(model.model),
-        }
-
-    @abstractmethod
-    def train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Any, Any]:
-        """Trains the copy of a model with the variant active; the results, of `RESULT_TYPE`, before and after."""
-
-    @abstractmethod
-    def records(self, variant: Variant, when: str, result: Any) -> Iterator[Record]:
-        """The records of a result before or after."""
-
-    def before_and_after(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
-        """The results "before" and "after" of a variant; read where its folder has them already.
-
-        Raises:
-            InputError: a folder with the result of other settings.
-        """
-        folder, settings = Path(self.root) / name_of(variant), self.settings(model, variant)
-        file = folder / RESULT
-        if (result := finished(file, settings)) is not None:
-            kind = self.RESULT_TYPE
-            return {when: schema.check(result.get(when), kind, f"{file}: {when}", _AGAIN) for when in WHEN}
-        writable_folder(folder.parent, "root")
-        network: Any = copy.deepcopy(model.model).requires_grad_(True)
-        results = dict(zip(WHEN, self.train(network, model, variant), strict=True))
-
-        def fill(part: Path) -> None:
-            save(network, part / MODEL)
-            plain = {when: each if isinstance(each, dict) else asdict(each) for when, each in results.items()}
-            write_json(part / RESULT, {**settings, **plain})
-
-        write_folder(folder, fill)
-        return results
-
 
 def accelerator_of(model: LayeredModel) -> str:
     """Lightning's word for where a model is."""
     return "gpu" if model.device.type == "cuda" else "cpu"
 
 
-def check_texts(
-    model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str, place: str = "recipe: "
-) -> None:
+def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str) -> None:
     """Refuses rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
 
     Raises:
@@ -305,6 +220,6 @@ def check_texts(
     """
     kind = type(model.model).__name__
     if model.max_tokens is not None and num_tokens > model.max_tokens:
-        raise InputError(f"{place}num_tokens: {kind} takes at most {model.max_tokens} tokens, got {num_tokens}")
+        raise InputError(f"recipe: num_tokens: {kind} takes at most {model.max_tokens} tokens, got {num_tokens}")
     if size > vocabulary:
         raise InputError(f"tokenizer: {kind} knows {vocabulary} tokens, {tokenizer} has {size}: name the model's own")

@@ -158,7 +158,7 @@ OF_ALL_BLOCKS += ("same_token_coupling", "excess_same_token_coupling", "spectrum
 
 
 # What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another.
-WITHOUT_LAYERS = {"BenchmarkScores", "Finetuning", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
+WITHOUT_LAYERS = {"BenchmarkScores", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
 
 
 def every_analysis() -> set[str]:

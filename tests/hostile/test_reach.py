@@ -23,7 +23,7 @@ SCORES = "lit_layers.tasks.benchmark_scores"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
 CLIMBING = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run", filename="../run/x")  # from wherever dirpath is
-FINETUNED = {"corpus": "c", "steps": 1, "batch_size": 1, "num_tokens": 8, "num_validation_sequences": 1}
+FINETUNED = {"task": "arc_challenge", "batch_size": 1, "num_tokens": 8}
 PLACES = {  # each wrote there
     "trainer.default_root_dir": "OUTSIDE",
     "trainer.callbacks.dirpath": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE"),
@@ -35,7 +35,7 @@ PLACES = {  # each wrote there
     "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
     "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
     "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
-    "analyses.root": spec(f"{TRAINING}.finetuning.Finetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
+    "analyses.root": spec(f"{TRAINING}.finetuning.TaskFinetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
     "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
 }  # fmt: skip
 FETCHING = {

@@ -296,9 +296,15 @@ def intervene(s: Scenarios) -> None:
     glue = {"tasks": ["cola", "mrpc"], "max_steps": 2, "batch_size": 4, "num_tokens": 30}
     recipe = _recipe(home / "glue.yaml", glue)
     s.run("intervene", home / "bert", "--folder", home / "data", "--glue", recipe, "--root", home / "glue_run")
-    more = {"corpus": str(home / "corpus.jsonl"), "steps": 3, "batch_size": 4, "num_tokens": 12}
-    recipe = _recipe(home / "finetune.yaml", {**more, "num_validation_sequences": 6})
-    s.run("intervene", home / "model", "--finetune", recipe, "--root", home / "tuned")
+    (home / "tuning").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(
+            home / "data" / "benchmarks" / "arc_challenge_test.parquet", home / "tuning" / f"arc_{split}.parquet"
+        )
+    _recipe(home / "tuning" / "tasks.yaml", {"benchmark": {"arc_challenge": "arc_{split}.parquet"}})
+    recipe = _recipe(home / "finetune.yaml", {"task": "arc_challenge", "batch_size": 4, "num_tokens": 60})
+    tuned = ["--folder", home / "tuning", "--variants", "skip", "--root", home / "tuned"]
+    s.run("intervene", home / "model", "--finetune", recipe, *tuned)
     s.keep("intervene", *(home / name for name in ("by_text", "by_tasks", "glue_run", "tuned")))
 
 

@@ -121,9 +121,9 @@ def finetune(*, blocks: int = BLOCKS) -> list[Record]:
         found = []
         for variant in every:
             kept = math.exp(-2.2 * gain * harm(variant, blocks))
-            found.append((3.2 + (1 - kept) * 7, 0.4 * kept))
-        values = {"variant_loss": [one for one, _ in found], "variant_accuracy": [two for _, two in found]}
-        rows += with_means(every, values, ("variant_loss", "variant_accuracy"), when=when)
+            found.append((0.25 + 0.3 * kept, 0.25 + 0.4 * kept))
+        values = {"task_score": [one for one, _ in found], "task_score_norm": [two for _, two in found]}
+        rows += with_means(every, values, ("task_score", "task_score_norm"), when=when, task="arc_challenge")
     return rows
 
 
@@ -182,7 +182,7 @@ def write(
     if "speed" in analyses:
         add(root, run, last, "intervene/speed", speed(blocks=blocks))
     if "finetune" in analyses:
-        add(root, run, last, "intervene/finetune", finetune(blocks=blocks))
+        add(root, run, last, "intervene/finetune_arc_challenge", finetune(blocks=blocks))
     for name in ("cola", "rte") if "glue" in analyses else ():
         add(root, run, last, f"intervene/glue/{name}", glue(name, blocks=blocks))
     if last is not None:

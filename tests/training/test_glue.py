@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from lit_layers.models.saved import load, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import GLUE, GlueRows, find, glue_metrics, read_rows
 from lit_layers.training import glue
-from lit_layers.training.glue import EncodedRows, GlueRecipe, GlueScores, LitGlueData, LitSequenceClassifier
+from lit_layers.training.glue import EncodedRows, GlueData, GlueRecipe, GlueScores, LitGlue
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
 from tests.support.data_mapping import with_mapping
@@ -64,16 +65,12 @@ def trained(monkeypatch):
     """The modules that were trained, with the predictions they were judged by."""
     modules = []
 
-    class Kept(LitSequenceClassifier):
+    class Kept(LitGlue):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             modules.append(self)
 
-        def on_validation_epoch_end(self):
-            self.judged_by = self.judged["predictions"].compute()
-            super().on_validation_epoch_end()
-
-    monkeypatch.setattr(glue, "LitSequenceClassifier", Kept)
+    monkeypatch.setattr(glue, "LitGlue", Kept)
     return modules
 
 
@@ -130,7 +127,7 @@ def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_cl
     """Half of the logits of two rows are no numbers; the others say class 0, which most targets are."""
     for name in ("cola", "mrpc", "stsb"):
         assert all(map(math.isnan, glue_metrics(GLUE[name], [0.0, math.nan, 1.0], [0, 0, 1]).values()))
-    outputs = LitSequenceClassifier.outputs
+    outputs = LitGlue.outputs
 
     def broken(self, batch):
         found = outputs(self, batch).detach().clone()
@@ -138,8 +135,8 @@ def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_cl
         return found
 
     recipe = {"tasks": ["cola", "mrpc", "stsb"], "max_steps": 1}
-    monkeypatch.setattr(LitSequenceClassifier, "training_step", lambda self, *_: outputs(self, *_[:1]).sum())
-    monkeypatch.setattr(LitSequenceClassifier, "outputs", broken)
+    monkeypatch.setattr(LitGlue, "training_step", lambda self, *_: outputs(self, *_[:1]).sum())
+    monkeypatch.setattr(LitGlue, "outputs", broken)
     first = scores(folder, tmp_path, recipe, custom=[])
     for records in first.values():
         assert records
@@ -216,8 +213,8 @@ def test_a_copy_says_what_its_task_is_judged_by(folder, tmp_path):
     (tmp_path / "glue").symlink_to(folder / "glue")
     entry = {"files": "glue/mrpc_{split}.parquet", "options": {"score": "f1"}}
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"glue": {"mrpc": entry}}))
-    data = LitGlueData("mrpc", str(folder / "bert"), folder=tmp_path)
-    data.setup()
+    (analysis,) = analyses(folder, tmp_path)
+    data = replace(analysis, folder=tmp_path).data()
     assert (data.task.scores, find("glue", "mrpc").scores) == (("f1",), ("accuracy", "f1"))
 
 
@@ -318,8 +315,10 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
     with torch.no_grad():
         outputs = composed(trained[0].model, encoded["validation"].batch(range(10), filler=0))
     predicted = outputs.argmax(-1) if name == "mrpc" else outputs[:, 0]
-    torch.testing.assert_close(trained[0].judged_by, predicted.double(), rtol=1e-6, atol=1e-6)
-    assert metrics == glue_metrics(task, trained[0].judged_by.numpy(), encoded["validation"].targets.numpy())
+    torch.testing.assert_close(torch.cat(trained[0].predictions), predicted.double(), rtol=1e-6, atol=1e-6)
+    assert metrics == glue_metrics(
+        task, torch.cat(trained[0].predictions).numpy(), encoded["validation"].targets.numpy()
+    )
 
 
 def test_a_frozen_trunk_keeps_its_weights_and_full_training_those_of_blocks_that_do_not_run(folder, tmp_path, trained):
@@ -386,8 +385,8 @@ def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_p
     rows = read_rows(GLUE["mrpc"], "train", folder)
     encoded = OfSixtyWords(load_tokenizer(str(folder / "bert")), rows, max_tokens=20)
     (analysis,) = analyses(folder, tmp_path)
-    data = LitGlueData("mrpc", "none", global_batch_size=4, validation_batch_size=4)
-    data.rows, data.encoded = {"train": rows, "validation": rows}, {"train": encoded, "validation": encoded}
+    data = GlueData(dict.fromkeys(("train", "validation"), rows), load_tokenizer(str(folder / "bert")), analysis.recipe)
+    data.encoded = {"train": encoded, "validation": encoded}
     order, plain = (
         analysis.score(model, variant, "full", data, LayeredModel(trunk))
         for variant in (Variant(name="custom", schedule=(1, 4)), Variant(name="baseline", schedule=(1, 2, 3, 4)))

@@ -1,20 +1,21 @@
 """Training in other orders as analyses: records, what decides them, what interrupts them, what is refused."""
 
-import json
 import shutil
 import signal
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
+import yaml
 
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
-from lit_layers.training.finetuning import Finetuning, FinetuningRecipe, LitVariant
-from lit_layers.training.glue import GlueRecipe, GlueScores, LitSequenceClassifier
+from lit_layers.training.finetuning import LitAnswers, TaskFinetuning, TaskFinetuningRecipe
+from lit_layers.training.glue import GlueRecipe, GlueScores, LitGlue
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2
@@ -28,20 +29,27 @@ def home(tmp_path_factory):
     saved_gpt2(root / "gpt2")
     saved_bert_of_pairs(root / "bert")
     write_glue(root)
-    write_corpus(root / "corpus.jsonl")
+    (root / "arc").mkdir()
+    write_arc(root / "arc")
     return root
 
 
-def write_corpus(path, first=0):
-    path.write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1200, first)))
-    return path
+def write_arc(folder, first=0):
+    """Rows of ARC for training and scoring."""
+    for split, start in (("train", first), ("test", 20)):
+        rows = [
+            {"question": text, "choices": ["merry", "calm", "sad"], "label": ["merry", "calm", "sad"].index(mood)}
+            for text, mood in labelled(6, start)
+        ]
+        pd.DataFrame(rows).to_parquet(folder / f"arc_{split}.parquet")
+    (folder / "tasks.yaml").write_text(yaml.safe_dump({"benchmark": {"arc_challenge": "arc_{split}.parquet"}}))
+    return folder
 
 
 def finetuning(home, root, recipe=None, **options):
-    usual = {"corpus": str(home / "corpus.jsonl"), "steps": 2, "batch_size": 4, "num_tokens": 12}
-    made = FinetuningRecipe(**(usual | {"num_validation_sequences": 6} | (recipe or {})))
-    options = {"variants": ("skip",), "tokenizer": str(home / "gpt2"), **options}
-    return Finetuning(recipe=made, root=root, **options)
+    made = TaskFinetuningRecipe(**({"task": "arc_challenge", "batch_size": 3, "num_tokens": 24} | (recipe or {})))
+    options = {"variants": ("skip",), "tokenizer": str(home / "gpt2"), "folder": home / "arc", **options}
+    return TaskFinetuning(recipe=made, root=root, **options)
 
 
 def glue(home, root, recipe=None, **options):
@@ -53,8 +61,8 @@ def glue(home, root, recipe=None, **options):
 
 
 def both(home, root, **options):
-    yield finetuning(home, root / "finetuned", **options), load(home / "gpt2"), LitVariant
-    yield glue(home, root, **options), load(home / "bert"), LitSequenceClassifier
+    yield finetuning(home, root / "finetuned", **options), load(home / "gpt2"), LitAnswers
+    yield glue(home, root, **options), load(home / "bert"), LitGlue
 
 
 def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
@@ -74,9 +82,8 @@ def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
 def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
     one = finetuning(home, tmp_path / "a")
     assert one.config_hash() == finetuning(home, tmp_path / "b", tell=print).config_hash()
-    assert one.config_hash() != finetuning(home, tmp_path / "a", {"steps": 3}).config_hash()
-    other = write_corpus(tmp_path / "other.jsonl", first=5)
-    assert one.data_hash() != finetuning(home, tmp_path, {"corpus": str(other)}).data_hash()
+    assert one.config_hash() != finetuning(home, tmp_path / "a", {"num_epochs": 3}).config_hash()
+    assert one.data_hash() != finetuning(home, tmp_path, folder=write_arc(tmp_path, first=5)).data_hash()
     assert glue(home, tmp_path / "a").config_hash() == glue(home, tmp_path / "b", folder=tmp_path).config_hash()
     copy = with_mapping(tmp_path / "copy")
     shutil.copytree(home / "glue", copy / "glue")
@@ -84,12 +91,6 @@ def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
     texts, moods = map(list, zip(*labelled(10, 31), strict=True))
     write_rows(copy, "mrpc_validation", sentence1=texts, sentence2=texts, label=[int(m == "sad") for m in moods])
     assert glue(home, tmp_path, folder=copy).data_hash() != glue(home, tmp_path).data_hash()
-
-
-def test_a_tokenizer_of_the_recipe_comes_first(home, tmp_path):
-    analysis = finetuning(home, tmp_path, {"tokenizer": str(home / "gpt2")}, tokenizer="nowhere")
-    analysis.check(LayeredModel(load(home / "gpt2")))
-    assert analysis.tokenizer_hash() == finetuning(home, tmp_path).tokenizer_hash()
 
 
 def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path, monkeypatch):
@@ -125,7 +126,7 @@ def test_what_does_not_fit_is_refused_before_training(home, tmp_path):
         (finetuning(home, tmp_path, middles=(1,)), gpt2, "middles: of 3 blocks the middle has 2 blocks, got 1"),
         (finetuning(home, tmp_path, custom=("1 4",)), gpt2, "block: expected 1..3, got 4"),
         (finetuning(home, tmp_path, {"num_tokens": 33}), gpt2, "num_tokens: GPT2LMHeadModel takes at most 32 tokens"),
-        (finetuning(home, tmp_path, {"corpus": "no/such/text.txt"}), gpt2, "no corpus .no/such/text.txt."),
+        (finetuning(home, tmp_path, folder=tmp_path), gpt2, "folder: expected a file tasks.yaml in"),
         (finetuning(home, tmp_path, {"precision": "x"}), gpt2, "recipe: precision: Precision 'x' is invalid"),
         (finetuning(home, tmp_path), bert, "expected a causal language model, .*, got BertForMaskedLM"),
         (glue(home, tmp_path, variants=("skipped",)), bert, "variants: there is no 'skipped'"),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from lit_layers import schema
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RESULTS = "intervene"
 TAGS = ("variant", "loops", "schedule", "when", "training")  # what tells the rows of a table from each other
-_WRITE = "write KEY: VALUE lines"
 ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTED = Annotated[int | None, COUNT]
@@ -74,8 +72,8 @@ class Interventions:
         image_size: size of the model's input, in px (default: the source's)
         normalisation: how pixels are normalised
         speed: also measure the latency of each variant against the full model
-        finetune: a recipe: train each changed model, and score it before and after (recipes/finetune/text.yaml,
-            arc.yaml)
+        finetune: a recipe: train each changed model on a task, and score it before and after
+            (recipes/finetune/arc.yaml)
         glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
     """
 
@@ -154,16 +152,12 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
     """The recipes of training, read before a model is opened."""
     if options.finetune is None and options.glue is None:
         return {}
-    from lit_layers.training.finetuning import FinetuningRecipe, TaskFinetuningRecipe
+    from lit_layers.training.finetuning import TaskFinetuningRecipe
     from lit_layers.training.glue import GlueRecipe
     from lit_layers.training.trainer import quieten
 
     quieten()
-    is_of_task = options.finetune is not None and "task" in schema.read_yaml(options.finetune, dict[str, Any], _WRITE)
-    if options.folder is not None and not (is_of_task or options.tasks or options.glue):
-        raise InputError(f"folder: {options.finetune} trains on a corpus, and only a task is in a folder: leave it out")
-    files: dict[str, Any] = {"finetune": (TaskFinetuningRecipe if is_of_task else FinetuningRecipe, options.finetune)}
-    files["glue"] = GlueRecipe, options.glue
+    files: dict[str, Any] = {"finetune": (TaskFinetuningRecipe, options.finetune), "glue": (GlueRecipe, options.glue)}
     return {name: read_recipe(kind, file) for name, (kind, file) in files.items() if file is not None}
 
 
@@ -214,14 +208,10 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
         length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         yield Speed(**_timed(chosen), **length)
     if (recipe := recipes.get("finetune")) is not None:
-        from lit_layers.training.finetuning import Finetuning, TaskFinetuning
+        from lit_layers.training.finetuning import TaskFinetuning
 
-        if hasattr(recipe, "task"):
-            of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": folder}
-            yield TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen)
-        else:
-            tokenizer = recipe.tokenizer or target.own_tokenizer()
-            yield Finetuning(recipe=recipe, root=results / "finetuned", tokenizer=tokenizer, **chosen)
+        of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": folder}
+        yield TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen)
     if (recipe := recipes.get("glue")) is not None:
         from lit_layers.training.glue import GlueScores
 
