@@ -29,7 +29,7 @@ from lit_layers.series.weight_files import Memory
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 ROWS, GROWTH = 4, 2  # of data in the first round, and how many times more in each next one
-LONGEST = 60.0  # seconds of all rounds together; half as much again for analyses that were not measured twice by then
+LONGEST = 30.0  # seconds after which no round begins; each takes up to twice as long as the one before
 
 
 @dataclass
@@ -51,15 +51,6 @@ class Plan:
             return sum(self.seconds[name][share] / share for share in shares)
         earlier, last = (self.seconds[name][share] for share in shares[-2:])
         return last + max(0.0, last - earlier) / (shares[-1] - shares[-2]) * (1 - shares[-1])
-
-    def lacks_rows(self, name: str, left: float) -> bool:
-        """Return whether an analysis should be measured on more rows, with so many seconds left.
-
-        Two shares are needed to tell what a row adds. After these it has its part of the time.
-        """
-        if len(self.seconds[name]) < 2:
-            return left > -LONGEST / 2
-        return GROWTH * self.seconds[name][max(self.seconds[name])] <= (left - self.around) / len(self.seconds)
 
     @property
     def of_checkpoint(self) -> float:
@@ -89,37 +80,28 @@ class Plan:
 
 
 def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
-    """Measure each analysis on more and more rows of its data, until all of them or its part of the time is used up."""
-    plan, began = Plan({each.name: {} for each in analyses}), time.perf_counter()
-    tried = dict.fromkeys(plan.seconds, 0.0)  # the largest share of each
-    rows = dict.fromkeys(plan.seconds, ROWS)
-    while True:
-        started = time.perf_counter()
-        left = LONGEST - (started - began)
-        due = [each for each in analyses if tried[each.name] < 1 and plan.lacks_rows(each.name, left)]
-        shares = {each.name: each.first_share(rows[each.name]) for each in due}
-        cuts = {name: cut for name, cut in shares.items() if cut is not None}
-        for name in shares.keys() - cuts.keys():
-            plan.reasons[name], tried[name] = "a share takes as long as the whole", 1.0
-        if not cuts:
-            return plan
+    """Measure the analyses on more and more rows of their data: twice, and then until the time is used up."""
+    plan, left, rows, began = Plan({each.name: {} for each in analyses}), [*analyses], ROWS, time.perf_counter()
+    while left and (rows <= GROWTH * ROWS or time.perf_counter() - began < LONGEST):
+        cuts = {each.name: each.first_share(rows) for each in left}
+        plan.reasons |= {name: "a share takes as long as the whole" for name, cut in cuts.items() if cut is None}
+        shares = {name: cut for name, cut in cuts.items() if cut is not None}
+        rows, started = GROWTH * rows, time.perf_counter()
         try:
-            found = measure([part for part, _ in cuts.values()])
+            found = measure([part for part, _ in shares.values()]) if shares else []
         except InputError as error:  # an analysis that refuses so few rows is given more
-            refusing = [name for name, (_, share) in cuts.items() if f"{name}: " in str(error) and share < 1]
-            if not refusing:
+            if not any(f"{name}: " in str(error) and share < 1 for name, (_, share) in shares.items()):
                 raise
-            rows[refusing[0]] *= GROWTH
             continue
         plan.around = min(plan.around, time.perf_counter() - started - sum(each.seconds for each in found))
-        for name, (_, tried[name]) in cuts.items():
-            rows[name] *= GROWTH
         for each in found:
             if each.error is not None:
                 plan.reasons[each.analysis] = each.error
                 continue
-            plan.seconds[each.analysis][tried[each.analysis]] = each.seconds
+            plan.seconds[each.analysis][shares[each.analysis][1]] = each.seconds
             plan.num_bytes[each.analysis] = sum(len(repr(record)) for record in each.records)
+        left = [each for each in left if each.name in shares and shares[each.name][1] < 1]
+    return plan
 
 
 def size(number: float) -> str:
