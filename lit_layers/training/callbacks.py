@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -133,7 +133,11 @@ class _AtSteps(L.Callback):
             hook = optimizer.register_step_post_hook(lambda made, *_: self._in_batch.update([id(made)]))
             self._hooks.callback(hook.remove)
 
+    def end_batch(self, trainer: L.Trainer) -> None:
+        """Does what is due at the end of every batch, before a scheduled step."""
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.end_batch(trainer)
         if self._updates is not None:
             self._updates += max(self._in_batch.values(), default=0)
             self._in_batch.clear()
@@ -147,21 +151,17 @@ class _AtSteps(L.Callback):
         step, model = self.now(trainer), self._plain_model(pl_module)
         if due and step != self._last_step and not trainer.sanity_checking:
             self._last_step = step
-            started = time.perf_counter()
-            self._act(trainer, model, step)
+            started, strategy = time.perf_counter(), cast("Any", trainer.strategy)
+            try:
+                # On every rank alike, before anything that depends on the rank.
+                whole = whole_copy(model, strategy, step) if is_sharded(model) else model
+            except NoRoomError as error:
+                self.act_on_shards(trainer, model, step, str(error))
+            else:
+                self.at_step(trainer, whole, step)
             self.paused_seconds += time.perf_counter() - started
         if is_sharded(model) and self is _last_of_us(trainer):
             release_copy_(model)
-
-    def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        strategy: Any = trainer.strategy
-        try:
-            # On every rank alike, before anything that depends on the rank.
-            whole = whole_copy(model, strategy, step) if is_sharded(model) else model
-        except NoRoomError as error:
-            self.act_on_shards(trainer, model, step, str(error))
-        else:
-            self.at_step(trainer, whole, step)
 
     def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
         name = self.model or ("model" if isinstance(getattr(pl_module, "model", None), nn.Module) else None)
@@ -308,15 +308,10 @@ class EmergenceCallback(_AtSteps):
         first, steps = origin_of(trainer).step, planned_steps(trainer)
         self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
+    def end_batch(self, trainer: L.Trainer) -> None:
         self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged
         if trainer.loggers and self._place % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._place - 1)
-        super().on_train_batch_end(trainer, pl_module)
-
-    def _act(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        self.measurer.axis[step] = self._place
-        super()._act(trainer, model, step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = _next_place(trainer)
@@ -330,6 +325,7 @@ class EmergenceCallback(_AtSteps):
         super().on_exception(trainer, pl_module, exception)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        self.measurer.axis[step] = self._place
         provenance = self._provenance(step == origin_of(trainer).step)
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
         self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
