@@ -30,7 +30,7 @@ from lit_layers.analyses.statistics import (
     summarize_layers,
 )
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
-from lit_layers.data.prompt_texts import Action, Texts, Views, make_views
+from lit_layers.data.prompt_texts import Texts, Views, make_views
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
@@ -74,7 +74,7 @@ class Invariance(Analysis):
         tokenizer: a local path, a name of the Hub, or bpe:SIZE.
         corpus: which the tokenizer bpe:SIZE is trained on.
         num_views: of each text.
-        share, max_words, actions: of `make_views`.
+        share, max_words: of `make_views`.
         max_tokens: a longer view loses its end; also at the model's own limit.
         rescale: "centered_unit" subtracts each view's mean over prompts and scales vectors to norm 1, before all else.
         unit, temperature, form: of `infonce`; `unit` also of `dime`.
@@ -100,7 +100,6 @@ class Invariance(Analysis):
     num_views: int = 16
     share: float = 0.3
     max_words: int = 10
-    actions: tuple[Action, ...] = ("substitute",)
     max_tokens: int = 512
     states: States = "resid"
     pooling: Pooling = "mean"
@@ -164,7 +163,7 @@ class Invariance(Analysis):
     def make(self) -> Views:
         """Return the views, which the first call makes."""
         if self._views is None:
-            how: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "share", "max_words", "actions")}
+            how: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "share", "max_words")}
             self._views = make_views(self.texts.texts(), self.num_views, **how)
         return self._views
 
@@ -248,7 +247,7 @@ class Invariance(Analysis):
         """Return tags for the options that differ from their defaults."""
         kind, is_chance = metric.split("_")[0], "chance" in metric
         options = {"infonce": ["temperature"], "lidar": ["delta", "num_views"], "dime": ["permutations"]}.get(kind, [])
-        options += [] if is_chance else ["share", "max_words", "actions"]
+        options += [] if is_chance else ["share", "max_words"]
         options += ["alpha"] if metric in ("lidar", "dime") else []
         if not self.preset:
             options += [] if is_chance else ["states", "pooling", "rescale"]

@@ -346,8 +346,6 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
 # ------------------------------------------------------------------------------------------------ views
 
 
-Action = Literal["substitute", "insert", "swap", "delete"]
-ACTIONS: tuple[Action, ...] = ("substitute", "insert", "swap", "delete")
 LEAST_CHARACTERS = 4
 MOST_EQUAL = 0.05  # share of texts with two equal views, above which views are refused
 
@@ -389,7 +387,6 @@ def make_views(
     seed: int = 0,
     share: float = 0.3,
     max_words: int = 10,
-    actions: Sequence[Action] = ("substitute",),
 ) -> Views:
     """Return `num_views` copies of each text with typing errors, which readers still understand.
 
@@ -407,7 +404,7 @@ def make_views(
         InputError: two views that agree on all texts, or more than 5% of the texts with two equal views.
     """
     views = [
-        [view_of(text, (seed, number, row), share=share, max_words=max_words, actions=actions) for row, text in rows]
+        [view_of(text, (seed, number, row), share=share, max_words=max_words) for row, text in rows]
         for number, rows in ((number, enumerate(texts)) for number in range(num_views))
     ]
     num_equal = sum(len({view[row] for view in views}) < num_views for row in range(len(texts)))
@@ -430,7 +427,6 @@ def view_of(
     *,
     share: float = 0.3,
     max_words: int = 10,
-    actions: Sequence[Action] = ("substitute",),
 ) -> str:
     """One view of a text; `random_state` is (seed, number of the view, place of the text) and decides all of it."""
     draw = random.Random("/".join(map(str, random_state)))
@@ -445,30 +441,17 @@ def view_of(
                 middle = draw.randrange(1, len(word))
                 pieces[place] = f"{word[:middle]} {word[middle:]}"
             else:
-                pieces[place] = _perturbed(word, draw, share, actions, _LETTERS if step != "keyboard" else None)
+                pieces[place] = _perturbed(word, draw, share, _LETTERS if step != "keyboard" else None)
         text = "".join(pieces)
     return text
 
 
-def _perturbed(word: str, draw: random.Random, share: float, actions: Sequence[Action], letters: str | None) -> str:
-    """A word with changes in a share of its places; other characters are of `letters`, or keys beside theirs."""
-
-    def other(character: str) -> str:
-        choices = (_NEIGHBOURS.get(character, "") if letters is None else letters).replace(character, "")
-        return draw.choice(choices) if choices else character  # no key has it
-
-    action = actions[0] if len(actions) == 1 else draw.choice(list(actions))
+def _perturbed(word: str, draw: random.Random, share: float, letters: str | None) -> str:
+    """A word with other characters in a share of its places: of `letters`, or keys beside theirs."""
     characters = list(word)
     for place in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
-        if action == "substitute":
-            characters[place] = other(characters[place])
-        elif action == "insert":
-            characters.insert(place, other(characters[place]))
-        elif action == "delete" and len(characters) > 1:
-            del characters[place]
-        elif action == "swap":
-            beside = place + 1 if place + 1 < len(characters) else place - 1
-            characters[place], characters[beside] = characters[beside], characters[place]
+        choices = _NEIGHBOURS.get(word[place], "") if letters is None else letters.replace(word[place], "")
+        characters[place] = draw.choice(choices) if choices else word[place]  # no key has it
     return "".join(characters)
 
 
