@@ -34,12 +34,12 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 MAIN = "main"  # the branch of a repository that is no step
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
-    "stages": r"(stage(?P<stage>\d+)-)?(ingredient(?P<ingredient>\d+)-)?step(?P<step>\d+)"
-    r"(-tokens(?P<billions>\d+[BT]))?",
+    "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later ones count from 0 again
     "continued": r"stage\d+-step-(?P<step>\d+)",  # through all stages
     "checkpoint": r"checkpoint-(?P<step>\d+)",
 }
 _STEPLIKE = re.compile(r"(?=.*\d).*(ste|check|ckpt|iter|tok)|\d+$", re.IGNORECASE)
+_LATER = re.compile(r"stage(?!1-)")
 _LAST_INTEGER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 _PART_OF_A_NUMBER = re.compile(r".*\d([.]|[eE][-+]?)", re.DOTALL)  # before the last integer of 1.5 or 1e3
 _FACTOR = re.compile(r"[kKM](?![A-Za-z])")  # behind the integer of iter_10k
@@ -51,8 +51,6 @@ class StepName:
 
     name: str
     step: int
-    stage: int = 1
-    ingredient: int | None = None
     billions: int | None = None
 
     def tokens(self, tokens_per_step: int | None, first: int = 0, before: int = 0) -> int | None:
@@ -66,7 +64,7 @@ class StepName:
 
 
 class Grammar:
-    """How a series names its steps: a key of `PATTERNS`, or a template such as `iter_{step}`.
+    """How a series names its steps: a key of `PATTERNS`, or a template such as `iter_{step}`, where * is any text.
 
     Raises:
         InputError: for anything else.
@@ -81,7 +79,7 @@ class Grammar:
                 raise InputError(
                     f"grammar: expected auto, {', '.join(PATTERNS)} or a template as iter_{{step}}, got {spelling!r}"
                 )
-            pattern = rf"{re.escape(parts[0])}(?P<step>\d+){re.escape(parts[1])}"
+            pattern = r"(?P<step>\d+)".join(re.escape(part).replace(r"\*", ".*") for part in parts)
         self._pattern = re.compile(pattern)
 
     def parse(self, name: str) -> StepName | None:
@@ -103,8 +101,9 @@ def _number(text: str) -> int:
 def parsed_names(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:
     """The names that are steps, and those that look as if they meant one, in whatever grammar, and are none."""
     steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
-    strangers = set(filter(_STEPLIKE.match, names)) - {step.name for step in steps}
-    return steps, tuple(sorted(strangers))
+    is_staged = grammar is not None and grammar.spelling == "stages"
+    strangers = {name for name in filter(_STEPLIKE.match, names) if not (is_staged and _LATER.match(name))}
+    return steps, tuple(sorted(strangers - {step.name for step in steps}))
 
 
 def recognize(names: Iterable[str]) -> Grammar | None:

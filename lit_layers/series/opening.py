@@ -28,7 +28,6 @@ from lit_layers.series.checkpoint import (
     Grammar,
     Listing,
     Series,
-    StepName,
     ordered,
     parsed_names,
     recognize,
@@ -136,9 +135,9 @@ class HubRevisions(Series):
     Args:
         repo: ORGANIZATION/NAME.
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
-        grammar: how branches are named; auto finds out.
-        stage: of a training in stages, whose later ones count from 0 again (OLMo).
-        ingredient: which of the stage's sibling runs, where it has any.
+        grammar: how branches are named; auto finds out. Of a training in stages that count from 0 again it is the first
+            one; a template such as `stage2-ingredient1-step{step}-*` is another (OLMo), of which a manifest knows the
+            tokens per step.
         manifest: a file with tokens per step and known defects; one of ours is used where it knows the repository.
     """
 
@@ -148,20 +147,17 @@ class HubRevisions(Series):
         steps: Steps = "all",
         *,
         grammar: str = "auto",
-        stage: int = 1,
-        ingredient: int | None = None,
         manifest: str | Path | None = None,
         retry: Retry | None = None,
     ) -> None:
-        self.repo, self.steps, self.stage, self.ingredient = repo, steps, stage, ingredient
-        self.name = repo if stage == 1 else f"{repo} stage {stage}"
-        if ingredient is not None:
-            self.name += f" ingredient {ingredient}"
+        self.repo, self.steps, self._manifest, self._retry = repo, steps, manifest, retry
         self._grammar = None if grammar == "auto" else Grammar(grammar)
-        self._manifest, self._retry = manifest, retry
+        self.name = f"{repo} {grammar}" if "*" in grammar else repo
 
     def find(self) -> Listing:
         facts, hub = self._facts(), Hub(self._retry)
+        if self.name != self.repo:
+            facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
         commits = hub.commits(self.repo)
         grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
         no_steps = (MAIN, *facts.others)
@@ -172,7 +168,7 @@ class HubRevisions(Series):
             raise InputError(
                 f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
             )
-        kept, doubles = ordered(self._in_stage(steps))
+        kept, doubles = ordered(steps)
 
         def checkpoint(name: str, **about: Any) -> Checkpoint:
             return Checkpoint(self.name, name, HubSource(hub, self.repo, name, commits[name]), **about)
@@ -189,12 +185,12 @@ class HubRevisions(Series):
                 for each in kept
             ),
             main=checkpoint(MAIN) if MAIN in commits else None,
-            main_is_last=facts.main_is_last if self.stage == 1 else None,
-            expected=facts.expected() if self.stage == 1 else None,
-            strangers=strangers,
+            main_is_last=facts.main_is_last,
+            expected=facts.expected(),
+            strangers=strangers if self.name == self.repo else (),
             doubles=doubles,
-            defects=tuple(each for each in facts.defects if self.stage == 1 or not each.steps),
-            warm_up=facts.warm_up if self.stage == 1 else 0,
+            defects=facts.defects,
+            warm_up=facts.warm_up,
         )
 
     def _facts(self) -> Facts:
@@ -204,22 +200,6 @@ class HubRevisions(Series):
         if facts is None:
             raise InputError(f"manifest: {self._manifest} says nothing of {self.repo}: add an entry or leave it out")
         return facts
-
-    def _in_stage(self, steps: list[StepName]) -> list[StepName]:
-        stages = sorted({step.stage for step in steps})
-        if self.stage not in stages:
-            raise InputError(f"stage: {self.repo} has the stages {', '.join(map(str, stages))}, no stage {self.stage}")
-        steps = [step for step in steps if step.stage == self.stage]
-        siblings = sorted({step.ingredient for step in steps if step.ingredient is not None})
-        if self.ingredient is None and len(siblings) < 2:
-            return steps
-        if self.ingredient not in siblings:
-            names = ", ".join(map(str, siblings)) or "none"
-            raise InputError(
-                f"ingredient: stage {self.stage} of {self.repo} has the ingredients {names}, sibling runs of the same "
-                f"steps; choose one, got {self.ingredient}"
-            )
-        return [step for step in steps if step.ingredient == self.ingredient]
 
 
 class Models(Series):
@@ -389,8 +369,6 @@ def open_series(
     steps: Any = "all",
     *,
     grammar: str = "auto",
-    stage: int = 1,
-    ingredient: int | None = None,
     model: str | None = None,
 ) -> list[Series]:
     """Return the series of a folder, a repository of the Hub, or a manifest, which has one for each repository.
@@ -400,11 +378,8 @@ def open_series(
     Raises:
         InputError: a name that is none of these, options that do not fit it.
     """
-    staged: dict[str, Any] = {"stage": stage, "ingredient": ingredient}
     steps = _read_steps(steps) if isinstance(steps, str) else steps
     if os.path.isdir(name):
-        if stage != 1 or ingredient is not None:
-            raise InputError(f"{name} is a folder and has no stages: leave --stage and --ingredient out")
         if any(Path(name).glob("*.ckpt")):
             if grammar != "auto":
                 raise InputError("grammar: *.ckpt files record their own step: leave --grammar out")
@@ -416,11 +391,11 @@ def open_series(
         repos = Manifest(name).names()
         if not repos:
             raise InputError(f"{name} names no repository in full: give one, such as ORGANIZATION/NAME")
-        return [HubRevisions(repo, steps, grammar=grammar, manifest=name, **staged) for repo in repos]
+        return [HubRevisions(repo, steps, grammar=grammar, manifest=name) for repo in repos]
     # checkpoints/first is spelled like a repository: where its parent is a folder here, a folder was meant.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
-    return [HubRevisions(name, steps, grammar=grammar, **staged)]
+    return [HubRevisions(name, steps, grammar=grammar)]
 
 
 def _refuse_submodule(name: str, model: str | None) -> None:
@@ -470,9 +445,7 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
         raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")
     if revision not in ("", MAIN):
-        step = Grammar("stages").parse(revision)
-        staged = {} if step is None else {"stage": step.stage, "ingredient": step.ingredient}
-        judged = _in_series(HubRevisions(repo, **staged), revision, audited)
+        judged = _in_series(HubRevisions(repo), revision, audited)
         if judged is not None:
             return judged
     (checkpoint,) = Models([name], name=repo)

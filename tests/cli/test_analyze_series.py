@@ -153,8 +153,8 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
         (["--series", "lit_layers.series.Retry"], "Retry"),
         (["--series", "HubRevisions"], "missing: repo"),
         (
-            ["--series", "HubRevisions", "--series.repo", "a/b", "--series.stage", "x"],
-            "stage: expected int, got x",
+            ["--series", "HubRevisions", "--series.repo", "a/b", "--series.grammar", "x"],
+            "grammar: expected auto, step, stages, continued, checkpoint or a template",
         ),
         (["--series", "Models", "--series.model", "[a]"], "unknown key model"),
         (

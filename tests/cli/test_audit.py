@@ -121,7 +121,7 @@ def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path
     make_series(model, tmp_path / "hub" / "org" / "two", [0, 20])
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):
         assert main(["audit", str(manifest), "--json", str(tmp_path / "audit.json")]) == 1
-        assert main(["audit", "org/one", "--grammar", "step", "--stage", "1"]) == 0
+        assert main(["audit", "org/one", "--grammar", "step"]) == 0
     first, second = json.loads((tmp_path / "audit.json").read_text())
     assert first["clean"]
     assert second["findings"][0]["kind"] == "gap"
@@ -159,8 +159,6 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         (["{run}", "--steps", "{log_spaced: 1}"], "steps.log_spaced: expected a whole number of at least 2, got 1"),
         (["{run}", "--steps", "{log"], "steps: expected all, a list or a schedule, got '{log'"),
         (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, continued, checkpoint or a template"),
-        (["{run}", "--stage", "2"], "first is a folder and has no stages: leave --stage and --ingredient out"),
-        (["{run}", "--ingredient", "x"], "ingredient: expected one of int, null, got x"),
         (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),
         (
             ["{run}", "--json", "{run}/none/x.json"],

@@ -120,14 +120,12 @@ def test_olmo_branches_carry_tokens_and_stages_that_are_not_mixed(hub, root, mod
         make_step(model, repository / f"stage2-ingredient{ingredient}-step150-tokens1B", ingredient / 3)
     series = HubRevisions("allenai/OLMo-2-1124-7B")
     assert [(found.step, found.tokens) for found in series] == [(step, step * 4_194_304) for step in (150, 600, 1000)]
-    second = HubRevisions("allenai/OLMo-2-1124-7B", stage=2, ingredient=1)
-    assert [found.name for found in second] == ["stage2-ingredient1-step150-tokens1B"]
-    with pytest.raises(
-        InputError, match="ingredient: stage 2 of .* has the ingredients 1, 2, sibling runs .* got None"
-    ):
-        list(HubRevisions("allenai/OLMo-2-1124-7B", stage=2))
-    with pytest.raises(InputError, match="stage: .* has the stages 1, 2, no stage 3"):
-        list(HubRevisions("allenai/OLMo-2-1124-7B", stage=3))
+    assert series.listing.strangers == ()
+    second = HubRevisions("allenai/OLMo-2-1124-7B", grammar="stage2-ingredient1-step{step}-*")
+    assert [(found.name, found.tokens) for found in second] == [
+        ("stage2-ingredient1-step150-tokens1B", 150 * 4_194_304)
+    ]
+    assert (second.listing.strangers, second.name) == ((), f"{series.name} stage2-ingredient1-step{{step}}-*")
 
 
 def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, model, tmp_path):
@@ -135,7 +133,10 @@ def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, mod
     make_step(model, root / "org" / "stages" / "stage2-step2-tokens1B", 0.5)
     manifest = tmp_path / "facts.yaml"
     manifest.write_text("repositories: [{names: org/stages, warm_up: 3}]")
-    first, second = (HubRevisions("org/stages", stage=stage, manifest=manifest).find() for stage in (1, 2))
+    first, second = (
+        HubRevisions("org/stages", grammar=grammar, manifest=manifest).find()
+        for grammar in ("auto", "stage2-step{step}-*")
+    )
     assert (first.warm_up, second.warm_up) == (3, 0)
 
 

@@ -198,8 +198,8 @@ MUTANTS = (
     ),
     Mutant(
         "series/opening.py",
-        "warm_up=facts.warm_up if self.stage == 1 else 0",
-        "warm_up=facts.warm_up",
+        "tokens_per_step=facts.tokens_per_step, warm_up=0",
+        "tokens_per_step=facts.tokens_per_step",
         "series/test_hub_revisions.py series/test_manifests.py series",
     ),
     Mutant(

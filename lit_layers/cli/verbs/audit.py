@@ -17,8 +17,6 @@ def audit(
     *,
     steps: Steps = "all",
     grammar: str = "auto",
-    stage: int = 1,
-    ingredient: int | None = None,
     submodule: str | None = None,
     level: Literal["auto", "listing", "files", "weights"] = "auto",
     json: Path | None = None,
@@ -30,9 +28,7 @@ def audit(
         series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest of published series
             (*.yaml)
         steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
-        grammar: how the branches of steps are named, e.g. iter_{step}
-        stage: which stage of a training in stages
-        ingredient: which of the sibling runs of a stage
+        grammar: how the branches of steps are named, e.g. iter_{step} or 'stage2-ingredient1-step{step}-*'
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         level: listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their
             values, which are downloaded where needed. auto: the weights of those checkpoints that are on this machine
@@ -45,8 +41,7 @@ def audit(
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise InputError(f"json: expected a file in a folder that exists, got {json}")
     audits = []
-    staged = {"grammar": grammar, "stage": stage, "ingredient": ingredient}
-    for each in open_series(series, steps, model=submodule, **staged):
+    for each in open_series(series, steps, model=submodule, grammar=grammar):
         memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))
         audits.append(audit_of(each, level=level, memory=memory))
         show_audit(audits[-1])
