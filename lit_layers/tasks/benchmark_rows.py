@@ -14,14 +14,12 @@ from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
-from lit_layers.functional.block_schedules import Schedule, Step, Variant, format_schedule
+from lit_layers.functional.block_schedules import Step, format_schedule
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.identity import sha16
-from lit_layers.records import export
 from lit_layers.tasks.catalogue import find
 from lit_layers.tasks.task_files import Columns, local_copy
 
@@ -245,49 +243,3 @@ class ResultFolder:
         with refused(f"results: cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.file(schedule), content)
-
-
-BROKEN_ANSWERS = "broken_answers.csv"
-_LONGEST = 1000  # letters of a prompt that names no question
-
-
-def broken_answers(
-    variants: Sequence[Variant], scored: Mapping[Schedule, TaskScores], questions: Sequence[Mapping[str, str]]
-) -> list[dict[str, Any]]:
-    """A row for each variant that breaks an answer: the first row of the task that the full model, which is the first
-    variant, has right and the variant wrong.
-
-    Variants that failed, or break nothing, have none. `num_broken` of the `num_right` answers of the full model break.
-    """
-    full = scored[variants[0].schedule]
-    right = [row for row, value in enumerate(full.values[SCORE]) if value == 1]
-    rows: list[dict[str, Any]] = []
-    for variant in variants[1:]:
-        scores = scored.get(variant.schedule)
-        broken = [] if scores is None else [row for row in right if scores.values[SCORE][row] == 0]
-        if scores is None or not broken:
-            continue
-        row, order = broken[0], {"block": variant.block, "schedule": format_schedule(variant.schedule)}
-        answers = {"full_model": full.texts[row].strip(), "changed_model": scores.texts[row].strip()}
-        counts = {"num_right": len(right), "num_broken": len(broken), "row": row}
-        rows.append({**variant.tags, **order, **counts, **questions[row], **answers})
-    return rows
-
-
-def questions_of(requests: Sequence[Any]) -> list[dict[str, str]]:
-    """What each row asks and the answer that counts, of what lm-eval asks of a model, in any order."""
-    questions = []
-    for request in sorted(requests, key=lambda request: request.doc_id):
-        question = str(request.doc.get("question") or request.arguments[0][-_LONGEST:]).strip()
-        questions.append({"question": question, "answer": str(request.doc.get("answer", "")).strip()})
-    return questions
-
-
-def write_broken_answers(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the table of broken answers, and returns its path.
-
-    Raises:
-        InputError: where it cannot be written.
-    """
-    export(pd.DataFrame(rows).convert_dtypes().dropna(axis="columns", how="all"), folder / BROKEN_ANSWERS)
-    return folder / BROKEN_ANSWERS

@@ -30,14 +30,11 @@ from lit_layers.tasks.benchmark_rows import (
     LocalRows,
     ResultFolder,
     TaskScores,
-    broken_answers,
     interval,
     local_rows,
     mean_and_error,
     normalized_error,
     normalized_score,
-    questions_of,
-    write_broken_answers,
 )
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
@@ -72,10 +69,9 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     Every variant's result is a file below `results`; variants that have theirs are not scored again, and variants of
     equal schedules are scored once. What several orders begin with in common is run once for each batch, but where
-    answers are written; batches are kept as they are made. Beside the results of such answers lies
-    `broken_answers.csv`: of each variant the first answer that the full model has right and the variant wrong. A
-    variant that fails (not enough memory, scores that are not numbers) gives one record `failed` with the reason as tag
-    `error`, and the others go on; where the full model fails, the whole analysis does. Failures leave no file.
+    answers are written; batches are kept as they are made. A variant that fails (not enough memory, scores that are not
+    numbers) gives one record `failed` with the reason as tag `error`, and the others go on; where the full model fails,
+    the whole analysis does. Failures leave no file.
 
     Args:
         task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`.
@@ -167,7 +163,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
         self._check_options(model)
         variants = self.variants_of(model)
         scored, failed = self._scored(model, variants)
-        self._show_broken(model, variants, scored)
         for record in self._records(variants, scored, failed):
             yield replace(record, tags=record.tags | self.tags_of("dtype"))
         if self.dtype == "bfloat16":
@@ -217,17 +212,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
             likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
         self._check_rows(scored.values(), folder)
         return scored, failed
-
-    def _show_broken(
-        self, model: LayeredModel, variants: Sequence[Variant], scored: dict[Schedule, TaskScores]
-    ) -> None:
-        """Of a task whose answers are written, a table of answers that other orders break, beside the results."""
-        if not scored[variants[0].schedule].texts:
-            return
-        questions = questions_of(self._scorer(model).requests())
-        rows = broken_answers(variants, scored, questions)
-        if rows:
-            self._say(f"answers that break: {write_broken_answers(self._place(model), rows)}")
 
     def _records(
         self, variants: Sequence[Variant], scored: dict[Schedule, TaskScores], failed: dict[Schedule, str]

@@ -4,7 +4,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -47,7 +47,6 @@ class ProbeTask(Task):
         num_train: Random rows of train, validation part included; None for all.
         num_test: Random rows of test; None for all.
         where: Columns and the value, or list of values, of the rows to use.
-        group: A column, for instance of documents: rows of one value stay together where a part is cut off here.
         validation: A split of its own, or None to cut `validation_share` off train, stratified.
         validation_share: Share of the training rows for validation, where validation is None.
         classes: Names of all classes, in the order of their numbers; without it those that occur, by name.
@@ -62,7 +61,6 @@ class ProbeTask(Task):
     text: str = "text"
     label: str = "label"
     where: dict[str, str | int | list[str] | list[int]] = field(default_factory=dict)
-    group: str | None = None
     classes: tuple[str, ...] | None = None
     label_offset: float = 0.0
     drop_empty: bool = False
@@ -133,7 +131,6 @@ class Row(NamedTuple):
     text: str
     key: str  # equal where texts are equal
     label: Any  # as read; then the number of its class, or a value
-    group: Hashable  # where the task has groups
     number: int  # in its source
     place: str  # its source, for messages
 
@@ -251,10 +248,9 @@ def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tu
     share = task.test_share if part == "test" else task.validation_share
     by_label = task.kind == "classification" or len({row.label for row in rows}) <= FEW_VALUES
     strata = [row.label if by_label else None for row in rows]
-    groups = None if task.group is None else [row.group for row in rows]
-    held = hold_out([row.key for row in rows], strata, share, seed=task.seed, purpose=part, groups=groups)
+    held = hold_out([row.key for row in rows], strata, share, seed=task.seed, purpose=part)
     if len(set(held)) < 2:
-        sentence = f"cannot cut {share} off {len(rows)} rows with equal texts and groups kept whole: give more rows"
+        sentence = f"cannot cut {share} off {len(rows)} rows with equal texts kept together: give more rows"
         raise task.refusal(f"{part}_share", sentence)
     left, out = ([row for row, each in zip(rows, held, strict=True) if each is side] for side in (False, True))
     return left, out
@@ -270,8 +266,6 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     """The rows of some splits that `where` keeps, with raw labels, the names of classes, and how many had no text."""
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
-    if task.group is not None:
-        columns.setdefault(task.group, "group")
     try:
         read = task.read(splits, columns)
     except InputError as error:
@@ -283,16 +277,13 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
             "text", f"row {empty[0]} of {read.place} has none: mend it, or leave such rows out by drop_empty"
         )
     texts = {number: text for number, text in texts.items() if text}
-    for column in [task.label] if task.group is None else [task.label, task.group]:
-        for number in texts:
-            if _is_missing(read.values[column][number]):
-                raise task.refusal(
-                    columns[column],
-                    f"row {number} of {read.place} has no value in column {column!r}: mend the row or take it out",
-                )
     labels = read.values[task.label]
-    groups = labels if task.group is None else read.values[task.group]
-    rows = [Row(text, normalised(text), labels[n], groups[n], n, read.place) for n, text in texts.items()]
+    if (row := next((n for n in texts if _is_missing(labels[n])), None)) is not None:
+        raise task.refusal(
+            columns[task.label],
+            f"row {row} of {read.place} has no value in column {task.label!r}: mend the row or take it out",
+        )
+    rows = [Row(text, normalised(text), labels[n], n, read.place) for n, text in texts.items()]
     return rows, read.class_names.get(task.label), len(empty)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,25 +86,18 @@ def draw(keys: Sequence[str], number: int, *, seed: int, purpose: str) -> list[i
     return sorted(sorted(range(len(keys)), key=places.__getitem__)[:number])
 
 
-def hold_out(
-    keys: Sequence[str],
-    strata: Sequence[Hashable],
-    share: float,
-    *,
-    seed: int,
-    purpose: str,
-    groups: Sequence[Hashable] | None = None,
-) -> list[bool]:
-    """Which rows to hold out: `share` of each stratum, with equal keys, and rows of one group, on one side.
+def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, seed: int, purpose: str) -> list[bool]:
+    """Which rows to hold out: `share` of each stratum, with equal keys on one side.
 
-    Rows that must stay together are one unit. Units stand in an order that (seed, purpose, keys) decides; the first
-    that fit into what is left of the strata's shares are held out. Shares are rounded so that the total is the rounded
-    share of all rows, and each stratum keeps a row on the other side. Where units are larger than what is left, as
-    documents may be, those that bring the counts of the strata closer to the shares are held out, too. Returns False
-    throughout if there is but one unit.
+    Rows of one key are one unit. Units stand in an order that (seed, purpose, keys) decides; the first that fit into
+    what is left of the strata's shares are held out. Shares are rounded so that the total is the rounded share of all
+    rows, and each stratum keeps a row on the other side. Where units are larger than what is left, those that bring the
+    counts of the strata closer to the shares are also held out. Returns False throughout if there is only one unit.
     """
-    labels = zip(keys) if groups is None else zip(keys, [("group", group) for group in groups], strict=True)
-    units = sorted(connected(labels), key=lambda unit: _place(seed, purpose, min(keys[row] for row in unit)))
+    by_key: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        by_key.setdefault(key, []).append(row)
+    units = [by_key[key] for key in sorted(by_key, key=lambda key: _place(seed, purpose, key))]
     counts = [Counter(strata[row] for row in unit) for unit in units]
     sizes = Counter(strata)
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
@@ -144,26 +137,3 @@ def _quotas(sizes: Counter[Hashable], share: float) -> dict[Hashable, int]:
             quotas[stratum] += 1
             missing -= 1
     return quotas
-
-
-def connected(labels_of_items: Iterable[Iterable[Hashable]]) -> list[list[int]]:
-    """Numbers of items that belong together: an equal label connects two, and with them what else either is
-    connected to. Sets stand in the order of their first items.
-    """
-    parent: list[int] = []
-    first: dict[Hashable, int] = {}  # by label
-
-    def root(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    for item, labels in enumerate(labels_of_items):
-        parent.append(item)
-        for label in labels:
-            parent[root(item)] = root(first.setdefault(label, item))
-    sets: dict[int, list[int]] = {}
-    for item in range(len(parent)):
-        sets.setdefault(root(item), []).append(item)
-    return list(sets.values())

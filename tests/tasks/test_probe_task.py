@@ -16,7 +16,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import TASKS, find_task
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import TaskData, TaskSplit, connected, draw, hold_out, normalised
+from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 from tests.support.data_mapping import copies, with_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
@@ -122,33 +122,26 @@ def test_every_row_is_held_out_equally_often_over_the_seeds():
     assert all(abs(times[row] - 250) < 4.5 * 13.7 for row in range(40))
 
 
-def test_equal_texts_and_rows_of_a_group_stay_together():
+def test_equal_texts_stay_together():
     rng = random.Random(0)
     keys = [f"text {rng.randrange(150)}" for _ in range(300)]
-    groups = [rng.randrange(100) for _ in range(300)]
     strata = rng.choices("ab", k=300)
-    for labels in (None, groups):
-        held = hold_out(keys, strata, 0.3, seed=3, purpose="test", groups=labels)
-        for together in (keys, groups if labels else keys):
-            sides = {}
-            for each, side in zip(together, held, strict=True):
-                assert sides.setdefault(each, side) is side
-    share = sum(hold_out(keys, strata, 0.3, seed=3, purpose="test")) / 300
-    assert abs(share - 0.3) < 0.02
+    held, sides = hold_out(keys, strata, 0.3, seed=3, purpose="test"), {}
+    for each, side in zip(keys, held, strict=True):
+        assert sides.setdefault(each, side) is side
+    assert abs(sum(held) / 300 - 0.3) < 0.02
 
 
-def test_documents_larger_than_the_share_of_a_class_are_still_held_out():
-    # Ten documents of ten rows, each of one class: a class asks for 4 rows of 20, less than half of a document.
+def test_texts_that_stand_more_often_than_the_share_of_a_class_are_still_held_out():
+    # Ten texts of ten rows, each of one class: a class asks for 4 rows of 20, less than half of those of a text.
     strata = [label for label in "abcde" for _ in range(20)]
-    groups = [row // 10 for row in range(100)]
-    keys = [f"text {row}" for row in range(100)]
-    held = hold_out(keys, strata, 0.2, seed=0, purpose="test", groups=groups)
-    assert sum(held) == 10
-    # Four documents of five rows: one fits into 8 rows, and two are closer to 8 than one.
-    four = [row // 5 for row in range(20)]
-    assert sum(hold_out(keys[:20], ["a"] * 20, 0.4, seed=0, purpose="test", groups=four)) == 10
-    assert sum(hold_out(keys[:20], ["a"] * 20, 0.35, seed=0, purpose="test", groups=four)) == 5
-    assert not any(hold_out(keys, strata, 0.2, seed=0, purpose="test", groups=["one"] * 100))
+    keys = [f"text {row // 10}" for row in range(100)]
+    assert sum(hold_out(keys, strata, 0.2, seed=0, purpose="test")) == 10
+    # Four texts of five rows: one fits into 8 rows, and two are closer to 8 than one.
+    four = [f"text {row // 5}" for row in range(20)]
+    assert sum(hold_out(four, ["a"] * 20, 0.4, seed=0, purpose="test")) == 10
+    assert sum(hold_out(four, ["a"] * 20, 0.35, seed=0, purpose="test")) == 5
+    assert not any(hold_out(["one"] * 100, strata, 0.2, seed=0, purpose="test"))
 
 
 def test_rows_drawn_are_a_part_of_more_rows_drawn_and_do_not_depend_on_the_order():
@@ -233,15 +226,6 @@ def test_no_text_is_in_two_parts(tmp_path, test):
     parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
     assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
     assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
-
-
-def test_rows_of_one_document_stay_on_one_side_of_both_cuts(tmp_path):
-    rows = made_rows(200) | {"document": [f"d{row // 4}" for row in range(200)]}
-    data = ProbeTask("t", write(tmp_path / "all.parquet", rows), test=None, group="document").load()
-    sides = [{row // 4 for row in part.rows} for part in (data.train, data.validation, data.test)]
-    assert sum(map(len, sides)) == 50
-    assert 50 < len(data.test) < 70
-    assert 20 < len(data.validation) < 36
 
 
 def test_shuffled_rows_give_the_same_parts(tmp_path):
@@ -569,7 +553,6 @@ def test_files_splits_and_columns_that_are_missing_or_damaged_are_one_sentence(t
         "task t: label: set/train.parquet has no column 'lable': it has text, label"
     )
     assert sentence("set", text="txt").startswith("task t: text: set/train.parquet has no column 'txt'")
-    assert sentence("set", group="doc").startswith("task t: group: set/train.parquet has no column 'doc'")
     assert sentence("set", where={"x": 1}).startswith("task t: where: set/train.parquet has no column 'x'")
     write(tmp_path / "set" / "train.csv", made_rows(20))
     assert sentence("set").endswith("train.parquet|.csv|.jsonl in set, it has test.parquet, train.csv, train.parquet")
@@ -595,11 +578,7 @@ def test_parts_that_would_be_empty_are_refused(tmp_path):
     assert refusal(ProbeTask("t", folder)) == "task t: train: all its texts are in test, too: give other rows"
     few = write(tmp_path / "few.csv", {"text": ["a", "b"], "label": [0, 1]})
     assert refusal(ProbeTask("t", few, test=None)) == (
-        "task t: validation_share: cannot cut 0.2 off 1 rows with equal texts and groups kept whole: give more rows"
-    )
-    one = write(tmp_path / "one.parquet", made_rows(20) | {"book": ["only"] * 20})
-    assert refusal(ProbeTask("t", one, test=None, group="book")).startswith(
-        "task t: test_share: cannot cut 0.3 off 20 rows"
+        "task t: validation_share: cannot cut 0.2 off 1 rows with equal texts kept together: give more rows"
     )
 
 
@@ -816,6 +795,3 @@ def test_cells_of_a_csv_stand_in_a_text_as_they_are_written(tmp_path):
     assert texts == {f"{number:03} costs 0.50" for number in range(40)}
 
 
-def test_what_equal_labels_connect_is_one_set_also_by_a_third():
-    labels = ["a", "b"], ["c"], ["b", "d"], ["e"], ["d"], ["c"], []
-    assert connected(labels) == [[0, 2, 4], [1, 5], [3], [6]]  # 0 and 4 by 2, which has a label of each

@@ -265,19 +265,10 @@ def _tell(outcome: Outcome) -> bool:
         for title, rows in _tables(medians.frame):
             show_table(_rows(rows), title)
         print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
-        _show_broken(outcome.root)
         outcome.write(RESULTS, {"variants.csv": _exported(with_task_medians(records.frame(complete)).frame)})
         print(write_report(outcome.root, settings=outcome.settings))
     has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
     return outcome.tell() or has_failed
-
-
-def _show_broken(root: Path) -> None:
-    """Print the paths of the tables of answers that other orders break."""
-    from lit_layers.tasks.benchmark_rows import BROKEN_ANSWERS
-
-    for path in sorted((root / RESULTS / "scores").glob(f"*/*/*/{BROKEN_ANSWERS}")):
-        print(path)
 
 
 def _notes(table: Any) -> Iterator[str]:
