@@ -24,7 +24,7 @@ from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import Embedding, LayerEncoder, Store
+from lit_layers.tasks.embeddings import Embedding, LayerEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, Sources
 
 WANTED = 1.1
@@ -65,9 +65,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds + 1):
             for task in tasks:
-                name, store = task.spec.name, Store(Path(folder) / str(number))
+                name, place = task.spec.name, Path(folder) / str(number)
                 last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
-                with store.opened(view, embedding, task=name, weights_hash=hashed) as found:
+                with opened(place, view, embedding, task=name, weights_hash=hashed) as found:
                     whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
                     if options.scoring and number == options.rounds:
                         found.of(complete[name], 1)

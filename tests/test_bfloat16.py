@@ -39,7 +39,7 @@ from tests.support.labelled_texts import saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import EVERY, tiny, tiny_batch
-from tests.tasks.tiny_tasks import encoded, saved_model, store_in, task, write_tiny_data
+from tests.tasks.tiny_tasks import encoded, saved_model, task, write_tiny_data
 from tests.test_undisturbed import train
 
 BATCHES = [tiny_batch("gpt2", batch=3, tokens=9), tiny_batch("gpt2", batch=3, tokens=7, seed=2)]
@@ -153,13 +153,12 @@ def test_scores_of_a_task_are_checked_row_by_row_in_every_order(tmp_path):
 def test_embeddings_of_each_layer_are_checked_and_kept_apart(tmp_path):
     data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
     view = saved_model(model)
-    same = {"store": store_in(tmp_path / "embeddings")}
-    plain = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same), view))
-    found = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same, dtype="bfloat16"), view))
+    plain = list(records_of(task("STSBenchmark", data, model, tmp_path / "a"), view))
+    found = list(records_of(task("STSBenchmark", data, model, tmp_path / "a", dtype="bfloat16"), view))
     alone = list(records_of(task("STSBenchmark", data, model, tmp_path / "b", dtype="bfloat16"), view))
     assert found == alone
     assert {r.tags.get("dtype") for r in plain} == {None}
-    assert list(records_of(task("STSBenchmark", data, model, tmp_path / "a", **same), view)) == plain
+    assert list(records_of(task("STSBenchmark", data, model, tmp_path / "a"), view)) == plain
     texts = pq.read_table(data / "glue" / "stsb_test.parquet")["sentence1"].to_pylist()
     first = list(dict.fromkeys(texts))[:CHECKED]
     networks = [LayeredModel(network) for network in (load(model), under_autocast(load(model)))]

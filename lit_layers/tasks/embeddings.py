@@ -21,7 +21,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.analyses.probes.task_features import LayerFeatures, StoreDtype, TextPooling, text_features
+from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling, text_features
 from lit_layers.analyses.states import States
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer
@@ -248,32 +248,18 @@ class Embedding:
         return encode_texts(self.tokenizer, filled, max_tokens=self.max_tokens), sum(empty)
 
 
-class Store:
-    """A folder of embeddings, those of a task until it is scored.
-
-    Args:
-        folder: shared by as many processes as there are.
-        dtype: of what is kept. float32 is what the model gives; the halves take half the room and change scores
-            (docs/mteb.md says by how much).
-        keeps: whether the embeddings of a scored task stay.
-    """
-
-    def __init__(self, folder: Path, *, dtype: StoreDtype = "float32", keeps: bool = False) -> None:
-        self.folder, self.keeps = folder, keeps
-        self.dtype: StoreDtype = dtype
-
-    @contextlib.contextmanager
-    def opened(
-        self, view: LayeredModel, embedding: Embedding, *, task: str, weights_hash: str
-    ) -> Iterator["TaskEmbeddings"]:
-        """The embeddings of one task; another process that asks for the same waits meanwhile."""
-        name = f"{task}-{hash_of([weights_hash, view.precision, view.device.type])}"
-        with refused(f"cannot write {self.folder}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / f".{name}.lock"):
-            yield TaskEmbeddings(view, embedding, self.dtype, self.folder / name)
-            if not self.keeps:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+@contextlib.contextmanager
+def opened(
+    folder: Path, view: LayeredModel, embedding: Embedding, *, task: str, weights_hash: str
+) -> Iterator["TaskEmbeddings"]:
+    """The embeddings of one task, which lie below a folder until it is scored. Another process that asks for the same
+    waits meanwhile."""
+    name = f"{task}-{hash_of([weights_hash, view.precision, view.device.type])}"
+    with refused(f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{name}.lock"):
+        yield TaskEmbeddings(view, embedding, folder / name)
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @dataclass(eq=False)
@@ -285,7 +271,6 @@ class TaskEmbeddings:
 
     view: LayeredModel
     embedding: Embedding
-    dtype: StoreDtype
     folder: Path
     num_cut: int = 0
     num_empty: int = 0
@@ -340,7 +325,7 @@ class TaskEmbeddings:
 
     def _add(self, texts: list[str]) -> None:
         encoded, num_empty = self.embedding.encode(texts)
-        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan", "store_dtype": self.dtype}
+        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan"}
         self._chunks.append(text_features(self.view, encoded, cache=self.folder, **how))
         self._places |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
         self.num_cut += encoded.num_cut

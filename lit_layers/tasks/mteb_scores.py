@@ -31,13 +31,13 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.records import frame as records_frame
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, Store, StoreDtype
+from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
-OPTIONS = ("dtype", "max_tokens", "mteb_seed", "store_dtype", "modules", "tokenizer", "mteb")
+OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules", "tokenizer", "mteb")
 MAX_TOKENS, SEED = 2048, 42
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 
@@ -47,7 +47,7 @@ class MtebTask(WithTokenizer, Analysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
-    again, nor are texts passed again whose embeddings the store still holds. A layer whose score is not defined (equal
+    again, nor are texts passed again whose embeddings are still there. A layer whose score is not defined (equal
     vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
     there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16; then the
     embeddings of the first texts are made in float32, too, and their relative distance is a record of each layer.
@@ -56,8 +56,7 @@ class MtebTask(WithTokenizer, Analysis):
         task: what is scored.
         tokenizer: a local path or a name of the Hub.
         sources: where the data come from.
-        store: of the embeddings.
-        results: the folder of the layers' results.
+        results: the folder of the layers' results, and of the embeddings of a task until it is scored.
         layers: which are scored; None: all.
         pooling: "mean", "last" or "cls".
         encoder: what the model says of itself: its prompts and its longest text hold at every layer.
@@ -70,12 +69,11 @@ class MtebTask(WithTokenizer, Analysis):
     """
 
     LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
-    UNMEASURED = ("results", "store", "sources", "tell")
+    UNMEASURED = ("results", "sources", "tell")
 
     task: ScoredTask
     tokenizer: str
     sources: Sources
-    store: Store
     results: Path
     name: str = ""
     layers: tuple[int, ...] | None = None
@@ -121,7 +119,7 @@ class MtebTask(WithTokenizer, Analysis):
         """Of all that decides the numbers; mteb's own version, too."""
         config = super().config()
         task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
-        config["init_args"] |= {"task": task, "store_dtype": self.store.dtype, "mteb": mteb_version()}
+        config["init_args"] |= {"task": task, "mteb": mteb_version()}
         return config
 
     def data_hash(self) -> str | None:
@@ -140,7 +138,8 @@ class MtebTask(WithTokenizer, Analysis):
             embedding = Embedding(self.words, limit, self.pooling, self.states, last)
             view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
             exact: LayerFeatures | None = None
-            with self.store.opened(view, embedding, task=self.task.name, weights_hash=hashed) as embeddings:
+            of_task = {"task": self.task.name, "weights_hash": hashed}
+            with opened(self.results / EMBEDDINGS, view, embedding, **of_task) as embeddings:
                 for place, layer in enumerate(missing):
                     if result := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
                         results[layer] = result
@@ -174,12 +173,11 @@ class MtebTask(WithTokenizer, Analysis):
 
     def _unusual(self) -> dict[str, Any]:
         """The options that are not the usual ones: means are over tasks that have the same of them."""
-        store = {} if self.store.dtype == "float32" else {"store_dtype": self.store.dtype}
         # a tag `seed` would mark one of several draws, which pages, exports and correlate leave out
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
         where = "the last layer" if self.modules == "last" else "every layer"
         encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}
-        return self.tags_of("dtype", "max_tokens") | seed | store | encoder
+        return self.tags_of("dtype", "max_tokens") | seed | encoder
 
     def _follows(self, layer: int, model: LayeredModel) -> bool:
         """Whether a layer's vectors are made as the encoder says."""
@@ -224,8 +222,6 @@ def mteb_analyses(
     tokenizer: str,
     root: str | Path,
     sources: Sources | None = None,
-    cache: str | Path | None = None,
-    store_dtype: StoreDtype = "float32",
     metrics: bool = False,
     model_limit: int | None = None,
     **options: Any,
@@ -235,14 +231,11 @@ def mteb_analyses(
     Args:
         tasks: of `resolve`.
         root: the folder of the measurements; results of single layers lie below it, in `mteb`.
-        cache: in which embeddings are kept; None: they lie below `root`, those of a task until it is scored.
         metrics: whether the texts of each task are measured without labels, too: see `metric_analyses`.
         model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
         options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
-    results = Path(root) / RESULTS
-    store = Store(Path(cache or results / EMBEDDINGS), dtype=store_dtype, keeps=cache is not None)
-    places: dict[str, Any] = {"sources": sources or Sources(), "store": store, "results": results}
+    places: dict[str, Any] = {"sources": sources or Sources(), "results": Path(root) / RESULTS}
     if options.get("layers") is not None:
         options["layers"] = tuple(options["layers"])
     analyses: list[Analysis] = []

@@ -87,7 +87,6 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         ("select nothing --task MODELS --by x", "by: expected a metric with a better direction"),
         ("correlate MODELS --metric coupling --score score --group=", "group: expected a name or a path, got ''"),
         ("correlate NAMELESS --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
-        ("mteb nothing --tasks local --folder RUN --cache NOWHERE", "cache: cannot write to NOWHERE"),
         ("correlate MODELS --metric coupling --score score --root FOLDER", "root: MODELS, which is read, would be"),
         ("correlate RUN --metric coupling --score MODELS:score --root FOLDER", "root: MODELS, which is read, would"),
         ("correlate RUN --metrics coupling --scores CURVES --root FOLDER", "root: CURVES, which is read, would"),

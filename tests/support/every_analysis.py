@@ -14,7 +14,6 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import Store
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.tasks.probe_task import ProbeTask
@@ -141,7 +140,6 @@ def of_text(folder: Path) -> list[Analysis]:
             task=spec,
             tokenizer=tokenizer,
             sources=Sources(folder=folder / "mteb"),
-            store=Store(folder / "embeddings", dtype="float32"),
             results=folder / "results",
         ),
     ]

@@ -75,11 +75,11 @@ def test_a_task_that_lacks_layer_0_alone_leaves_that_mean_open():
 
 
 def test_no_mean_is_over_tasks_that_were_measured_differently():
-    cut = measured("STS12", [0.8, 0.6], "sts", max_tokens=128, store_dtype="bfloat16")
+    cut = measured("STS12", [0.8, 0.6], "sts", max_tokens=128, dtype="bfloat16")
     whole = [measured("STS13", [0.2, 0.4], "sts"), measured("STS14", [0.4, 0.6], "sts")]
     usual, unusual = sorted(averages(records.frame([cut, *whole])), key=lambda each: len(each.options))
     assert (usual.options, usual.at(0), usual.at(1)) == ({}, pytest.approx(0.3), pytest.approx(0.5))
-    assert unusual.options == {"max_tokens": 128, "store_dtype": "bfloat16"}
+    assert unusual.options == {"max_tokens": 128, "dtype": "bfloat16"}
     assert (unusual.at(0), unusual.at(1)) == (0.8, 0.6)
     assert score_table(records.frame([cut, *whole])).set_index("task").loc["STS12", "max_tokens"] == 128
     older = measured("STS12", [0.8, 0.6], "sts", versions="1.9")

@@ -18,11 +18,10 @@ from sklearn.linear_model import LogisticRegression
 from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze
-from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import LayerEncoder
+from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_scores import mteb_analyses
 from lit_layers.tasks.mteb_tasks import Prepared, Sources
 from tests.support.labelled_texts import saved_bert
@@ -35,7 +34,6 @@ from tests.tasks.tiny_tasks import (
     encoded,
     saved_model,
     spoil_,
-    store_in,
     task,
     write,
     write_tiny_data,
@@ -209,11 +207,10 @@ def test_records_say_what_they_are(scored):
 def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path):
     one = task(name, *home, tmp_path)
     view = saved_model(home[1])
-    hashed = weights_hash(view.model)
-    with store_in(tmp_path).opened(view, embedding_of(home[1]), task=name, weights_hash=hashed) as embeddings:
-        fresh = one.sources.open(one.task, seed=42)
-        options = {"batch_size": 4, "show_progress_bar": False}
-        plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
+    embeddings = TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings")
+    fresh = one.sources.open(one.task, seed=42)
+    options = {"batch_size": 4, "show_progress_bar": False}
+    plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
     assert scored[name][2].value == plain["default"]["main_score"]
 
 
@@ -278,14 +275,6 @@ def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, 
     assert fewer[0].n == first[0].n - 3
 
 
-def test_scores_of_halves_are_near_those_of_float32(home, scored, tmp_path):
-    for name in ("STSBenchmark", "MrpcParaphrases"):
-        store = store_in(tmp_path / name, dtype="bfloat16")
-        halved = list(records_of(task(name, *home, tmp_path, store=store), saved_model(home[1])))
-        for record, exact in zip(halved, scored[name], strict=True):
-            assert record.value == pytest.approx(exact.value, abs=0.02)
-
-
 def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_where_all_are(home, scored, tmp_path):
     view = saved_model(home[1])
     spoil_(view, 3)
@@ -336,8 +325,7 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     one = task("StackOverflowTitles", *home, tmp_path)
     prepared, view = Prepared(one.sources.open(one.task, seed=42), one.task), saved_model(home[1])
     seeded()
-    with store_in(tmp_path).opened(view, embedding_of(home[1]), task="S", weights_hash="x") as embeddings:
-        prepared.evaluate(LayerEncoder(embeddings, 1))
+    prepared.evaluate(LayerEncoder(TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings"), 1))
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 

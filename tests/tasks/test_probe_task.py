@@ -793,5 +793,3 @@ def test_cells_of_a_csv_stand_in_a_text_as_they_are_written(tmp_path):
     data = ProbeTask("t", str(tmp_path / "all.csv"), text="{q} costs {costs}", test=None).load()
     texts = {text for part in (data.train, data.validation, data.test) for text in part.texts}
     assert texts == {f"{number:03} costs 0.50" for number in range(40)}
-
-

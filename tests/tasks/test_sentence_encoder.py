@@ -11,15 +11,14 @@ import torch
 
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.models.build import weights_hash
 from lit_layers.records import read
 from lit_layers.series import OneModel
 from lit_layers.series.checkpoint_sources import FolderSource
-from lit_layers.tasks.embeddings import LayerEncoder, SentenceEncoder, sentence_encoder
+from lit_layers.tasks.embeddings import LayerEncoder, SentenceEncoder, TaskEmbeddings, sentence_encoder
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
 from tests.support.series_hub import served
-from tests.tasks.tiny_tasks import embedding_of, saved_model, store_in, task, write_tiny_data
+from tests.tasks.tiny_tasks import embedding_of, saved_model, task, write_tiny_data
 
 TEXTS = [text for text, _ in labelled(12)] + ["a merry song"]
 PROMPTS = {"query": "Who sang ", "document": "they heard ", "Banking77Classification": "a song "}
@@ -197,9 +196,9 @@ def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: 
     said: Any = encoder_in(folder)
     one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
     how = embedding_of(folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last=said.pooling)
-    with store_in(root).opened(view, how, task="S", weights_hash=weights_hash(view.model)) as embeddings:
-        encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
-        return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
+    embeddings = TaskEmbeddings(view, how, root / "embeddings")
+    encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
+    return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
 
 
 @pytest.mark.parametrize(("modules", "layer"), [("last", 3), ("last", 1), ("all", 1)])

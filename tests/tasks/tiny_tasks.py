@@ -13,7 +13,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import Embedding, Store
+from lit_layers.tasks.embeddings import Embedding
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
@@ -69,10 +69,6 @@ def saved_model(folder: Path) -> LayeredModel:
     return LayeredModel(load(folder))
 
 
-def store_in(folder: Path, *, dtype: Any = "float32") -> Store:
-    return Store(folder, dtype=dtype, keeps=True)
-
-
 def embedding_of(folder: Path, **options: Any) -> Embedding:
     settings: dict[str, Any] = {"max_tokens": 32, "pooling": "mean", "states": "resid"}
     return Embedding(load_tokenizer(str(folder)), **(settings | options))
@@ -81,8 +77,7 @@ def embedding_of(folder: Path, **options: Any) -> Embedding:
 def task(name: str, data: Path | None, model: Path, root: Path, **options: Any) -> MtebTask:
     sources = Sources(folder=data)
     (spec,) = resolve([name], own=sources.own_tasks())
-    settings: dict[str, Any] = {"store": store_in(root / "embeddings"), "results": root / "mteb"}
-    return MtebTask(task=spec, tokenizer=str(model), sources=sources, **(settings | options))
+    return MtebTask(task=spec, tokenizer=str(model), sources=sources, results=root / "mteb", **options)
 
 
 def encoded(model: Path, texts: list[str]) -> Any:

@@ -129,7 +129,6 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 
 TextPooling = Literal["last", "mean", "cls"]
-StoreDtype = Literal["float32", "bfloat16", "float16"]
 _FACTS = "features.json"
 _ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
 _FORMAT = 4
@@ -141,7 +140,6 @@ class _How(NamedTuple):
     pooling: Pooling
     last: Pooling
     states: States
-    store_dtype: StoreDtype
 
 
 class LayerFeatures:
@@ -183,26 +181,23 @@ def text_features(
     cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
     last: Pooling | None = None,
-    store_dtype: StoreDtype = "float32",
 ) -> LayerFeatures:
     """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
     are in one of the conventions of `lit_layers.analyses.base`, before they are pooled. `last` is the pooling of the
-    last layer, where that is another. `store_dtype` is what they are written in: a model's in float64 are, too, where
-    it is float32; the halves take half the room.
+    last layer, where that is another.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
     kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
     instead and new ones are left there.
 
     Raises:
-        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite; a value
-            that float16 cannot hold.
+        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
 
-    how = _How(pooling, last or pooling, states, store_dtype)
+    how = _How(pooling, last or pooling, states)
 
     def write(folder: Path) -> None:
         try:
@@ -271,8 +266,6 @@ def _not_finite(layer: int, row: int) -> InputError:
 
 
 def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int, refuses: bool, folder: Path) -> None:
-    exact = _exact(model)
-    kept = exact if how.store_dtype == "float32" else how.store_dtype
     order: list[int] = []
     broken: list[tuple[int, int]] = []
     paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
@@ -286,11 +279,7 @@ def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int,
                 broken.append((layer, order[-len(vectors) :][int(finite.int().argmin())]))
                 if refuses:
                     raise _not_finite(*broken[0])
-            rounded = vectors.to(getattr(torch, kept))
-            if kept != exact and not rounded[vectors.isfinite()].isfinite().all():
-                most = vectors[vectors.isfinite()].abs().max()
-                raise InputError(f"store_dtype: layer {layer} has a value of {most:.3g}, which {kept} cannot hold")
-            files[layer].write(rounded.contiguous().view(torch.uint8).numpy().data)
+            files[layer].write(vectors.contiguous().view(torch.uint8).numpy().data)
 
         for rows, batch in texts.batches(max_tokens):
             order += rows
@@ -299,7 +288,7 @@ def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int,
     for path in (*paths, folder / _ROWS):
         sync(path)
     facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    facts |= {"broken": broken[0] if broken else None, "dtype": kept}
+    facts |= {"broken": broken[0] if broken else None, "dtype": _exact(model)}
     write_json(folder / _FACTS, facts)
 
 
@@ -339,7 +328,6 @@ def _key(model: LayeredModel, texts: EncodedTexts, how: _How) -> str:
     config = getattr(model.model, "config", None)
     facts += [config.to_json_string() if config is not None else "", texts.content_hash(), how.pooling, how.states]
     facts += [_hash_of_buffers(model), *([how.last] if how.last != how.pooling else [])]
-    facts += [how.store_dtype] if how.store_dtype != "float32" else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

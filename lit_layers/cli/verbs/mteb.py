@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
-from lit_layers.cli.options import Names, Numbers, refuse_unwritable
+from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 
@@ -34,8 +34,6 @@ def mteb(
     states: Literal["resid", "normed", "hf"] = "resid",
     max_tokens: Annotated[int, COUNT] = 2048,
     metrics: bool = False,
-    cache: Path | None = None,
-    store_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     seed: Annotated[int, COUNT_OR_NONE] = 42,
 ) -> int:
     """Score every layer of a model, or of each checkpoint of a series, on tasks of MTEB. Run it again to continue.
@@ -57,8 +55,6 @@ def mteb(
             it
         max_tokens: most tokens of a text; a longer one is cut, also at the model's own limit
         metrics: also measure metrics without labels, on the first 1,000 texts of each task
-        cache: folder in which embeddings are kept (default: below the root, those of a task until it is scored)
-        store_dtype: precision of embeddings that are kept; 16 bits change scores a little
         seed: seed of mteb's random draws; 42 is mteb's own
     """
     checkpoints.are_series(model)
@@ -67,8 +63,6 @@ def mteb(
     from lit_layers.tasks.mteb_scores import mteb_analyses
     from lit_layers.tasks.mteb_tasks import Sources, mteb_version
 
-    if cache is not None:
-        refuse_unwritable("cache", cache)
     mteb_version()  # before anything is loaded: it may not be installed
     sources = Sources(folder)
     own = sources.own_tasks()
@@ -94,8 +88,6 @@ def mteb(
             states=states,
             max_tokens=max_tokens,
             seed=seed,
-            cache=cache,
-            store_dtype=store_dtype,
             metrics=metrics,
             model_limit=target.length_limit,
             tell=target.tell,
