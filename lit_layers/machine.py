@@ -26,10 +26,6 @@ class Processors:
         cpus = min(self.cpus, max(self.cpus, allocated or 0) // ranks)
         return max(1, int(min(cpus * self.cores / self.cpus, self.quota / ranks)))
 
-    def at_once(self) -> int:
-        """How many threads or processes can be busy at once."""
-        return max(1, int(min(self.cpus, self.quota)))
-
 
 def processors(system: Path = _ROOT) -> Processors:
     """What the scheduler's affinity and the control groups leave to this process."""

@@ -40,13 +40,6 @@ def test_threads_are_the_cores_over_the_ranks(machine, ranks, allocated, expecte
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"), [(Processors(8, 4), 8), (Processors(64, 64, 6.5), 6), (Processors(4, 4, 0.5), 1)]
-)
-def test_as_many_processes_as_cpus_or_as_their_share(machine, expected):
-    assert machine.at_once() == expected
-
-
-@pytest.mark.parametrize(
     ("files", "quota"),
     [
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
