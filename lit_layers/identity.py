@@ -24,6 +24,7 @@ import importlib.metadata
 import json
 import logging
 import math
+import platform
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
 
 Settings = str | Collection[str]
+PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
 COMPUTING = ("torch", "transformers", "timm")  # the libraries that hidden states come from
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
@@ -261,15 +263,30 @@ def divided(
     return parts
 
 
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers or training depend on.
+
+    Packages that only bring files or texts are left out: what they brought is known by its hash.
+    """
+    import torch
+
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
 def computing_versions(versions: Mapping[str, str]) -> dict[str, str]:
     """Return the versions of the libraries that hidden states come from, without their build (+cpu, +cu130)."""
     return {name: versions[name].partition("+")[0] for name in COMPUTING if name in versions}
 
 
-def warn_of_other_versions(measured: Iterable[Measurement], run: str, here: Mapping[str, str]) -> None:
-    """Warn once where steps of a run were measured with other versions of the libraries than those `here`."""
+def warn_of_other_versions(measured: Iterable[Measurement], run: str) -> None:
+    """Warn once if steps of a run were measured with other versions of the libraries than this process has."""
     for m in measured:
-        theirs, ours = computing_versions(m.provenance.get("versions", {})), computing_versions(here)
+        theirs, ours = computing_versions(m.provenance.get("versions", {})), computing_versions(versions())
         if m.run == run and m.step is not None and theirs and theirs != ours:
             old, new = _differing(theirs, ours)
             logger.warning("%s was measured with %s and goes on with %s: they may compute other numbers", run, old, new)
@@ -290,11 +307,8 @@ def code_versions() -> Mapping[str, str]:
     here, code = Path(__file__).parent, hashlib.sha256()
     for file in sorted(here.rglob("*.py")):
         code.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
-    found: dict[str, str] = {}
-    for name in ("lit_layers", *COMPUTING):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return {**found, "lit_layers": f"{found.get('lit_layers', UNKNOWN)} (code {code.hexdigest()[:8]})"}
+    package = f"{versions().get('lit_layers', UNKNOWN)} (code {code.hexdigest()[:8]})"
+    return {**computing_versions(versions()), "lit_layers": package}
 
 
 def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers import records
+from lit_layers import identity, records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.measuring import offline, one_model, shard_of
+from lit_layers.measuring import offline, shard_of
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -76,14 +76,14 @@ def test_again_it_loads_nothing_and_another_option_or_weight_is_measured(run, tm
     assert [(m.step, m.analysis) for m in other.measurements] == [(step, "coupling") for step in (0, 2, 4)]
 
 
-@pytest.mark.parametrize(("transformers", "sentences"), [("99.1.0", 1), (one_model.versions()["transformers"], 0)])
+@pytest.mark.parametrize(("transformers", "sentences"), [("99.1.0", 1), (identity.versions()["transformers"], 0)])
 def test_one_warning_names_both_versions_of_a_series_that_goes_on_with_another(
     run, tmp_path, monkeypatch, caplog, transformers, sentences
 ):
     analyze_series(StepFolders(run, steps=[0]), few(), root=tmp_path / "out")
-    now = one_model.versions()
+    now = identity.versions()
     other = {**now, "torch": now["torch"].partition("+")[0] + "+cu999", "transformers": transformers}
-    monkeypatch.setattr(one_model, "versions", lambda: other)
+    monkeypatch.setattr(identity, "versions", lambda: other)
     analyze_series(StepFolders(run), few(), root=tmp_path / "out")
     expected = f"out was measured with transformers {now['transformers']} and goes on with transformers {transformers}"
     assert [each.getMessage().startswith(expected) for each in caplog.records] == [True] * sentences

@@ -22,7 +22,8 @@ from lit_layers.analyses.base import Analysis, Rows, describe
 from lit_layers.data.batches import Batches, EvalText
 from lit_layers.data.preparing import prepare
 from lit_layers.errors import InputError
-from lit_layers.measuring.one_model import measure, versions
+from lit_layers.identity import versions
+from lit_layers.measuring.one_model import measure
 from lit_layers.measuring.undisturbed import DisturbedError, full_float32_precision, undisturbed
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel

@@ -286,7 +286,7 @@ class _Measuring:
         """Return the checkpoints of which weight files with these hashes lack an analysis, without loading any."""
         due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._unknown(one))}
         for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
-            warn_of_other_versions(self.earlier.store, run, one_model.versions())
+            warn_of_other_versions(self.earlier.store, run)
         return due
 
     def _unknown(self, checkpoint: Checkpoint) -> Sequence[Analysis]:

@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +19,7 @@ from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import require_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
+from lit_layers.identity import versions
 from lit_layers.measuring.ranks import OneProcess, Ranks
 from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
@@ -31,7 +30,6 @@ from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
 # Most bytes of the states of a microbatch: on a CPU; on a GPU, or where each one reads all blocks from the disk.
 STATE_BYTES = 2**26, 2**28
 
@@ -458,18 +456,3 @@ def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | Non
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": dict(versions()),
     }
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers or training depend on.
-
-    Packages that only bring files or texts are left out: what they brought is known by its hash.
-    """
-    installed = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-            continue
-    return installed

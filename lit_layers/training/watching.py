@@ -129,7 +129,7 @@ class StepMeasurer:
     def _begun(self) -> tuple[Lineage, list[Measurement]]:
         lineage: Any = records.lineage_in(self.root)
         measurements = records.read(self.file)
-        warn_of_other_versions(measurements, self.run or lineage.run, one_model.versions())
+        warn_of_other_versions(measurements, self.run or lineage.run)
         return lineage, measurements
 
     def measure(
