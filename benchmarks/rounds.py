@@ -10,6 +10,7 @@ ratio. `finish` prints them and with `--save` keeps them in results/NAME.json, o
 import argparse
 import json
 import os
+import platform
 import re
 import shlex
 import statistics
@@ -141,17 +142,27 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     import torch
     from threadpoolctl import threadpool_info
 
-    from lit_layers.models.costs import this_machine
-
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     mkl = re.search(r"Math Kernel Library Version ([\d.]+)", torch.__config__.show())
     kernels = [f"torch {torch.backends.cpu.get_cpu_capability()}{f', MKL {mkl[1]}' if mkl else ''}"]
     kernels += sorted({f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in pools})
     return {
-        **asdict(this_machine(device)),
+        "processor": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
         "kernels": kernels,
         "pinned": {name: os.environ[name] for name in PINS if name in os.environ},
     }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def table(rows: Sequence[Row]) -> str:

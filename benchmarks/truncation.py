@@ -17,7 +17,7 @@ from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models import LayeredModel, causal_lm, load, save, truncate
 from lit_layers.models.costs import call_of, interleaved, peak_of_call
-from lit_layers.models.saved import open_plainly
+from lit_layers.models.families import trunk_of
 
 NOISE = 1.1  # of a median on a machine that others use
 
@@ -43,7 +43,7 @@ def main() -> int:
                 save(truncate(model, kept, head=False), variants[f"first {kept} blocks"])
         # All but the first are trunks.
         models = {
-            name: open_plainly(saved, head=not number).to(options.device)
+            name: (trunk_of(load(saved)) if number else load(saved)).to(options.device)
             for number, (name, saved) in enumerate(variants.items())
         }
         vocabulary = LayeredModel(model).model.config.vocab_size

@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 37_000
-CHARACTERS = 1_756_900
+LINES = 36_806
+CHARACTERS = 1_748_800
 FILES = 205
 FILES_IN_A_FOLDER = 16
 

@@ -133,4 +133,4 @@ class Speed(Analysis):
         yield from measure_speed(model.model, compared, self._batch(model), **rounds)
 
     def _batch(self, model: LayeredModel) -> Batch:
-        return any_inputs({"the model": model.model}, None, self.num_tokens, self.batch_size, self.seed)
+        return any_inputs(model.model, self.num_tokens, self.batch_size, self.seed)

@@ -1,4 +1,4 @@
-"""Saved models: opened whole and checked, as anybody opens them, or as an encoder with a new head for a task."""
+"""Saved models: opened whole and checked, or as an encoder with a new head for a task."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -139,7 +139,7 @@ def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
             shards = named_shards(Path(file).read_bytes())
         except ValueError as error:
             raise InputError(f"{model}: {index} {error}; download or save the model again") from error
-        present = {path.name for path in weight_files(Path(model), "safetensors")} if index == INDEX else set()
+        present = {path.name for path in Path(model).glob("model*.safetensors")} if index == INDEX else set()
         if unread := sorted(path for path in present - set(shards.values()) if _WEIGHTS.fullmatch(path)):
             raise InputError(f"{model}: {index} does not name {unread[0]}: delete the weights of the other model")
 
@@ -294,77 +294,6 @@ def rebuilt(settings: dict[str, Any]) -> nn.Module:
     return model.train()
 
 
-# As anybody opens a model, without this package.
-
-# Tried in this order for the class that a config.json names.
-_AUTO = (
-    "AutoModel",
-    "AutoModelForCausalLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "AutoModelForImageClassification",
-    "AutoModelForPreTraining",
-)
-
-
-def open_plainly(
-    folder: str | Path, *, head: bool = True, attention: str | None = None, safetensors_only: bool = False
-) -> nn.Module:
-    """The model in a local folder, on the CPU, in evaluation mode and in the precision it is saved in.
-
-    `AutoModel.from_pretrained`, or the Auto class with the head that its config.json names;
-    `timm.create_model("local-dir:...")` for a timm model. With `head=False` the trunk alone is opened, whatever the
-    folder holds. A pickle is read with `weights_only=True`, or not at all with `safetensors_only`; code of the folder
-    is never run. The global random state is as before afterwards.
-
-    Raises:
-        InputError: no config.json there, or one that names no class an Auto class opens.
-    """
-    folder = Path(folder)
-    refuse_odd_files(folder)
-    if safetensors_only and not weight_files(folder, "safetensors"):
-        raise InputError(f"expected weights in safetensors in {folder}, found none")
-    with quiet(reports=False):
-        if is_timm(settings := read_config(folder)):
-            return _open_timm(str(folder), settings, head=head).eval()
-        options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-        kind = _auto_class(folder, settings, head)
-        refuse_weights_elsewhere(str(folder))
-        return kind.from_pretrained(
-            folder,
-            trust_remote_code=False,
-            weights_only=True,
-            use_safetensors=True if safetensors_only else None,
-            **options,
-        ).eval()
-
-
-def has_head(folder: str | Path) -> bool:
-    """Whether the model in a folder is more than a trunk."""
-    folder = Path(folder)
-    if is_timm(settings := read_config(folder)):
-        return settings.get("num_classes", 0) > 0
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    mapping: Any = transformers.AutoModel._model_mapping
-    trunk = mapping[type(config)].__name__
-    return (settings.get("architectures") or [trunk])[0].lower() != trunk.lower()
-
-
-def bytes_of_weights(folder: str | Path) -> int:
-    """Size of the weight files in a folder: its safetensors, or else its pickles."""
-    folder = Path(folder)
-    files = weight_files(folder, "safetensors") or weight_files(folder, "bin")
-    return sum(file.stat().st_size for file in files)
-
-
-def weight_files(folder: Path, kind: Literal["safetensors", "bin"]) -> list[Path]:
-    """The model's own: a probe beside it is none of them."""
-    return list(folder.glob("model*.safetensors" if kind == "safetensors" else "pytorch_model*.bin"))
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
@@ -376,27 +305,12 @@ def is_timm(settings: dict[str, Any]) -> bool:
     return settings.get("model_type") in (None, "timm_wrapper") and "architecture" in settings
 
 
-def _open_timm(name: str, settings: dict[str, Any], revision: str | None = None, *, head: bool = True) -> Network:
+def _open_timm(name: str, settings: dict[str, Any], revision: str | None) -> Network:
     import timm
 
     refuse_beyond_memory(SimpleNamespace(**settings.get("model_args", {})))
     source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
-    options: dict[str, Any] = {} if head else {"num_classes": 0}
-    return timm.create_model(source, pretrained=True, **options)
-
-
-def _auto_class(folder: Path, settings: dict[str, Any], head: bool) -> Any:
-    import transformers
-
-    refuse_foreign_code(settings, folder)
-    named = (settings.get("architectures") or ["AutoModel"])[0].lower()
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for auto in (getattr(transformers, name) for name in _AUTO):
-        opens = auto._model_mapping.get(type(config), ())  # a class, or several
-        names = {kind.__name__.lower() for kind in (opens if isinstance(opens, tuple) else (opens,))}
-        if names and (not head or named in names | {"automodel"}):
-            return auto
-    raise InputError(f"no Auto class of transformers opens the {named} in {folder}: open it with its own class")
+    return timm.create_model(source, pretrained=True)
 
 
 # An encoder with a new head for texts or pairs of texts: what is fine-tuned on a task.

@@ -20,7 +20,8 @@ from lit_layers.files.durable import naming
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.functional.probes.regression import RidgeProbes
-from lit_layers.models.saved import open_plainly
+from lit_layers.models.families import trunk_of
+from lit_layers.models.saved import load
 from lit_layers.models.view import Batch, LayeredModel
 
 Kind = Literal["classification", "regression"]
@@ -216,13 +217,13 @@ class LayerClassifier:
 def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int = 16) -> LayerClassifier:
     """The classifier (or regression) that `export` wrote to a folder; it computes in float32 or wider.
 
-    Reads safetensors and JSON alone: no pickle, no code of the folder.
+    No code of the folder is run.
 
     Raises:
         InputError: no export there, or a damaged one.
     """
     head = ProbeHead.load(folder)
-    model = at_least_float32(LayeredModel(open_plainly(folder, head=False, safetensors_only=True).to(device)))
+    model = at_least_float32(LayeredModel(trunk_of(load(Path(folder))).to(device)))
     if (model.num_layers, model.dim) != (head.facts.layer, head.dim):
         raise InputError(
             f"{folder}: its probe reads layer {head.facts.layer} of width {head.dim}, its model ends at layer "

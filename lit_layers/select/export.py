@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -19,8 +19,8 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import naming, own_draft_of, sync
 from lit_layers.models.build import save, weights_hash
 from lit_layers.models.copies import truncate
-from lit_layers.models.costs import Cost, measure_costs
-from lit_layers.models.saved import has_head, open_plainly
+from lit_layers.models.families import Network, trunk_of
+from lit_layers.models.saved import load
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
 from lit_layers.tasks.embeddings import save_sentence_encoder
@@ -45,7 +45,8 @@ class Card:
     test_chosen: float  # of the chosen layer
     test_last: float  # of the last one
     test_metric: str | None = None  # of the two; None: the same
-    costs: Sequence[Cost] = ()
+    seconds: Mapping[int, float] | None = None  # layer -> median seconds until it is reached; None: not measured
+    costs: str = ""  # made of them by the export
     revision: str | None = None
     commit: str | None = None
     weights_hash: str | None = None  # of the source model; found by the export if not given
@@ -98,23 +99,10 @@ def render(
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
             validation=score_table(card.validation, card.metric, chosen=facts.layer),
             test=markdown(("layer", card.test_metric or card.metric), test),
-            costs=f"{cost_table(card.costs)}\n\n{measured_on(card.costs)}" if card.costs else "",
             picture=picture,
             final_norm=final_norm,
         )
     )
-
-
-def compare_costs(whole: str | Path, cut: str | Path, *, layer: int, num_layers: int, **options: Any) -> list[Cost]:
-    """Costs of a saved model as it is, of its trunk (without the head, where it has one), and of its first blocks.
-
-    `whole` and `cut` are folders, of `num_layers` and `layer` blocks; `options` are those of `measure_costs`.
-    """
-    all_blocks, kept = f"all {num_layers} blocks", f"first {layer} blocks" if layer > 1 else "first block"
-    if not has_head(whole):
-        return measure_costs({all_blocks: whole, kept: cut}, trunks=[kept], **options)
-    variants = {f"{all_blocks} and head": whole, all_blocks: whole, kept: cut}
-    return measure_costs(variants, trunks=[all_blocks, kept], **options)
 
 
 def score_table(scores: Mapping[int, float], metric: str, *, chosen: int) -> str:
@@ -125,40 +113,17 @@ def score_table(scores: Mapping[int, float], metric: str, *, chosen: int) -> str
     return markdown(("layer", metric, ""), rows)
 
 
-def cost_table(costs: Sequence[Cost]) -> str:
-    """A row for each model, with its share of the first one's costs."""
-    first, thing = costs[0], "text" if costs[0].num_tokens is not None else "image"
-
-    def shared(cost: Cost, name: str, text: str) -> str:
-        whole = getattr(first, name)
-        return f"{text} ({getattr(cost, name) / whole:.0%})" if whole > 0 else text
-
-    rows = [
-        (
-            cost.name,
-            shared(cost, "parameters", f"{cost.parameters:,}"),
-            shared(cost, "bytes_on_disk", _bytes(cost.bytes_on_disk)),
-            shared(cost, "peak_memory", _bytes(cost.peak_memory)),
-            shared(cost, "latency", f"{cost.latency * 1e3:.3g} ms"),
-            " to ".join(f"{seconds * 1e3:.3g}" for seconds in cost.latency_quartiles) + " ms",
-            shared(cost, "throughput", f"{cost.throughput:.3g}"),
-        )
-        for cost in costs
-    ]
-    header = ("model", "parameters", "on disk", "peak memory", f"one {thing}", "quartiles", f"{thing}s a second")
-    return markdown(header, rows)
-
-
-def measured_on(costs: Sequence[Cost]) -> str:
-    """A sentence on how the costs were measured."""
-    cost, machine = costs[0], costs[0].machine
-    things = "images" if cost.num_tokens is None else f"texts of {cost.num_tokens} tokens"
-    threads = "1 thread" if machine.num_threads == 1 else f"{machine.num_threads} threads"
-    return (
-        f"Medians of {cost.num_rounds} rounds in which the models took turns, {things}, one alone or in batches "
-        f"of {cost.batch_size}, on {machine.processor} ({threads}, {machine.system}, torch "
-        f"{machine.torch}); peak memory is that of the weights and of running one batch."
-    )
+def cost_table(whole: LayeredModel, cut: nn.Module, layer: int, seconds: Mapping[int, float]) -> str:
+    """A row for the model without its head and one for its first blocks, with the share of the former."""
+    rows, first = [], list[float]()
+    for blocks, network in ((whole.num_layers, whole.model), (layer, cut)):
+        weights = [*trunk_of(network).parameters()]
+        costs = [sum(each.numel() for each in weights), sum(each.nbytes for each in weights), seconds[blocks]]
+        first = first or costs
+        texts = (f"{costs[0]:,}", f"{costs[1] / 1e6:.3g} MB", f"{costs[2] * 1e3:.3g} ms")
+        shares = [f"{text} ({cost / of:.0%})" for text, cost, of in zip(texts, costs, first, strict=True)]
+        rows.append((f"{blocks} of {whole.num_layers} blocks", *shares))
+    return markdown(("", "parameters", "weights", "median time"), rows)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -169,11 +134,6 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     sides = [str.rjust if column else str.ljust for column in range(len(header))]
     lines = [[side(text, width) for side, text, width in zip(sides, row, widths, strict=True)] for row in cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _bytes(count: int) -> str:
-    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if count >= pair[0]), (1e3, "kB"))
-    return f"{count / unit:.3g} {name}"
 
 
 # Equal weights at other addresses: MKL's products differ in their last bits on many CPUs, and blocks add that up.
@@ -191,7 +151,6 @@ def export(
     tokenizer: str | Path | TextTokenizer | None,
     card: Card,
     batches: Iterable[Batch],
-    costs: Callable[[Path], Sequence[Cost]] | None = None,
     keep_lm_head: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -201,10 +160,9 @@ def export(
     the Auto class of the model's own head; `load_classifier` opens all of it. It holds config.json, the weights in
     safetensors, the tokenizer, probe.safetensors, probe.json and README.md, in the precision that the model is in.
 
-    The folder appears as a whole or not at all. Before it does, it is read again without this package, and the hidden
-    states of `batches` at every layer are compared with those of `model` up to rounding, and the weights bit by bit.
-    With `overwrite` an earlier export gives way; a folder that is none is never removed. `costs` is called with the
-    folder that is checked and gives what the page says of costs, such as `compare_costs` of the whole model with it.
+    The folder appears as a whole or not at all. Before it does, it is read again, and the hidden states of `batches` at
+    every layer are compared with those of `model` up to rounding, and the weights bit by bit. With `overwrite` an
+    earlier export gives way; a folder that is none is never removed.
 
     Raises:
         InputError: a layer that is none of 1..L, a folder that is there, a model that cannot be cut, a tokenizer that
@@ -221,6 +179,8 @@ def export(
         raise InputError(f"keep_lm_head: this {type(view.model).__name__} has no head to keep: leave it out")
     cut = truncate(view.model, layer, head=keep_lm_head)
     card = card if card.weights_hash else replace(card, weights_hash=weights_hash(view.model))
+    if card.seconds is not None and layer < view.num_layers:
+        card = replace(card, costs=cost_table(view, cut, layer, card.seconds))
     with _draft_of(folder) as draft:
         save(cut, draft)
         fingerprint = weights_hash(cut)
@@ -230,8 +190,8 @@ def export(
             if view.family.norm is None:  # else its vectors are those before the final norm
                 save_sentence_encoder(draft, head.facts.pooling, view.dim, head.facts.max_tokens)
         head.save(draft)
-        _verify(draft, view, layer, head, text_tokenizer, batches, keep_lm_head, fingerprint)
-        _write_page(card if costs is None else replace(card, costs=costs(draft)), head, view, draft)
+        _verify(draft, view, layer, head, text_tokenizer, batches, fingerprint)
+        _write_page(card, head, view, draft)
         refuse_taken(folder, overwrite)  # that took a while
         _put_in_place(folder, draft)
     return folder
@@ -293,12 +253,12 @@ def _verify(
     head: ProbeHead,
     tokenizer: TextTokenizer | None,
     batches: Iterable[Batch],
-    keep_lm_head: bool,
     fingerprint: str,
 ) -> None:
-    attention = None if view.family.sees_images else view.attention
-    reloaded: nn.Module = open_plainly(draft, head=keep_lm_head, attention=attention, safetensors_only=True)
-    again = LayeredModel(reloaded.to(view.device))
+    reloaded: Network = load(draft, dtype=view.dtype).to(view.device)
+    if not view.family.sees_images:
+        reloaded.set_attn_implementation(view.attention)
+    again = LayeredModel(reloaded)
     for batch in batches:
         expected, got = view.trajectory(batch).hidden[: layer + 1], again.trajectory(batch).hidden
         if expected.shape != got.shape or expected.dtype != got.dtype:

@@ -1,7 +1,7 @@
 """A layer that was chosen, written down: numbers, a picture, the model cut there with its page; and models compared."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,13 @@ from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
 from lit_layers.figures.vega import write_charts
-from lit_layers.files.durable import Scratch
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
-from lit_layers.models.build import save
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
 from lit_layers.select.classifier import HeadFacts, ProbeHead
-from lit_layers.select.export import Card, compare_costs, cost_table, export, measured_on
+from lit_layers.select.export import Card, export
 from lit_layers.series.checkpoint_sources import ModelFiles
 
 _PICK = "#c2410c"
@@ -117,13 +115,10 @@ class Selection:
             series.insert(1, Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line))
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
-    def export(self, folder: Path, picture: Path, *, rounds: int, show: Callable[[str], None], **options: bool) -> None:
-        """Writes the model cut at the layer, with its probe and its page; `options` are those of `export`.
+    def export(self, folder: Path, picture: Path, **options: bool) -> None:
+        """Writes the model cut at the layer, with its probe and its page, which shows the picture of the choice.
 
-        Args:
-            picture: of the choice, for the page.
-            rounds: in which the costs of the whole and the cut model are measured.
-            show: is given the table of costs and how they were measured.
+        `options` are those of `lit_layers.select.export.export`.
         """
         task, choice = self.task, self.choice
         facts = HeadFacts(
@@ -147,29 +142,12 @@ class Selection:
             validation={layer: score.value for layer, score in choice.validation.items()},
             test_chosen=choice.test[choice.layer].value,
             test_last=choice.test[choice.num_layers].value,
+            seconds=self.seconds,
             picture=picture,
             notes=task.notes,
         )
-        whole, scratch = Path(self.files.model), None
-        if not self.files.local:  # a copy, removed at the end
-            scratch = Scratch()
-            whole = scratch.folder
-            save(self.view.model, whole)
-        measured: Any = {"num_rounds": rounds, "device": self.view.device.type}
-        measured |= {} if task.max_tokens is None else {"num_tokens": min(128, task.max_tokens)}
-
-        def costs(cut: Path) -> Any:
-            of_both = compare_costs(whole, cut, layer=choice.layer, num_layers=choice.num_layers, **measured)
-            show(f"{cost_table(of_both)}\n\n{measured_on(of_both)}")
-            return of_both
-
-        is_cut = choice.layer < choice.num_layers
-        if not is_cut:
-            show(f"layer {choice.layer} is the last one: nothing can be cut, and no costs are compared")
-        how: Any = {"tokenizer": self.tokenizer, "card": card, "costs": costs if is_cut else None, **options}
+        how: Any = {"tokenizer": self.tokenizer, "card": card, **options}
         export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
-        if scratch is not None:
-            scratch.remove()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save
 from lit_layers.models.offload import Offload
-from lit_layers.models.saved import INDEX, PICKLED, load, open_plainly, outline, read_config
+from lit_layers.models.saved import INDEX, PICKLED, load, outline, read_config
 from lit_layers.series.local_series import StepFolders
 from tests.hostile.test_recipes import refused
 from tests.support.exports import saved_tokenizer
@@ -60,7 +60,7 @@ def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
     ):
         content["weight_map"][name] = elsewhere
         (folder / index).write_text(json.dumps(content))
-        openings = [load, open_plainly, lambda path: StepFolders(tmp_path / "series").checkpoints[0].load()]
+        openings = [load, lambda path: StepFolders(tmp_path / "series").checkpoints[0].load()]
         shutil.rmtree(tmp_path / "series", ignore_errors=True)
         for step in (0, 1):
             shutil.copytree(folder, tmp_path / "series" / f"step-{step:09d}")
@@ -190,7 +190,7 @@ def _offloaded(folder: str) -> torch.nn.Module:
     return load(folder, offload=Offload(Path(folder) / "scratch", torch.device("cpu")))
 
 
-_OPENING = (load, open_plainly, _offloaded, lambda folder: outline(read_config(Path(folder)), folder))
+_OPENING = (load, _offloaded, lambda folder: outline(read_config(Path(folder)), folder))
 _NAMED = {  # refused wherever, by the field that the sentence names
     "attn_implementation": (
         {"attn_implementation": "evil/kernel"},
@@ -237,9 +237,8 @@ def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, m
 def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add_it(tmp_path):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
-    for opened in (load, open_plainly):
-        with pytest.raises(InputError, match="found an adapter beside it"):
-            opened(str(tmp_path))
+    with pytest.raises(InputError, match="found an adapter beside it"):
+        load(str(tmp_path))
 
 
 def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.models.saved import load, open_plainly
+from lit_layers.models.saved import load
 from lit_layers.series.checkpoint_sources import FolderSource
 from tests.hostile.test_recipes import refused
 from tests.support.labelled_texts import saved_gpt2
@@ -33,7 +33,7 @@ def test_what_lies_beside_weights_and_is_no_file_is_named_and_not_taken_for_miss
         make(folder / name)
         assert said.format(folder / name) in str(FolderSource(folder).damage())
         assert name not in FolderSource(folder).files
-        for reads in (load, open_plainly, load_tokenizer):
+        for reads in (load, load_tokenizer):
             reader = str if reads is load_tokenizer else Path
             with pytest.raises(InputError) as sentence:
                 reads(reader(folder))

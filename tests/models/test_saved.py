@@ -13,7 +13,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, has_tied_head, weights_hash
 from lit_layers.models.offload import Offload
-from lit_layers.models.saved import described, has_head, load, rebuilt, sequence_classifier
+from lit_layers.models.saved import described, load, rebuilt, sequence_classifier
 from lit_layers.series.checkpoint_sources import FolderSource, ModelFiles
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -128,11 +128,3 @@ def test_a_folder_that_is_gone_is_never_taken_for_a_name_on_the_hub(tmp_path, mo
             opened()
     with pytest.raises(InputError, match="expected an existing path"):
         load_tokenizer(tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("classes", "expected"), [({"num_classes": 10}, True), ({"num_classes": 0}, False), ({}, False)]
-)
-def test_a_model_of_timm_has_a_head_where_it_has_classes(tmp_path, classes, expected):
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"} | classes))
-    assert has_head(tmp_path) is expected

@@ -2,9 +2,12 @@
 
 import yaml
 
+from lit_layers.models.copies import truncate
+from lit_layers.models.view import LayeredModel
 from lit_layers.select.classifier import HeadFacts
-from lit_layers.select.export import cost_table, measured_on, render, score_table
-from tests.support.exports import card, cost
+from lit_layers.select.export import cost_table, render, score_table
+from tests.support.exports import card
+from tests.support.tiny_models import tiny
 
 FACTS = HeadFacts(
     kind="classification", task="moods", layer=2, pooling="last", max_tokens=512, classes=("joy", "anger", "none")
@@ -21,30 +24,22 @@ def test_the_chosen_layer_is_marked_among_its_scores():
     assert found[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
 
 
-def test_costs_stand_beside_their_share_of_the_first_models():
-    half = cost("half|cut", parameters=500_000, bytes_on_disk=2_000, peak_memory=4e9, latency=0.05, throughput=40.0)
-    header, _, first, second = cells(cost_table([cost("whole"), half]).replace("\\|", "/"))
-    assert header == ["model", "parameters", "on disk", "peak memory", "one text", "quartiles", "texts a second"]
-    assert first[:3] == ["whole", "1,000,000 (100%)", "4 MB (100%)"]
-    assert second[:4] == ["half/cut", "500,000 (50%)", "2 kB (0%)", "4 GB (50%)"]
-    assert second[4:] == ["50 ms (25%)", "100 to 300 ms", "40 (400%)"]
-
-
-def test_every_line_of_a_table_has_the_same_length():
-    table = cost_table([cost("a"), cost("a longer name", parameters=10**12)])
+def test_costs_are_those_of_the_trunk_and_of_its_first_blocks_beside_their_shares():
+    model = tiny("gpt2", vocab_size=270)
+    cut = truncate(model, 2, head=False)
+    table = cost_table(LayeredModel(model), cut, 2, {2: 0.05, 3: 0.2})
+    header, _, first, second = cells(table)
+    assert header == ["", "parameters", "weights", "median time"]
+    whole, less = (sum(each.numel() for each in part.parameters()) for part in (model.transformer, cut))
+    assert first == ["3 of 3 blocks", f"{whole:,} (100%)", f"{4 * whole / 1e6:.3g} MB (100%)", "200 ms (100%)"]
+    share = f"({less / whole:.0%})"
+    assert second == ["2 of 3 blocks", f"{less:,} {share}", f"{4 * less / 1e6:.3g} MB {share}", "50 ms (25%)"]
     assert len({len(line) for line in table.splitlines()}) == 1
-
-
-def test_how_costs_were_measured_is_said_in_a_sentence():
-    said = measured_on([cost("whole")])
-    assert "20 rounds in which the models took turns, texts of 128 tokens, one alone or in batches of 16" in said
-    assert "on A CPU (1 thread, Linux x86_64, torch 2.10)" in said
-    assert "images, one alone" in measured_on([cost("vit", num_tokens=None)])
 
 
 def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
     content = card(
-        revision="step5000", commit="abc1", weights_hash="00ff", costs=[cost("whole")], licence="mit", notes=["N."]
+        revision="step5000", commit="abc1", weights_hash="00ff", costs="| a table |", licence="mit", notes=["N."]
     )
     page = render(content, FACTS, package="transformers", picture="validation.png")
     header = yaml.safe_load(page.split("---")[1])
@@ -58,7 +53,7 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7510")
     for part in (
         score_table(content.validation, "accuracy", chosen=2),
-        cost_table(content.costs),
+        "| a table |",
         "![accuracy over layers](validation.png)",
         "# tiny, cut after block 2 of 3, with a classifier for moods",
         "its licence holds for them: mit.",

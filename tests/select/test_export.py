@@ -13,7 +13,7 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, vit, weights_hash
 from lit_layers.select.export import export
-from tests.support.exports import TEXTS, card, cost, features, head_of, probes_of, saved_tokenizer, token_batch
+from tests.support.exports import TEXTS, card, features, head_of, probes_of, saved_tokenizer, token_batch
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import tiny, tiny_batch
 
@@ -101,17 +101,24 @@ def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out", "curve.png"}
 
 
-def test_costs_are_measured_on_the_checked_folder_and_told_on_its_page(spec, tmp_path):
-    seen = []
+def test_the_page_has_costs_where_times_are_known_and_something_is_cut(spec, tmp_path):
+    model = tiny("gpt2", vocab_size=270)
+    for layer, times in ((2, {2: 0.123, 3: 0.5}), (2, None), (3, {3: 0.5})):
+        folder = exported(model, layer, tmp_path / "out", spec, card=card(seconds=times), overwrite=True)
+        page = (folder / "README.md").read_text()
+        assert (
+            ("| 2 of 3 blocks |" in page)
+            == ("123 ms (25%)" in page)
+            == ("## Costs" in page)
+            == (times == {2: 0.123, 3: 0.5})
+        )
 
-    def measured(folder):
-        seen.extend(file.name for file in folder.iterdir())
-        return [cost("first 2 blocks", latency=0.123)]
 
-    folder = exported(tiny("gpt2", vocab_size=270), 2, tmp_path / "out", spec, costs=measured)
-    assert {"model.safetensors", "probe.json"} <= set(seen)
-    assert "| first 2 blocks |" in (folder / "README.md").read_text()
-    assert "123 ms" in (folder / "README.md").read_text()
+def test_other_attention_than_the_usual_is_taken_again_for_the_check(spec, tmp_path):
+    model = tiny("gpt2", vocab_size=270)
+    model.set_attn_implementation("eager")
+    exported(model, 2, tmp_path / "out", spec)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.realdata

@@ -137,6 +137,11 @@ def test_inputs_of_another_kind_are_refused(tmp_path):
             classifier.predict(inputs)
 
 
+class Canary:
+    def __reduce__(self):
+        return pytest.fail, ("code was run",)
+
+
 def test_parts_that_do_not_belong_together_and_pickles_are_refused(tmp_path):
     model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     head = head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), 2)
@@ -145,10 +150,10 @@ def test_parts_that_do_not_belong_together_and_pickles_are_refused(tmp_path):
     with pytest.raises(InputError, match="its probe reads layer 2 of width 32, its model ends at layer 3 of width 32"):
         load_classifier(folder)
     shutil.move(folder / "model.safetensors", folder / "kept")
-    torch.save({}, folder / "pytorch_model.bin")
     (folder / "probe.safetensors").rename(folder / "moved")
     with pytest.raises(InputError, match=r"found no probe\.safetensors there"):
         load_classifier(folder)
     (folder / "moved").rename(folder / "probe.safetensors")
-    with pytest.raises(InputError, match="expected weights in safetensors in .*, found none"):
+    torch.save({"wte.weight": Canary()}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="its weights hold .*, and loading them would run code"):
         load_classifier(folder)

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer, train_bpe
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
-from lit_layers.models.costs import Cost, Machine
 from lit_layers.models.view import LayeredModel
 from lit_layers.select.classifier import HeadFacts, ProbeHead
 from lit_layers.select.export import Card
 
-MACHINE = Machine(processor="A CPU", num_threads=1, torch="2.10", system="Linux x86_64")
 CLASSES = ("joy", "anger", "none")
 TEXTS = [f"{word} the {other} {'very ' * number}much" for number, word in enumerate(("we like", "they hate", "a"))
          for other in ("train", "tram", "boat", "plane", "night boat")]  # fmt: skip
@@ -68,20 +66,3 @@ def card(**changes) -> Card:
         "test_last": 0.751,
     }
     return Card(**content | changes)
-
-
-def cost(name: str, **changes) -> Cost:
-    facts: dict[str, Any] = {
-        "name": name,
-        "parameters": 1_000_000,
-        "bytes_on_disk": 4_000_000,
-        "peak_memory": 8_000_000_000,
-        "latency": 0.2,
-        "latency_quartiles": (0.1, 0.3),
-        "throughput": 10.0,
-        "batch_size": 16,
-        "num_tokens": 128,
-        "num_rounds": 20,
-        "machine": MACHINE,
-    }
-    return Cost(**(facts | changes))

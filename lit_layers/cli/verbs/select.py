@@ -188,7 +188,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     print(*paths, sep="\n")
     if options.export is not None:
         chosen = {name: getattr(options, name) for name in ("keep_lm_head", "overwrite")}
-        selection.export(options.export, paths[0], rounds=options.rounds, show=print, **chosen)
+        selection.export(options.export, paths[0], **chosen)
         print(options.export)
     return 0
 
