@@ -168,7 +168,7 @@ def layers(
     metrics. Nothing is written to disk, the model is left as it was, and whatever fails is raised.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, a name on the Hub, or a model in memory.
+        model: a folder with config.json and weights, a name on the Hub, or a model in memory.
         metrics: names.
         texts: what a text model reads; None: sixteen passages of English novels and speeches that come with the
             package, which the log says. Each is cut to `max_tokens`, or to what the model takes.

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import naming
-from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import asking_the_hub
 from lit_layers.identity import hash_of
 
@@ -90,16 +89,12 @@ def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
-    """The tokenizer at a path (a folder with `tokenizer.json`, that file, or a GGUF file), or at NAME[@REVISION] of the
-    Hub.
+    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or at NAME[@REVISION] of the Hub.
 
     Raises:
         InputError: where there is none, or it has no token to end a document with.
     """
     path = Path(spec)
-    if is_gguf(path):
-        content, end = GgufFile(path).tokenizer()
-        return _ending(Tokenizer.from_str(content), end, path, {})
     if path.is_file():
         return _load(path, {})
     if not spec or not path.exists():  # of '' the working directory does

@@ -18,7 +18,6 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
-from lit_layers.files.gguf_files import is_gguf
 from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, analyze_series, silent
 from lit_layers.models.costs import most_ever
@@ -275,10 +274,8 @@ def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
 
 
 def name_of(model: str) -> str:
-    """The name of the folder, the file or the repository; step-000001000 alone would not say of which run."""
+    """The name of the folder or the repository; step-000001000 alone would not say of which run."""
     path = Path(model).resolve()
-    if is_gguf(path):
-        return path.stem
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
 
 

@@ -15,8 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.errors import InputError, first_sentence, refuse_odd_files, whole_path
-from lit_layers.files.gguf_files import GgufFile, is_gguf, no_folder
+from lit_layers.errors import InputError, first_sentence, no_folder, refuse_odd_files, whole_path
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, untrained
@@ -39,8 +38,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     offload: Offload | None = None,
 ) -> nn.Module:
-    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder, a GGUF file or a
-    repository of the Hub.
+    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
 
     With `offload` its blocks stay on the disk and the rest is on the device named there. Reads safetensors, or else a
     pickle with `weights_only=True`; never runs code of the repository.
@@ -55,9 +53,9 @@ def load(
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"expected a model in {name}, found no config.json there")
     is_place = isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))
-    if os.path.isfile(name) and not is_gguf(name):
+    if os.path.isfile(name):
         raise no_folder(name)
-    if is_place and not os.path.isdir(name) and not is_gguf(name):
+    if is_place and not os.path.isdir(name):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
         with quiet():  # a model is filled with random weights before it is with its own
@@ -78,15 +76,13 @@ def load(
 def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload | None) -> nn.Module:
     from transformers import PreTrainedConfig
 
-    if is_gguf(name):
-        return load_gguf(GgufFile(name), dtype=dtype, offload=offload)
-
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
     if offload is None:
         refuse_beyond_memory(SimpleNamespace(**settings))
     if is_timm(settings):
-        _refuse_offload(name, "a model of timm", offload)
+        if offload is not None:
+            raise InputError(f"offload: {name} is a model of timm, which is only read whole: leave --offload out")
         model = _open_timm(name, settings, revision)
         setattr(model, TIMM_OPTIONS, settings.get("model_args", {}))
         pixels.keep_pixel_statistics_(model, settings)
@@ -94,29 +90,11 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
     return _load_transformers(name, settings, revision, dtype, offload)
 
 
-def _refuse_offload(name: str, kind: str, offload: Offload | None) -> None:
-    if offload is not None:
-        raise InputError(f"offload: {name} is {kind}, which is only read whole: leave --offload out")
-
-
 def _refuse_too_large(settings: dict[str, Any], attempt: str) -> None:
     try:
         refuse_beyond_memory(SimpleNamespace(**settings))
     except ValueError as error:
         raise InputError(f"{attempt}: {error}") from error
-
-
-def load_gguf(file: GgufFile, *, dtype: torch.dtype = torch.float32, offload: Offload | None = None) -> nn.Module:
-    """The model in a GGUF file, on the CPU, in evaluation mode: its weights are floats again.
-
-    Raises:
-        InputError: a file that is damaged, or of a model that transformers does not read from one.
-    """
-    _refuse_offload(str(file.path), "a GGUF file", offload)
-    settings = file.settings
-    _refuse_too_large(settings, f"{file.path} cannot be loaded")
-    with quiet():
-        return file.load(class_of(settings, str(file.path)), dtype).eval()
 
 
 def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_layers import schema
-from lit_layers.errors import InputError, odd_files, refuse_odd_files
+from lit_layers.errors import InputError, no_folder, odd_files, refuse_odd_files
 from lit_layers.files.durable import on_disk
-from lit_layers.files.gguf_files import no_folder
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.series.weight_files import STEMS, Memory, formats
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.errors import InputError, refuse_odd_files
+from lit_layers.errors import LOAD_THEM, OF_WEIGHTS_ALONE, InputError, refuse_odd_files
 from lit_layers.files.durable import Scratch, on_disk
-from lit_layers.files.gguf_files import LOAD_THEM, OF_WEIGHTS_ALONE
 from lit_layers.files.hub import ADAPTER, MERGE_IT, ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import functools
 import json
 import os
 import re
@@ -15,9 +14,8 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError
-from lit_layers.files.gguf_files import GgufFile, is_gguf
-from lit_layers.files.hub import Hub, ListedFile, Retry, content_hash
+from lit_layers.errors import InputError, no_folder
+from lit_layers.files.hub import Hub, ListedFile, Retry
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import SEED, Count, Expected, Step, refuse_outside
 from lit_layers.series.auditing import audit
@@ -229,8 +227,8 @@ class Models(Series):
 
     def find(self) -> Listing:
         for model in self.models:
-            if is_gguf(model):
-                raise InputError(f"models: {model} is a GGUF file, which is measured alone: name it as the one model")
+            if os.path.isfile(model):
+                raise no_folder(model)
             if model.startswith((".", "/", "~")) and not os.path.isdir(model):
                 raise InputError(f"models: expected a folder with a model, {model} does not exist")
         hub = None if all(map(os.path.isdir, self.models)) else Hub()
@@ -262,10 +260,6 @@ class OneModel(Series):
         refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
     def find(self) -> Listing:
-        if is_gguf(self.name) and self.untrained is None:
-            if self.revision is not None:
-                raise InputError(f"revision: {self.name} is a file and has no revision {self.revision!r}: leave it out")
-            return Listing((Checkpoint(self.name, self.name, _OneFile(GgufFile(self.name)), is_of_a_series=False),))
         source = _Alone(ModelFiles(self.model, revision=self.revision), self.revision, self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
@@ -314,41 +308,6 @@ class _Alone(Source):
             about: Any = {"seed": self.untrained, "dtype": dtype, "preprocessor": preprocessor}
             return initialised(self.model.config, self.model.model, **about)
         return load(self.model.location, revision=self.model.commit, dtype=dtype, offload=offload)
-
-
-@dataclass(frozen=True)
-class _OneFile(Source):
-    """A GGUF file, which is known by its hash."""
-
-    file: GgufFile
-
-    @functools.cached_property
-    def files(self) -> Mapping[str, ListedFile]:
-        path = self.file.path
-        return {path.name: ListedFile(path.name, path.stat().st_size, content_hash(path))}
-
-    def read(self, path: str) -> bytes:
-        if path != "config.json":
-            raise FileNotFoundError(path)
-        return json.dumps(self.file.settings).encode()
-
-    def fetch(self) -> Path:
-        return self.file.path
-
-    def weights(self) -> dict[str, str]:
-        return {name: file.hash for name, file in self.files.items()}
-
-    def describe(self) -> dict[str, Any]:
-        about = {"weight_files": self.weights(), "quantization": self.file.quantization}
-        return {"checkpoint": str(self.file.path)} | about
-
-    def tokenizer(self) -> str | None:
-        return str(self.file.path)
-
-    def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
-        from lit_layers.models.saved import load_gguf  # torch, which names and steps do not need
-
-        return load_gguf(self.file, dtype=dtype, offload=offload)
 
 
 def _source(hub: Hub | None, model: str) -> Source:

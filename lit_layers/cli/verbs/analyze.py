@@ -66,7 +66,7 @@ def analyze(
     Exit code: 0, 1 if anything failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
+        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
         series: instead of a model: the class of a series, with its own options
         follow: measure the checkpoints in a folder, and those that a training writes there meanwhile, until Ctrl-C or

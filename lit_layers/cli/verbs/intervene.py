@@ -128,7 +128,7 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     Run it again to continue. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
+        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
     """
     options = options.settled(recipe)

@@ -41,7 +41,7 @@ def mteb(
     Exit code: 0, 1 if a task failed, 2 wrong input, 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, a GGUF file, or a name on the Hub; for a series a folder of steps,
+        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
         tokenizer: name or folder of the tokenizer (default: the model's own)
         tasks: which tasks: layerwise32, local (all that --folder holds), or names with commas between
