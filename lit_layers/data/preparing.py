@@ -1,15 +1,18 @@
 """Corpus to token shards, streamed; the result depends on the corpus and the options only, not on the threads.
 
-A preparation under way is a hidden folder beside the one asked for, which gets that name once it is whole.
+A preparation under way is a hidden folder beside the one asked for, which gets that name once it is whole. Its note of
+progress says how far its files are good: a run that was cut reads the corpus again and writes what they lack.
 """
 
 import contextlib
 import copy
 import hashlib
+import json
 import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,10 +25,13 @@ from lit_layers.data import tokenization
 from lit_layers.data.shards import FORMAT, HEADER, STARTS, STEMS, TOKENIZER, VERSION, TokenShards, finish, token_dtype
 from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
 from lit_layers.errors import InputError
+from lit_layers.files.durable import sync, write_json
 from lit_layers.identity import hash_of, sha16
 from lit_layers.schema import refuse_below_one
 
 CHUNK_BYTES = 2**22  # of text, the work of one call of the tokenizer
+PART_SECONDS = 10.0  # of work, at most, that an interruption loses
+PROGRESS = "progress.json"
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
 
 
@@ -58,7 +64,7 @@ def prepare(
     max_documents: int | None = None,
     progress: bool = False,
 ) -> TokenShards:
-    """Write the token shards of a corpus to the folder `out`, or open those that are there.
+    """Write the token shards of a corpus to the folder `out`, go on where a run was cut, or open those that are there.
 
     Args:
         source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, or a Hub data set
@@ -94,9 +100,9 @@ def prepare(
             texts = _training_texts(corpus, max_documents, BPE_BYTES)
             loaded = tokenization.train_bpe(texts, tokenization.bpe_size(tokenizer) or 0)
         tokenization.save_tokenizer(loaded, draft / TOKENIZER)
-        dtype = token_dtype(loaded.vocab_size)
-        counts = _written(draft, dtype, corpus, loaded, max_documents, progress)
-        hash_ = tokenization.tokenizer_hash(loaded.tokenizer)
+        dtype, hash_ = token_dtype(loaded.vocab_size), tokenization.tokenizer_hash(loaded.tokenizer)
+        key = hash_of([settings, corpus.revision, hash_])
+        counts = _written(draft, dtype, corpus, loaded, max_documents, progress, key)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -118,12 +124,21 @@ def _written(
     tokenizer: tokenization.TextTokenizer,
     limit: int | None,
     progress: bool,
+    key: str,
 ) -> dict[str, Any]:
-    """Write the tokens of all documents and where they start; return the counts and hashes of the text."""
+    """Write the tokens of all documents and where they start; return the counts and hashes of the text.
+
+    `key` tells corpus, options and tokenizer from others.
+    """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
     encoder.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-    splits: dict[str, Any] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
-    chains, left_out = dict.fromkeys(STEMS, ""), {"empty": 0, "duplicate": 0}
+    noted, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
+    state: dict[str, Any] = json.loads(noted.read_text()) if noted.is_file() else {"key": ""}
+    if state["key"] != key:
+        state = {"key": key, "read": 0, "chains": dict.fromkeys(STEMS, ""), "sizes": dict.fromkeys(names, 0)}
+        state["splits"] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
+        state["left_out"] = {"empty": 0, "duplicate": 0}
+    splits, left_out, chains = state["splits"], state["left_out"], state["chains"]
     waiting: list[tuple[str, str]] = []  # splits and texts
 
     def write() -> None:
@@ -136,15 +151,24 @@ def _written(
             of["documents"] += 1
         waiting.clear()
 
+    def note(read: int) -> None:
+        for name, file in zip(names, opened, strict=True):
+            file.flush()
+            sync(draft / name)
+            state["sizes"][name] = file.tell()
+        write_json(noted, state | {"read": read})
+
     with contextlib.ExitStack() as stack:
-        names = {split: (f"{stem}.bin", f"{stem}.idx") for split, stem in STEMS.items()}
-        files = {
-            split: [stack.enter_context((draft / name).open("wb")) for name in pair] for split, pair in names.items()
-        }
+        opened = [stack.enter_context((draft / name).open("ab")) for name in names]
+        for name, file in zip(names, opened, strict=True):
+            file.truncate(state["sizes"][name])  # of what was written behind the last note
+        files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.all_threads())
         bar = stack.enter_context(_bar(progress))
-        task, size = bar.add_task("tokens", total=None), 0
-        for document, split, value in _placed(source, limit):
+        task, size, closed = bar.add_task("tokens", total=None), 0, time.monotonic()
+        for read, (document, split, value) in enumerate(_placed(source, limit), start=1):
+            if read <= state["read"]:
+                continue
             if split in left_out:
                 left_out[split] += 1
                 continue
@@ -154,10 +178,14 @@ def _written(
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
                 write()
+                if time.monotonic() - closed >= PART_SECONDS:
+                    note(read)
+                    closed = time.monotonic()
                 size, fraction = 0, document.fraction
                 tokens = sum(of["tokens"] for of in splits.values()) / 1e6
                 bar.update(task, description=f"{tokens:.1f} M tokens", total=fraction and 1.0, completed=fraction or 0)
         write()
+    noted.unlink(missing_ok=True)
     for split, of in splits.items():
         of["corpus_hash"] = chains[split][:16]
         if not of["documents"]:
@@ -239,19 +267,25 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """A new folder, removed at the end. One process prepares; others wait. A failing disk is a sentence."""
+    """A hidden folder, kept if a run is cut. One process prepares; others wait. A failing disk is a sentence."""
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
-            draft.mkdir()
+            noted = draft / PROGRESS
+            if not noted.is_file():
+                shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(exist_ok=True)
             try:
                 yield draft
+            except InputError:
+                noted.unlink(missing_ok=True)
+                raise
             finally:
-                shutil.rmtree(draft, ignore_errors=True)
+                if not noted.is_file():
+                    shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise InputError(f"cannot prepare {folder} ({error}): choose another folder, or run again") from error
+        raise InputError(f"cannot prepare {folder} ({error}): choose another folder, or run again to go on") from error
 
 
 def _name_of(source: dict[str, Any]) -> str:

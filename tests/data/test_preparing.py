@@ -67,6 +67,44 @@ def test_a_run_cut_anywhere_leaves_no_shards_and_the_next_one_gives_the_same_fil
     assert {path.name for path in tmp_path.iterdir()} == {"cut", ".cut.lock"}
 
 
+@pytest.mark.parametrize("num_calls", [1, 2, 5])
+def test_what_is_tokenized_is_not_tokenized_again(made, jsonl, tmp_path, monkeypatch, small_steps, num_calls):
+    out, tokenized, is_cut = tmp_path / "cut", [], True
+
+    class Encoder:
+        def __init__(self, inner) -> None:
+            self.inner = inner
+
+        def encode_batch_fast(self, texts, **options):
+            if is_cut and len(tokenized) == num_calls:
+                raise Crash
+            tokenized.append(len(texts))
+            return self.inner.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(preparing, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(preparing.copy, "deepcopy", lambda inner: Encoder(inner))
+    with pytest.raises(Crash):
+        prepare(str(jsonl), "bpe:300", out, validation=0.2)
+    assert not out.exists()
+    is_cut = False
+    prepare(str(jsonl), "bpe:300", out, validation=0.2)
+    assert content(out) == content(made.folder)
+    assert sum(tokenized) == made.num_documents("train") + made.num_documents("validation")
+
+
+def test_a_corpus_that_changed_since_a_run_was_cut_is_prepared_anew(texts, tmp_path, monkeypatch, small_steps):
+    path, out = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
+    monkeypatch.setattr(preparing, "PART_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(Crash))
+        with pytest.raises(Crash):
+            prepare(str(path), "bpe:300", out, validation=0.2)
+    assert (tmp_path / ".out.draft" / preparing.PROGRESS).is_file()
+    write_jsonl(path, [texts[0][::-1], *texts[1:]])
+    whole = prepare(str(path), "bpe:300", out, validation=0.2)
+    assert whole.checksum == prepare(str(path), "bpe:300", tmp_path / "again", validation=0.2).checksum
+
+
 @pytest.mark.slow
 def test_data_loaders_of_a_script_that_prepares_say_nothing(made, jsonl, tmp_path):
     script = tmp_path / "script.py"
