@@ -51,7 +51,7 @@ def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion_to_the_la
     assert plan.of_checkpoint == pytest.approx(2 + 3 + 1001)
     *_, whole = plan.table(3, {"training": (60.0, 5e6)})
     assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", planning.duration(3 * 1006 + 60))
-    assert whole["disk"] == "5 MB"
+    assert whole["disk"] == "5.0 MB"
     assert "an extrapolation" in plan.notes()[0]
 
 

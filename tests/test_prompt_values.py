@@ -86,7 +86,7 @@ def test_a_watched_run_keeps_them_and_its_lines_and_weights_are_as_without(tmp_p
         analyses = [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
         watch = EmergenceCallback(analyses, [0, 2, 4], root, run="r", values_mb=size)
         ends.append(fit(root, [watch], steps=4)[1].state_dict())
-        lines.append(records.read(watch.file))
+        lines.append(records.read(watch.measurer.file))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     assert [m.records for m in lines[0]] == [m.records for m in lines[1]]
     assert "by_prompt" not in (tmp_path / "1" / "measurements.jsonl").read_text()

@@ -273,8 +273,6 @@ def _draft_of(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             noted = draft / PROGRESS
-            if not noted.is_file():
-                shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(exist_ok=True)
             try:
                 yield draft

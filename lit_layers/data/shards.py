@@ -99,7 +99,7 @@ class TokenShards:
 
 def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
     """Write the header of the files in a folder, which then gets its name."""
-    paths = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+    paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
     files = {path.relative_to(draft).as_posix(): _measure(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}

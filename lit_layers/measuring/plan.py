@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, analyze_series, silent
-from lit_layers.models.costs import most_ever
 from lit_layers.records import Measurement
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
@@ -40,7 +41,6 @@ class Plan:
 
     seconds: dict[str, dict[float, float]]
     around: float = math.inf
-    num_bytes: dict[str, int] = field(default_factory=dict)  # that an analysis writes for a checkpoint
     reasons: dict[str, str] = field(default_factory=dict)  # why an analysis was not measured
 
     def of_analysis(self, name: str) -> float:
@@ -58,22 +58,20 @@ class Plan:
 
     def table(self, number: int, others: Mapping[str, tuple[float, float]] | None = None) -> list[dict[str, str]]:
         """Return the rows for a number of checkpoints; `others` are seconds and bytes of what else is done."""
-        parts: dict[str, tuple[float, float]] = {
-            each: (number * self.of_analysis(each), number * self.num_bytes.get(each, 0)) for each in self.seconds
-        }
+        parts: dict[str, tuple[float, float]] = {each: (number * self.of_analysis(each), 0) for each in self.seconds}
         parts |= {"opening and hashing": (number * self.around, 0), **(others or {})}
         parts[f"in all, {number} checkpoints"] = sum(s for s, _ in parts.values()), sum(b for _, b in parts.values())
         shares = {name: f"{max(shares, default=0):.0%}" for name, shares in self.seconds.items()}
-        return [
-            {"": name, "measured": shares.get(name, ""), "time": duration(seconds), "disk": size(written)}
-            for name, (seconds, written) in parts.items()
-        ]
+        rows = []
+        for name, (seconds, written) in parts.items():
+            disk = decimal(int(written)) if written else ""
+            rows.append({"": name, "measured": shares.get(name, ""), "time": duration(seconds), "disk": disk})
+        return rows
 
     def notes(self) -> list[str]:
         """Return what the numbers are, a sentence each."""
         return [
             "an extrapolation: analyses ran on that share of their data, and their time was multiplied",
-            f"memory: {size(most_ever())} in this process so far; more data can take more",
             *(f"{name}: not in these numbers: {why}" for name, why in self.reasons.items() if not self.seconds[name]),
         ]
 
@@ -98,17 +96,8 @@ def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]]
                 plan.reasons[each.analysis] = each.error
                 continue
             plan.seconds[each.analysis][shares[each.analysis][1]] = each.seconds
-            plan.num_bytes[each.analysis] = sum(len(repr(record)) for record in each.records)
         left = [each for each in left if each.name in shares and shares[each.name][1] < 1]
     return plan
-
-
-def size(number: float) -> str:
-    """Return bytes in words."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number / 1e3:.0f} kB" if number else "-"
 
 
 def duration(seconds: float) -> str:

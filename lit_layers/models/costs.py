@@ -1,9 +1,7 @@
 """What models cost on this machine: memory and time, measured in turns."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,14 +105,3 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
     passes = torch.tensor(times, dtype=torch.float64).view(warm_up + rounds, model.num_layers + 2)[warm_up:]
     # Block by block: what interrupts a pass then counts in one block of one pass.
     return passes.diff(dim=1).median(0).values.cumsum(0)
-
-
-def most_ever() -> int:
-    """Return the most bytes that were resident in this process."""
-    status = Path("/proc/self/status")
-    if status.exists():  # the maximum of getrusage begins with that of the process that started this one
-        return next(int(row.split()[1]) * 1024 for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

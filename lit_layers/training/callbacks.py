@@ -279,10 +279,6 @@ class EmergenceCallback(_AtSteps):
         self._source: dict[str, Any] = {}
         self._place = 0  # where losses of the weights that are measured stand on the axis of the trainer's loggers
 
-    @property
-    def file(self) -> Path:
-        return self.measurer.file
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = self._plain_model(pl_module)
         try:
