@@ -6,8 +6,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 from tests.support import code_lines
 
 LINES = 36_560
-CHARACTERS = 1_736_900
-FILES = 204
+CHARACTERS = 1_736_600
+FILES = 203
 FILES_IN_A_FOLDER = 16
 
 SOURCE = '''"""A docstring

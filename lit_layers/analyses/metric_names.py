@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from lit_layers import functional, metrics
-from lit_layers.analyses.attention import AttentionPatterns
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.context_use import AttentionPatterns
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual

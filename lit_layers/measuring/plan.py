@@ -9,7 +9,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,15 @@ class Plan:
         """The seconds of one checkpoint."""
         return self.around + sum(map(self.of_analysis, self.seconds))
 
-    def table(self, number: int, others: Mapping[str, tuple[float, float]] | None = None) -> list[dict[str, str]]:
-        """Return the rows for a number of checkpoints; `others` are seconds and bytes of what else is done."""
+    def table(self, number: int, others: Mapping[str, tuple[float, float]] | None = None) -> Iterator[dict[str, str]]:
+        """Yield the rows for a number of checkpoints; `others` are seconds and bytes of what else is done."""
         parts: dict[str, tuple[float, float]] = {each: (number * self.of_analysis(each), 0) for each in self.seconds}
         parts |= {"opening and hashing": (number * self.around, 0), **(others or {})}
         parts[f"in all, {number} checkpoints"] = sum(s for s, _ in parts.values()), sum(b for _, b in parts.values())
         shares = {name: f"{max(shares, default=0):.0%}" for name, shares in self.seconds.items()}
-        rows = []
         for name, (seconds, written) in parts.items():
             disk = decimal(int(written)) if written else ""
-            rows.append({"": name, "measured": shares.get(name, ""), "time": duration(seconds), "disk": disk})
-        return rows
+            yield {"": name, "measured": shares.get(name, ""), "time": duration(seconds), "disk": disk}
 
     def notes(self) -> list[str]:
         """Return what the numbers are, a sentence each."""
