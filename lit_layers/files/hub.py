@@ -4,23 +4,18 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import pickle
 import re
-import socket
 import textwrap
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from huggingface_hub import constants, errors
+from huggingface_hub import errors
 
 from lit_layers.errors import InputError, refused
 
@@ -115,8 +110,7 @@ def asking_the_hub(what: str, advice: str) -> Iterator[None]:
         InputError: `what` cannot be had, why, and what to do.
     """
     try:
-        with from_caches_without_network():
-            yield
+        yield
     except (*HUB_ERRORS, RuntimeError) as error:
         raise InputError(f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice}") from error
 
@@ -157,7 +151,8 @@ class Retry:
                     raise InputError(f"{what} ({reason(error)}): {_advice(error)}") from error
                 if attempt == self.attempts:
                     raise InputError(
-                        f"{what} after {attempt} attempts ({reason(error)}): run the same command again later"
+                        f"{what} after {attempt} attempts ({reason(error)}): run the same command again later, "
+                        "or set HF_HUB_OFFLINE=1 to read only the cache"
                     ) from error
                 headers = getattr(getattr(error, "response", None), "headers", {})
                 asked = headers.get("Retry-After", "")  # seconds, or a date
@@ -209,78 +204,6 @@ def content_hash(path: Path, like: str = "sha256") -> str:
         return hashlib.file_digest(file, begin).hexdigest()
 
 
-_found = set[str]()  # machines that this process knew the address of: one that is lost later is waited for
-_sought: dict[str, float] = {}  # when those were last looked for that it did not find
-LOOKED_FOR = 60.0  # seconds for which nobody waits for one again
-
-
-def refuse_without_network(what: str, endpoint: str, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Refuses to ask a Hub whose address cannot be looked up: each request would be tried for minutes.
-
-    Raises:
-        InputError: `what`, and why.
-    """
-    host = urlsplit(endpoint).hostname or ""
-    if host in _found or constants.HF_HUB_OFFLINE or urllib.request.getproxies().keys() & {"http", "https", "all"}:
-        return  # a proxy looks it up
-    waited_for = time.monotonic() - _sought.get(host, -math.inf) < LOOKED_FOR
-    for wait in (None,) if waited_for else (1.0, 2.0, 2.0, None):
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            if wait is None:
-                _sought[host] = time.monotonic()
-                raise InputError(
-                    f"{what}: there is no network, or no {host} in it: check the name, and that the Hub can be reached"
-                ) from error
-            sleep(wait)
-        else:
-            _found.add(host)
-            return
-
-
-_reading_caches, _one_at_a_time = [0], threading.Lock()
-
-
-@contextlib.contextmanager
-def from_caches_without_network() -> Iterator[None]:
-    """Has libraries read their caches alone, as with HF_HUB_OFFLINE, if the Hub's address cannot be looked up.
-
-    They would try each request for half a minute before they look there.
-
-    Raises:
-        ConnectionError: there is no network, and what is asked for is in no cache.
-    """
-    try:
-        refuse_without_network("", constants.ENDPOINT)
-    except InputError as error:
-        absent = str(error).removeprefix(": ").partition(":")[0]
-    else:
-        yield
-        return
-    try:
-        with _offline():
-            yield
-    except (*HUB_ERRORS, RuntimeError) as error:
-        raise ConnectionError(absent) from error
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """In all threads, until the last one that asked for it is through."""
-
-    def switch(number: int) -> None:
-        with _one_at_a_time:
-            _reading_caches[0] += number
-            constants.HF_HUB_OFFLINE = _reading_caches[0] > 0
-
-    switch(1)
-    try:
-        yield
-    finally:
-        switch(-1)
-
-
 class Hub:
     """Requests to the Hugging Face Hub, each tried again where the network failed.
 
@@ -297,7 +220,6 @@ class Hub:
     def commits(self, repo: str) -> dict[str, str]:
         """The commit of every branch, and of every tag that no branch is named like: one request."""
         what = f"cannot list the branches of {repo}"
-        refuse_without_network(what, self.api.endpoint, self.retry.sleep)
         refs = self.retry.call(what, lambda: self.api.list_repo_refs(repo))
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
@@ -321,8 +243,6 @@ class Hub:
         Raises:
             InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
         """
-        if self.cached(repo, revision, path) is None:
-            refuse_without_network(what, self.api.endpoint, self.retry.sleep)
         try:
             return self.retry.call(what, lambda: self._download(repo, revision, path, None)[0])
         except InputError as error:

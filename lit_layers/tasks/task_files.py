@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.errors import InputError, whole_path
 from lit_layers.files.durable import on_disk
-from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
+from lit_layers.files.hub import HUB_ERRORS, reason
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -67,8 +67,7 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
 
     path, _, config = source.partition(":")
     try:
-        with from_caches_without_network():
-            rows: Any = datasets.load_dataset(path, config or None, split=split)
+        rows: Any = datasets.load_dataset(path, config or None, split=split)
     except (*HUB_ERRORS, RuntimeError) as error:
         raise InputError(
             f"source: the split {split!r} of {source!r} cannot be had from the Hub ({reason(error)}), and no local "
@@ -164,10 +163,10 @@ def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     return {column: [row.get(column) for row in rows] for column in columns}
 
 
-def json_objects(path: Path, place: int = 0) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """The object of each line from a byte on, with the bytes at which it starts and ends."""
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """The object of each line, with the bytes at which it starts and ends."""
+    place = 0
     with path.open("rb") as lines:
-        lines.seek(place)
         for line in lines:
             start, place = place, place + len(line)
             if not line.strip():
