@@ -192,7 +192,7 @@ def _date(text: Any) -> str:
 
 # What belongs to one checkpoint, in the order of the table; what else differs from one to the next comes in between.
 _OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit")
-_LAST = ("optimizer_step", "tokens_approximate", "weight_files")
+_LAST = ("tokens_approximate", "weight_files")
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
 _DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table shows
 

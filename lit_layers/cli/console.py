@@ -95,12 +95,8 @@ def show_audit(result: "Audit") -> None:
     verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
     print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
     print(f"not checked at this level: {UNSEEN[result.level]}")
-    unchecked: dict[str, list[str]] = {}
-    for name, rest in result.unchecked.items():
-        for what in rest:
-            unchecked.setdefault(what, []).append(name)
-    for what, names in unchecked.items():
-        print(f"not checked: {what} of {_some(names)}")
+    if unread := [name for name, level in result.levels.items() if level != "weights"]:
+        print(f"not checked: weights of {_some(unread)}")
     rows = [
         {
             "finding": f"note: {finding.kind}" if finding.note else finding.kind,

@@ -30,7 +30,7 @@ from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.schema import COUNT_OR_NONE, Device, refuse_no_shard, refuse_outside
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
-from lit_layers.series.auditing import WEIGHTS, SeriesMeasurements, is_suspect, read_weights
+from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import at_once
 from lit_layers.series.opening import UNAUDITED
@@ -385,7 +385,7 @@ class _Measuring:
         return {**source, "audit": self.verdicts[checkpoint.name], **known}, same
 
     def _is_unread(self, checkpoint: Checkpoint) -> bool:
-        return WEIGHTS in self.result.audit.unchecked.get(checkpoint.name, ())
+        return self.result.audit.levels.get(checkpoint.name) == "listing"
 
     def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
         """Keep what was read of weights that were downloaded to be measured, for the audit."""

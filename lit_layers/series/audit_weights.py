@@ -2,7 +2,7 @@
 
 Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
 Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
-reported, and `ambiguous_steps` names it.
+reported.
 """
 
 import itertools
@@ -226,8 +226,8 @@ def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
     return sum(int((here != there).sum()) for here, there in pairs) / total if total else 1.0
 
 
-def path_findings(path: Path) -> tuple[list[Finding], frozenset[str]]:
-    """What is wrong with the way from step to step, and the checkpoints whose place on it the weights do not show.
+def path_findings(path: Path) -> list[Finding]:
+    """What is wrong with the way from step to step.
 
     An explanation has to be a whole one: without what it names the rest is a way like any other. Otherwise several
     steps are wrong and none of them is accused.
@@ -239,10 +239,8 @@ def path_findings(path: Path) -> tuple[list[Finding], frozenset[str]]:
     rest = straight.leaving_out(names)
     if (found or strays) and (swapped(rest) or any(outlying_steps(rest)) or _comes_back(rest.distance)):
         says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
-        return [Finding("out of line", says)], frozenset(one.name for one in path.steps)
-    named = {name for each in found for name in each.names}
-    undecided = ambiguous_steps(straight, names) if named or not found else {one.name for one in path.steps}
-    return [*found, *strays], frozenset(undecided - named)
+        return [Finding("out of line", says)]
+    return [*found, *strays]
 
 
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
@@ -306,17 +304,6 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
         old, new = distance[edges, edges + 1].sum(), distance[order[edges], order[edges + 1]].sum()
         if old > 0:
             yield _Exchange(first, second, order, new / old, old - new)
-
-
-def ambiguous_steps(path: Path, without: Collection[str]) -> frozenset[str]:
-    """Checkpoints that could change places with a neighbour and nobody would see it; some are left out of the path."""
-    kept = [place for place, one in enumerate(path.steps) if one.name not in without]
-    count = len(kept)
-    places = {0, 1, count - 2, count - 1}
-    for exchange in _exchanges(path.distance[np.ix_(kept, kept)]):
-        if exchange.second == exchange.first + 1 and exchange.ratio < 1 / SWAP:
-            places |= {exchange.first, exchange.second}
-    return frozenset(path.steps[kept[place]].name for place in places if 0 <= place < count)
 
 
 def _comes_back(distance: np.ndarray) -> bool:

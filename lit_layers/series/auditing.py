@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
@@ -15,20 +15,17 @@ from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Lis
 from lit_layers.series.checkpoint import MAIN, Checkpoint, Series
 from lit_layers.series.checkpoint_sources import TOKENIZER
 from lit_layers.series.local_series import SUBMODULE, run_in
-from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint, outline
+from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint
 
-Level = Literal["auto", "listing", "files", "weights"]
-WEIGHTS, ORDER = "weights", "order"  # what was not checked of a checkpoint
+Level = Literal["auto", "listing", "weights"]
+WEIGHTS = "weights"  # what was not checked of a checkpoint
 # What no check of a level sees of any checkpoint.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
-    "files": "anything but files, configurations, tokenizers, and which tensors there are in which precision",
-    "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice or "
-    "the wrong way, another training at the first step, from a long gap on, from the same start or where most weights "
-    "change between neighbours, rows in another order from one step on, 8 bits stored in 16, small changes (noise, "
-    "pruned or single values, biases and norms), a step under another number between its neighbours'",
+    "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice, "
+    "another training at the first step or from a long gap on, small changes (noise, single values, biases and norms), "
+    "a step under another number between its neighbours': docs/series.md has all",
 }
-_MADE: tuple[Level, ...] = ("listing", "files", "weights")  # from the one that sees least
 _COPIES = ("identical weights", "equal to the final step")
 
 
@@ -36,9 +33,8 @@ _COPIES = ("identical weights", "equal to the final step")
 class Audit:
     """The verdicts on one series. No finding but notes means clean.
 
-    `level` is what was looked at, of every checkpoint at least: `listing` are names, sizes and hashes, `files` also
-    which tensors the weight files hold, `weights` their values; `levels` has that of each checkpoint. `unchecked` says
-    of a checkpoint what was not looked at, and `UNSEEN` what no audit of the level sees.
+    `level` is what was looked at, of every checkpoint at least: `listing` are names, sizes and hashes, `weights` also
+    the values of weights; `levels` has that of each checkpoint. `UNSEEN` says what no audit of the level sees.
     """
 
     series: str
@@ -47,7 +43,6 @@ class Audit:
     commits: Mapping[str, str] = field(default_factory=dict)
     level: Level = "listing"
     levels: Mapping[str, Level] = field(default_factory=dict)
-    unchecked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _steps: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -66,16 +61,15 @@ class Audit:
 
     def verdict(self, checkpoint: Checkpoint) -> str:
         """The verdict on one checkpoint, for its measurements: `suspect: ...`, or `clean` or `note: ...` with the level
-        at which it was looked at and what was not checked of it: `clean (level: files); not checked: weights`.
+        at which it was looked at and what was not checked of it: `clean (level: listing); not checked: weights`.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
         if kinds:
             return f"suspect: {', '.join(kinds)}"
-        notes, rest = dict.fromkeys(finding.kind for finding in findings), self.unchecked.get(checkpoint.name, ())
-        verdict = f"note: {', '.join(notes)}" if notes else "clean"
-        verdict += f" (level: {self.levels[checkpoint.name]})"
-        return f"{verdict}; not checked: {', '.join(rest)}" if rest else verdict
+        notes, level = ", ".join(dict.fromkeys(each.kind for each in findings)), self.levels[checkpoint.name]
+        unread = "" if level == WEIGHTS else f"; not checked: {WEIGHTS}"
+        return f"{f'note: {notes}' if notes else 'clean'} (level: {level}){unread}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -88,7 +82,7 @@ class Audit:
             "suspect_steps": list(self.suspect_steps),
             "suspects": sorted(self.suspect_names),
             "findings": [asdict(finding) for finding in self.findings],
-            "unchecked": {name: list(rest) for name, rest in self.unchecked.items()},
+            "levels": dict(self.levels),
             "commits": dict(self.commits),
         }
 
@@ -107,15 +101,13 @@ def audit(
     Checkpoints named in `without` are not looked at.
 
     Args:
-        level: `listing` compares names, sizes and hashes, configurations and tokenizers; `files` also the tensors that
-            the weight files say they hold; `weights` reads their values, and downloads them where they are not here,
-            one checkpoint at a time. `auto`: the weights of those that are on this machine.
+        level: `listing` compares names, sizes and hashes, configurations, tokenizers; `weights` also reads the values
+            of weights, and downloads them where they are not here, one checkpoint at a time. `auto`: the weights of
+            those that are on this machine.
 
     Raises:
         InputError: a series that is not there, or cannot be had after several attempts.
     """
-    if level not in get_args(Level):
-        raise InputError(f"level: expected auto, listing, files or weights, got {level!r}")
     chosen = [one for one in series.checkpoints if one.name not in without]
     listed = Listed.of(series, chosen)
     odd = [finding("damaged", why, [one]) for one in chosen if (why := one.source.damage()) is not None]
@@ -126,21 +118,18 @@ def audit(
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]
-    findings, undecided = _findings_of_values(steps, prints, listed.listing.last, findings)
+    findings = _findings_of_values(steps, prints, listed.listing.last, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
     levels: dict[str, Level] = {one.name: "listing" for one in chosen}
-    levels |= {name: "weights" if print_.digest else "files" for name, print_ in prints.items()}
-    unread = [name for name, level in levels.items() if level != "weights"]
+    levels |= dict.fromkeys(prints, "weights")
     there = {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
-    made: list[Level] = [level for level in _MADE if level in there] or ["weights"]
     return Audit(
         series=series.name,
         num_checked=len(chosen),
         findings=tuple(findings),
         commits={name: commit for name, commit in commits.items() if commit},
-        level=made[0],
+        level="listing" if "listing" in there else "weights",
         levels=levels,
-        unchecked=dict.fromkeys(unread, (WEIGHTS,)) | {one.name: (ORDER,) for one in chosen if one.name in undecided},
         _steps={one.name: one.step for one in steps if one.step is not None},
     )
 
@@ -153,7 +142,7 @@ def _prints(
     damaged: list[Finding] = []
     for one in steps:
         key = one.source.identity()
-        kept = memory.get(one.name, key) if memory is not None and level in ("auto", "weights") else None
+        kept = memory.get(one.name, key) if memory is not None and level != "listing" else None
         if kept is not None:
             prints[one.name] = kept
             continue
@@ -161,15 +150,14 @@ def _prints(
             continue
         was_here = one.source.is_here
         try:
-            tensors = one.source.tensors()
-            prints[one.name] = outline(tensors) if level == "files" else fingerprint(tensors)
+            prints[one.name] = fingerprint(one.source.tensors())
         except InputError as error:
             damaged.append(finding("damaged", str(error), [one]))
             continue
         finally:
             if not was_here:
                 one.source.drop()
-        if memory is not None and level != "files":
+        if memory is not None:
             memory.put(one.name, key, prints[one.name])
     return prints, damaged
 
@@ -183,14 +171,14 @@ def read_weights(checkpoint: Checkpoint) -> Fingerprint | None:
 
 def _findings_of_values(
     steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None, findings: list[Finding]
-) -> tuple[list[Finding], frozenset[str]]:
-    """The findings with those that the values of the weights show, and checkpoints whose order they do not show.
+) -> list[Finding]:
+    """The findings with those that the values of the weights show.
 
     Steps that are out for another reason are left out before the path of the rest is judged.
     """
     findings = list(findings)
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
-    read = [one for one in steps if one.name in prints and prints[one.name].digest and one.name not in odd]
+    read = [one for one in steps if one.name in prints and one.name not in odd]
     read = [one for one in read if prints[one.name].tensors]
     for place, each in enumerate(findings):
         if each.kind in _COPIES and not each.note and set(each.names) <= {one.name for one in read}:
@@ -202,10 +190,10 @@ def _findings_of_values(
     findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
     suspects = _names(each for each in findings if not each.note)
     rest = [one for one in read if one.name not in suspects]
-    of_path, undecided = audit_weights.path_findings(audit_weights.Path.of(rest, prints))
+    of_path = audit_weights.path_findings(audit_weights.Path.of(rest, prints))
     named = _names(of_path)
     returned = audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)
-    return [*findings, *of_path, *returned], undecided
+    return [*findings, *of_path, *returned]
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:
@@ -311,15 +299,13 @@ class SeriesMeasurements:
         if not others:
             return
         other = next(iter(others.values()))
-        names = [_name_of(other.provenance, other.step) or run, _name_of(here, step)]
+        names = [_model_of(other.provenance, other.step) or home, str(place)]
         # Step 0 shows nothing: many trainings begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
-        if common is not None and (common.step is None or names[0] == names[1]):
+        if common is not None and (common.step is None or os.path.basename(names[0]) == os.path.basename(names[1])):
             name, value = weights(common)
             if others[common.step].provenance.get(name) == value:
                 return
-        if names[0] == names[1]:
-            names = [_model_of(other.provenance, other.step) or home, place]
         if names[0] == names[1]:
             names = [f"{place}: {each.get(SUBMODULE)}" for each in (other.provenance, here)]
         what = "take their place" if step is None else "be drawn as one curve with them"
@@ -343,14 +329,6 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
 def _place(folder: str | Path) -> str:
     """Where a folder really is, however it is named."""
     return os.path.realpath(folder)
-
-
-def _name_of(source: Mapping[str, Any], step: int | None) -> str | None:
-    """What a model is called in a sentence."""
-    checkpoint = source.get("checkpoint")
-    if step is None or checkpoint is None or "commit" in source:
-        return _model_of(source, step) if "commit" in source else checkpoint
-    return source.get("series") or os.path.basename(os.path.dirname(_place(checkpoint)))
 
 
 def is_suspect(verdict: str) -> bool:

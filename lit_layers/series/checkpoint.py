@@ -171,8 +171,7 @@ def _log_spaced(listed: list[int], count: Any) -> list[int]:
 class Checkpoint:
     """One state of one model. Nothing is read before `fetch` or `load`; `step` is None outside a series of steps.
 
-    `approximate` marks tokens that were read off a rounded name. `step` is what the name says; `optimizer_step` differs
-    from it only where a series was renamed.
+    `approximate` marks tokens that were read off a rounded name. `step` is what the name says.
     """
 
     series: str
@@ -181,7 +180,6 @@ class Checkpoint:
     step: int | None = None
     tokens: int | None = None
     approximate: bool = False
-    optimizer_step: int | None = None
     is_of_a_series: bool = True  # one that stands alone bears the name of the folder of its results
     run: str | None = None  # or this name, wherever its results are
 
@@ -231,8 +229,6 @@ class Checkpoint:
         facts = {**self.place(), "weight_files": self.source.weights()}
         if self.approximate:
             facts["tokens_approximate"] = True
-        if self.optimizer_step is not None and self.optimizer_step != self.step:
-            facts["optimizer_step"] = self.optimizer_step
         return facts
 
     @property

@@ -197,28 +197,19 @@ class NetworkTensors:
                     f"model: no tensor of a {self.kind} below the submodule {model!r}; such tensors are below: {there}"
                 )
             return prefix
-        missing = {
-            prefix: [min(group) for group in self.groups if not any(prefix + name in state for name in group)]
-            for prefix in matches
-        }
-        whole = [prefix for prefix, names in missing.items() if not names]
-        if not whole:
-            best = max(matches, key=lambda prefix: matches[prefix], default=None)
-            near = "no submodule holds any" if best is None else (
-                f"the submodule {_quoted(best)} holds {matches[best]}, without {min(missing[best])}"
-            )  # fmt: skip
+        if not matches:
             raise InputError(
-                f"no submodule holds the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
-                f"{self.folder} asks for; {near}: name the right config, or the submodule "
-                "with model= (--submodule)"
+                f"no submodule holds any of the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
+                f"{self.folder} asks for: name the right config"
             )
-        first, *others = whole
+        most = max(matches.values())
+        first, *others = [prefix for prefix, count in matches.items() if count == most]
         for other in others:
             both = [name for name in self.shapes if first + name in state and other + name in state]
             if any(not state[first + name].equal(state[other + name]) for name in both):
                 raise InputError(
-                    f"the submodules {' and '.join(map(_quoted, whole))} each hold a {self.kind}, with other weights: "
-                    "name one with model= (--submodule)"
+                    f"the submodules {' and '.join(map(_quoted, (first, *others)))} each hold a {self.kind}, with "
+                    "other weights: name one with model= (--submodule)"
                 )
         return first
 

@@ -45,7 +45,7 @@ _Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, eve
 class Facts:
     """What a manifest says of the repositories of these names; None is unknown.
 
-    Where a series has two labels per optimizer step, its steps were renamed. `others` are branches that are no steps of
+    `others` are branches that are no steps of
     it, such as a later training that counts from 0 again; `*`, `?` and `[...]` stand as in file names.
     """
 
@@ -58,7 +58,6 @@ class Facts:
     first_step: Step = 0
     last_step: Step | None = None
     tokens_per_step: _Tokens | None = None
-    labels_per_optimizer_step: _Every = 1
     main_is_last: bool | None = None
     warm_up: Count = 1
     defects: Annotated[tuple[schema.mapping_of(Defect), ...], _LIST] = ()  # pyright: ignore[reportInvalidTypeForm]
@@ -178,7 +177,6 @@ class HubRevisions(Series):
                     step=each.step,
                     tokens=each.tokens(facts.tokens_per_step),
                     approximate=facts.tokens_per_step is None and each.billions is not None,
-                    optimizer_step=each.step // facts.labels_per_optimizer_step,
                 )
                 for each in kept
             ),
@@ -340,12 +338,8 @@ def open_series(
     steps = _read_steps(steps) if isinstance(steps, str) else steps
     if os.path.isdir(name):
         if any(Path(name).glob("*.ckpt")):
-            if grammar != "auto":
-                raise InputError("grammar: *.ckpt files record their own step: leave --grammar out")
             return [LightningCheckpoints(name, steps, model=model)]
-        _refuse_submodule(name, model)
         return [StepFolders(name, steps, grammar=grammar)]
-    _refuse_submodule(name, model)
     if name.endswith((".yaml", ".yml")):
         repos = Manifest(name).names()
         if not repos:
@@ -355,11 +349,6 @@ def open_series(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
     return [HubRevisions(name, steps, grammar=grammar)]
-
-
-def _refuse_submodule(name: str, model: str | None) -> None:
-    if model is not None:
-        raise InputError(f"submodule: {name} holds plain models, and *.ckpt files have submodules: leave {model!r} out")
 
 
 def _read_steps(text: str) -> Any:

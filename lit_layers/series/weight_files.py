@@ -136,11 +136,6 @@ def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
     return Fingerprint(facts, digest.hexdigest(), samples)
 
 
-def outline(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
-    """Names, shapes and precisions alone: of mapped tensors no value is read."""
-    return Fingerprint({name: TensorFacts(_dtype(tensor), tuple(tensor.shape)) for name, tensor in tensors}, "", {})
-
-
 def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
     import torch
 

@@ -20,9 +20,9 @@ WRONG = {
         "steps: {every: often}": (
             "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}"
         ),
-        "level: deep": "level: expected one of 'auto', 'listing', 'files', 'weights', got deep",
+        "level: deep": "level: expected one of 'auto', 'listing', 'weights', got deep",
         "json: [a]": "json: expected one of Path, null, got ['a']",
-        "levl: files": "unknown key levl in the recipe; did you mean level?",
+        "levl: weights": "unknown key levl in the recipe; did you mean level?",
         "grammar: '${nothing}'": "grammar: Interpolation key 'nothing' not found",
         "grammar: '${oc.env:WANDB_API_KEY}'": "grammar: a recipe reads no variable that may hold a secret",
         "series: {class_path: subprocess.Popen, init_args: {args: id}}": "series: expected str, got {'class_path'",

@@ -80,8 +80,6 @@ def test_the_copy_named_last_stands_back(run):
 def test_the_command_audits_a_folder_of_files(run, capsys):
     assert main(["audit", str(run / "lightning")]) == 0
     assert capsys.readouterr().out.startswith("lightning: 3 checkpoints, clean (level: weights)\n")
-    assert main(["audit", str(run / "lightning"), "--grammar", "step"]) == 2
-    assert "grammar: *.ckpt files record their own step: leave --grammar out" in capsys.readouterr().err
 
 
 def test_wrong_input_is_refused(run, tmp_path):

@@ -31,8 +31,6 @@ def test_the_smallest_two_have_no_deduplicated_twin():
 def test_the_first_release_has_its_own_steps():
     facts = known_facts("EleutherAI/pythia-1.4b-deduped-v0")
     assert facts.expected() == tuple(range(1000, 143001, 1000))
-    assert facts.labels_per_optimizer_step == 2
-    assert known_facts("EleutherAI/pythia-1b-v0").labels_per_optimizer_step == 1
 
 
 def test_crfm_has_608_steps_without_the_untrained_model():

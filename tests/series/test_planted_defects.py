@@ -278,20 +278,16 @@ def test_a_second_audit_reads_no_weights(root, monkeypatch):
 
 def test_what_was_not_looked_at_is_named(root):
     exchanged(root, 40, 80)
-    for level in ("listing", "files"):
-        steps = StepFolders(root)
-        found = audit(steps, level=level)
-        assert (found.level, found.findings) == (level, ())
-        assert {found.verdict(one) for one in steps} == {f"clean (level: {level}); not checked: weights"}
+    steps = StepFolders(root)
+    found = audit(steps, level="listing")
+    assert (found.level, found.findings) == ("listing", ())
+    assert {found.verdict(one) for one in steps} == {"clean (level: listing); not checked: weights"}
     exchanged(root, 40, 80)
     exchanged(root, 100, 120)  # an average at the end would look the same
     steps = StepFolders(root)
     found = audit(steps)
     assert found_in(found) == set()
-    said = {one.step: found.verdict(one) for one in steps}
-    assert said == {
-        step: "clean (level: weights)" + ("" if step in (40, 60, 80) else "; not checked: order") for step in EVEN
-    }
+    assert {found.verdict(one) for one in steps} == {"clean (level: weights)"}
 
 
 def test_the_level_is_of_each_checkpoint_and_an_audit_has_the_lowest_of_them(root, monkeypatch):
@@ -466,7 +462,6 @@ def test_of_two_exchanges_no_step_is_accused_that_is_right(root, exchanges):
         exchanged(root, one, other)
     found = audit(StepFolders(root))
     assert found_in(found) == {("out of line", ())}, "something is wrong, and nobody can say where"
-    assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
 
 
 @pytest.mark.parametrize("odd", [60, 80])
@@ -498,7 +493,7 @@ def test_a_model_that_training_began_with_may_have_another_precision_where_nobod
         changed(root, step, lambda state: state | {"large": torch.ones(100_000)})
     for step in steps[1:]:
         changed(root, step, rounded)
-    for level in ("listing", "files"):
+    for level in ("listing", "weights"):
         for chosen in (steps[:2], steps):
             found = audit(StepFolders(root, chosen), level=level)
             assert found_in(found) == set()
@@ -518,7 +513,7 @@ def test_of_three_precisions_each_step_is_said_to_have_its_own(root):
     first, *others = EVEN[3:6]
     for step, dtype in zip(others, (torch.float16, torch.bfloat16), strict=True):
         changed(root, step, lambda state, dtype=dtype: {name: value.to(dtype) for name, value in state.items()})
-    found = audit(StepFolders(root, [first, *others]), level="files")
+    found = audit(StepFolders(root, [first, *others]))
     assert [(each.kind, each.steps, each.note, each.message) for each in found.findings] == [
         (
             "other precision",
@@ -538,7 +533,6 @@ def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwar
     assert found_in(found) == {("swapped", ())}
     (each,) = found.findings
     assert all(pair in each.message for pair in ("step 20 and step 60", "step 0 and step 80"))
-    assert {rest for name in found.levels for rest in found.unchecked[name]} == {"order"}
 
 
 @pytest.fixture(scope="module")

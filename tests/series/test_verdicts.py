@@ -28,7 +28,7 @@ def checkpoint(step: int, recorded: int | None = None) -> Any:
         ("suspect: other config", "clean (level: listing); not checked: weights", False, "suspect: other config"),
         (
             "suspect: out of line",
-            "clean (level: files); not checked: weights",
+            "clean (level: listing); not checked: weights",
             True,
             "suspect: out of line",
         ),

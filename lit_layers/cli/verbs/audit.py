@@ -18,7 +18,7 @@ def audit(
     steps: Steps = "all",
     grammar: str = "auto",
     submodule: str | None = None,
-    level: Literal["auto", "listing", "files", "weights"] = "auto",
+    level: Literal["auto", "listing", "weights"] = "auto",
     json: Path | None = None,
 ) -> int:
     """Check whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
@@ -30,8 +30,8 @@ def audit(
         steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
         grammar: how the branches of steps are named, e.g. iter_{step} or 'stage2-ingredient1-step{step}-*'
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
-        level: listing: names, sizes, hashes. files: also which tensors the weight files hold. weights: also their
-            values, which are downloaded where needed. auto: the weights of those checkpoints that are on this machine
+        level: listing: names, sizes, hashes. weights: also the values of weights, which are downloaded where needed.
+            auto: the weights of those checkpoints that are on this machine
         json: also write the findings to this file
     """
     from lit_layers.series import audit as audit_of
