@@ -40,7 +40,6 @@ from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
 
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
-LIKELIHOODS = "likelihoods.jsonl"  # beside the results, until those of all orders are there
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
 
@@ -187,9 +186,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
         likelihoods: OrderLikelihoods | None = None
         with contextlib.suppress(InputError):  # said of each variant
-            likelihoods = (
-                scorer.in_orders(model, missing, folder.folder / LIKELIHOODS, self._say) if missing[1:] else None
-            )
+            likelihoods = scorer.in_orders(model, missing, folder.folder, self._say) if missing[1:] else None
         shared = (time.perf_counter() - start) / max(1, len(missing))
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
@@ -242,9 +239,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
     def _check_options(self, model: LayeredModel) -> None:
         self.check_fields()
         network = model.model
-        if model.vocab_size is None or not callable(getattr(network, "can_generate", None)):
-            raise InputError(f"{self.name}: expected a language model, got {type(network).__name__}")
-        if not network.can_generate():
+        if model.vocab_size is None or not getattr(network, "can_generate", bool)():
             raise InputError(f"{self.name}: expected a causal language model, got {type(network).__name__}")
         refuse_below_one(limit=self.limit, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
 

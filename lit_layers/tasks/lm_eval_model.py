@@ -7,7 +7,6 @@ import functools
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from lit_layers.errors import InputError, refused
 from lit_layers.functional.block_schedules import Schedule, format_schedule
+from lit_layers.identity import sha16
 from lit_layers.models.build import true_vocab_size
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
@@ -29,84 +29,61 @@ class OrderLikelihoods:
     """The likelihoods of requests in orders, as far as they are known: those of an interrupted run are there again.
 
     Args:
-        path: of the file, a line for each batch; its last may be cut off.
+        folder: of the file, which bears a hash of the orders and requests.
         schedules: the orders.
         requests: in any order; equal ones are one.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, schedules: Sequence[Schedule], requests: Sequence[Request]) -> None:
-        self.path, self.schedules = path, [*schedules]
+    def __init__(self, folder: Path, schedules: Sequence[Schedule], requests: Sequence[Request]) -> None:
+        self.schedules = [*schedules]
         self.requests = {_key(request): request for request in requests}
         self._rows = {key: row for row, key in enumerate(self.requests)}
         self._orders = {format_schedule(schedule): row for row, schedule in enumerate(self.schedules)}
-        self._others: set[str] = set()  # orders in the file that are not asked for
-        self._values = np.full((len(self._orders), len(self._rows), 2), np.nan)  # a missing one has no second value
-        if path.exists():
-            with refused(f"results: cannot read {path}"), path.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    self._read(line)
+        self.path = folder / f"likelihoods-{sha16(json.dumps([*self._orders, *self._rows]))}.npy"
+        shape = (len(self._orders), len(self._rows), 2)
+        self._values = np.zeros(shape)  # the second number is 0 if unknown, 1 if not greedy, 2 if greedy
+        if self._rows:
+            with refused(f"results: cannot write {self.path}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._values = np.lib.format.open_memmap(self.path, "r+")
+                except (FileNotFoundError, ValueError):
+                    self._values = np.lib.format.open_memmap(self.path, "w+", float, shape)
 
     def waiting(self) -> list[Request]:
         """The requests that some order lacks."""
-        lacking = np.isnan(self._values[..., 1])
-        return [request for key, request in self.requests.items() if lacking[:, self._rows[key]].any()]
+        lacking = (self._values[..., 1] == 0).any(0)
+        return [request for request, lacks in zip(self.requests.values(), lacking, strict=True) if lacks]
 
     def orders_of(self, requests: Sequence[Request]) -> list[Schedule]:
         """The orders that lack one of these requests."""
-        rows = [self._rows[_key(request)] for request in requests]
-        lacking = np.isnan(self._values[:, rows, 1])
-        return [schedule for schedule, lacks in zip(self.schedules, lacking, strict=True) if lacks.any()]
+        lacking = (self._values[:, [self._rows[_key(request)] for request in requests], 1] == 0).any(1)
+        return [schedule for schedule, lacks in zip(self.schedules, lacking, strict=True) if lacks]
 
     def add(self, requests: Sequence[Request], likelihoods: Mapping[Schedule, Sequence[Likelihood]]) -> None:
-        """Returns when a batch is on the disk.
-
-        Raises:
-            InputError: it cannot be written.
-        """
-        orders = {format_schedule(schedule): [list(pair) for pair in pairs] for schedule, pairs in likelihoods.items()}
-        line = json.dumps({"requests": [_key(request) for request in requests], "orders": orders})
-        with refused(f"results: cannot write {self.path}"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"\n{line}\n")  # a line that was cut off ends before it
-                file.flush()
-                os.fsync(file.fileno())
-        self._read(line)
+        """Returns when a batch is on the disk."""
+        rows = [self._rows[_key(request)] for request in requests]
+        for schedule, pairs in likelihoods.items():
+            self._values[self._orders[format_schedule(schedule)], rows] = [(value, 1 + said) for value, said in pairs]
+        self._values.flush()
 
     def of(self, schedule: Schedule) -> Callable[[Request], Likelihood | None]:
         """What is known of a request in one order."""
-        values = self._values[self._orders[format_schedule(schedule)]]
+        values = np.array(self._values[self._orders[format_schedule(schedule)]])
 
         def likelihood(request: Request) -> Likelihood | None:
             row = self._rows.get(_key(request))
-            if row is None or np.isnan(values[row, 1]):
-                return None
-            return float(values[row, 0]), bool(values[row, 1])
+            return None if row is None or not values[row, 1] else (float(values[row, 0]), bool(values[row, 1] > 1))
 
         return likelihood
 
     def close(self, finished: Callable[[Schedule], bool]) -> None:
-        """Removes the file, if no order is in it that is not finished."""
-        if not self._others and all(map(finished, self.schedules)):
+        """Removes the file, if all orders are finished."""
+        if all(map(finished, self.schedules)):
             self.path.unlink(missing_ok=True)
-
-    def _read(self, line: str) -> None:
-        try:
-            batch = json.loads(line)
-            keys, orders = batch["requests"], batch["orders"]
-            orders = {name: np.array(pairs, dtype=float).reshape(len(keys), 2) for name, pairs in orders.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return  # cut off when a run was interrupted: its batch is computed again
-        asked = [place for place, key in enumerate(keys) if key in self._rows]
-        rows = [self._rows[keys[place]] for place in asked]
-        for name, pairs in orders.items():
-            if name in self._orders:
-                self._values[self._orders[name], rows] = pairs[asked]
-            else:
-                self._others.add(name)
 
 
 def _key(request: Request) -> str:
@@ -133,15 +110,14 @@ def longest_first(request: Request) -> tuple[int, Sequence[int], Sequence[int]]:
 def lm_eval_class() -> Any:
     """lm-eval's wrapper of transformers' models, made so that many orders of one model are scored quickly.
 
-    Texts become tokens once, logits are computed where a continuation stands alone, padding rows of the vocabulary
-    take no part, and inputs that lost their beginning are counted.
+    Texts become tokens once, logits are computed where a continuation stands alone, and padding rows of the vocabulary
+    take no part.
     """
     from lm_eval.models.huggingface import HFLM
 
     base: Any = HFLM
 
     class Speaker(base):
-        num_cut = 0
         computed: Callable[[Request], Likelihood | None]
         _keep: int | None = None  # the last positions whose logits are needed
         _next_logits: Callable[[torch.Tensor], torch.Tensor] | None = None  # in place of the model's, of many orders
@@ -164,7 +140,6 @@ def lm_eval_class() -> Any:
                     raise InputError(
                         f"a continuation has {len(continuation)} tokens, the model takes 1 to {self.max_length}"
                     )
-            self.num_cut = sum(num_tokens(request) > self.max_length + 1 for request in requests)
             likelihoods = [self.computed(request) for request in requests]
             missing = [row for row, likelihood in enumerate(likelihoods) if likelihood is None]
             missing.sort(key=lambda row: longest_first(requests[row]))
@@ -218,13 +193,6 @@ def lm_eval_class() -> Any:
                 return super()._loglikelihood_tokens(requests, disable_tqdm=True)
             finally:
                 self._keep = None
-
-        def tok_batch_encode(
-            self, strings: Any, *args: Any, left_truncate_len: int | None = None, **options: Any
-        ) -> Any:
-            if left_truncate_len:
-                self.num_cut += sum(len(self.tok_encode(text)) > left_truncate_len for text in strings)
-            return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
 
         def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
             if self._next_logits is not None:

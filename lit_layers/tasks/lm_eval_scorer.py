@@ -20,7 +20,7 @@ import yaml
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refused
-from lit_layers.files.hub import HUB_ERRORS, from_caches_without_network, reason
+from lit_layers.files.hub import HUB_ERRORS, reason
 from lit_layers.functional.block_schedules import Schedule
 from lit_layers.identity import sha16
 from lit_layers.models.families import Network
@@ -136,22 +136,22 @@ class LmEvalScorer:
         self,
         model: LayeredModel,
         schedules: Sequence[Schedule],
-        path: Path,
+        folder: Path,
         tell: Callable[[str], None] = lambda line: None,
     ) -> OrderLikelihoods:
         """Log-likelihoods in many orders of the blocks: what they begin with in common is run once for each batch.
 
-        A task whose answers are written has none. They are kept at `path` as they are made, and what is there is not
-        computed again. Some are missing where the first order's (the full model's, if it is among them) are no numbers,
-        or something failed, such as memory: `score` computes those.
+        A task whose answers are written has none. They are kept below `folder` as they are made, and what is there is
+        not computed again. Some are missing where the first order's (the full model's, if it is among them) are no
+        numbers, or something failed, such as memory: `score` computes those.
 
         Raises:
-            InputError: as for `score`; the file cannot be read or written.
+            InputError: as for `score`; the file cannot be written.
         """
         with _quiet():
             chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
             wrapped = self._wrap(model.model)
-            likelihoods = OrderLikelihoods(path, schedules, wrapped.encoded(chosen))
+            likelihoods = OrderLikelihoods(folder, schedules, wrapped.encoded(chosen))
         waiting, last_line = sorted(likelihoods.waiting(), key=longest_first), time.monotonic()
         if not waiting:
             return likelihoods
@@ -200,7 +200,7 @@ class LmEvalScorer:
             )
         (samples,), (task,) = results["samples"].values(), loaded["tasks"].values()
         rows_hash = None if self.rows is None else self.rows.content_hash()
-        return _scores(samples, task, num_cut=wrapped.num_cut, rows_hash=rows_hash)
+        return _scores(samples, task, rows_hash=rows_hash)
 
     def requests(self) -> list[Any]:
         """What is asked of a model for one score, as lm-eval has it, in any order: its `arguments` are texts.
@@ -247,8 +247,7 @@ class LmEvalScorer:
                 if self.rows is not None:
                     loaded = _load_rows(self.rows)
                 else:
-                    with from_caches_without_network():
-                        loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
+                    loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
             except KeyError as error:
                 raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
             except HUB_ERRORS as error:
@@ -272,21 +271,18 @@ class LmEvalScorer:
         """The model as lm-eval takes it; the same for every order of its blocks."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
-            is_here = not isinstance(name, str) or Path(name).exists()
-            with contextlib.nullcontext() if is_here else from_caches_without_network():
-                wrapped = lm_eval_class()(
-                    pretrained=model,
-                    tokenizer=name,
-                    revision=revision,
-                    batch_size=self.batch_size,
-                    max_length=self.max_length,
-                    softmax_dtype="float32",
-                    trust_remote_code=False,
-                )
+            wrapped = lm_eval_class()(
+                pretrained=model,
+                tokenizer=name,
+                revision=revision,
+                batch_size=self.batch_size,
+                max_length=self.max_length,
+                softmax_dtype="float32",
+                trust_remote_code=False,
+            )
             if wrapped.tokenizer.eos_token is None:  # a folder that names no tokens: the end this package finds in it
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
             self._wrapped = model, wrapped
-        self._wrapped[1].num_cut = 0
         return self._wrapped[1]
 
 
@@ -350,7 +346,7 @@ def _tokenizer_of(spec: str) -> tuple[Any, str]:
     return name, revision or "main"
 
 
-def _scores(samples: list[dict[str, Any]], task: Any, *, num_cut: int, rows_hash: str | None) -> TaskScores:
+def _scores(samples: list[dict[str, Any]], task: Any, *, rows_hash: str | None) -> TaskScores:
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = _STRICT if _STRICT in filters else filters[0]
     rows = _in_order(samples, first)
@@ -375,7 +371,6 @@ def _scores(samples: list[dict[str, Any]], task: Any, *, num_cut: int, rows_hash
         texts=[str(row["resps"][0][0]) for row in rows] if written else [],
         random_score=sum(1 / len(row["filtered_resps"]) for row in rows) / len(rows) if chosen else 0.0,
         rows_hash=rows_hash or sha16(*(row["doc_hash"] + row["target_hash"] for row in rows)),
-        num_cut=num_cut,
     )
 
 

@@ -1,17 +1,15 @@
 """Many orders scored together: as each by itself, no block twice on one state, and nothing lost when interrupted."""
 
-import json
-
 import pytest
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import parse_schedule, variants
+from lit_layers.functional.block_schedules import variants
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import lm_eval_scorer
 from lit_layers.tasks.benchmark_rows import local_rows
-from lit_layers.tasks.benchmark_scores import LIKELIHOODS, BenchmarkScores
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
@@ -85,7 +83,7 @@ def test_each_order_has_the_scores_that_it_has_alone(name, scorer, tmp_path):
     options = {"d_model": 32, "max_seq_len": 600, "n_layers": BLOCKS, "vocab_size": 400}
     model = tiny(name, **options) if name == "mpt" else tiny_speaker(name, positions=600, blocks=BLOCKS, seed=3)
     together, by_itself = scorer(), scorer()
-    known = together.in_orders(LayeredModel(model.eval()), ORDERS, tmp_path / "kept.jsonl")
+    known = together.in_orders(LayeredModel(model.eval()), ORDERS, tmp_path)
     for order in ORDERS[:: 4 if name == "gpt2" else 9]:
         calls, found = calls_of(model, lambda order=order: together.score(model, known.of(order)))
         expected = alone(by_itself, model, order)
@@ -93,11 +91,11 @@ def test_each_order_has_the_scores_that_it_has_alone(name, scorer, tmp_path):
         for row, wanted in zip(found.log_likelihoods, expected.log_likelihoods, strict=True):
             assert row == pytest.approx(wanted, rel=1e-6, abs=1e-5)  # sums of float32 of another order of states
         assert found.values == expected.values
-        assert (found.rows_hash, found.num_cut) == (expected.rows_hash, expected.num_cut)
+        assert found.rows_hash == expected.rows_hash
 
 
 def test_no_block_runs_twice_on_one_state(scorer, model, tmp_path, monkeypatch):
-    calls, known = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "kept.jsonl"))
+    calls, known = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path))
     assert len(known.requests) == 16  # of 4 questions; in batches of 7, 7 and 2
     assert sorted(calls.values()) == [distinct(ORDERS)] * 3
     assert sorted(texts for texts, _ in calls) == [2, 7, 7]
@@ -106,7 +104,7 @@ def test_no_block_runs_twice_on_one_state(scorer, model, tmp_path, monkeypatch):
     longest = max(tokens for _, tokens in calls) + 1
     held = lm_eval_scorer.SharedPrefixes(ORDERS, BLOCKS).num_held
     monkeypatch.setattr(lm_eval_scorer, "MAX_STATES", 3 * held * longest * LayeredModel(model).dim * 4)
-    calls, bounded = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "other.jsonl"))
+    calls, bounded = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS, tmp_path / "other"))
     assert max(texts for texts, _ in calls) == 3
     for order in ORDERS:
         for request in known.requests.values():
@@ -138,21 +136,21 @@ def test_an_interrupted_run_goes_on_where_it_was(folder, scorer, model, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.setattr(OrderLikelihoods, "add", add)
-    (kept,) = tmp_path.rglob(LIKELIHOODS)
-    first, second = [line for line in kept.read_text().splitlines() if line]
-    kept.write_text(f"{first}\n{second[: len(second) // 2]}")  # as a power cut may leave it
+    (kept,) = tmp_path.rglob("*.npy")
     calls, records = calls_of(model, run)
-    assert [texts for texts, _ in calls] == [7, 2]  # the second batch again, and the last
+    assert [texts for texts, _ in calls] == [2]  # the last batch
     assert not kept.exists()
     calls, again = calls_of(model, run)
     assert not calls
     assert again == records
-    # What the file holds of orders that another run asks for is not thrown away.
-    one = json.loads(first)
-    kept.write_text(json.dumps(one | {"orders": {"1 1 1 1": next(iter(one["orders"].values()))}}) + "\n")
-    run(variants=("skip", "reverse", "parallel", "middle_repeat"))
-    assert kept.exists()
-    assert OrderLikelihoods(kept, [parse_schedule("1 1 1 1", BLOCKS)], []).waiting() == []
+
+
+def test_a_file_that_was_cut_when_it_was_made_is_made_again(model, scorer, tmp_path):
+    first = scorer().in_orders(LayeredModel(model), ORDERS[:2], tmp_path)
+    first.path.write_bytes(first.path.read_bytes()[:200])
+    calls, again = calls_of(model, lambda: scorer().in_orders(LayeredModel(model), ORDERS[:2], tmp_path))
+    assert calls
+    assert again.waiting() == []
 
 
 def test_what_fails_for_all_orders_is_computed_one_by_one(scorer, model, tmp_path, monkeypatch):
@@ -160,7 +158,7 @@ def test_what_fails_for_all_orders_is_computed_one_by_one(scorer, model, tmp_pat
     monkeypatch.setattr(
         LayeredModel, "embedded", lambda *args, **options: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
     )
-    known = together.in_orders(LayeredModel(model), ORDERS[:2], tmp_path / "kept.jsonl", told.append)
+    known = together.in_orders(LayeredModel(model), ORDERS[:2], tmp_path, told.append)
     assert told == ["orders are scored one by one: OutOfMemoryError: full"]
     with running_order(model, ORDERS[1]):
         assert together.score(model, known.of(ORDERS[1])) == scorer().score(model)
@@ -170,18 +168,15 @@ def test_a_full_model_without_numbers_ends_it_early(scorer, tmp_path, monkeypatc
     broken = tiny_speaker(blocks=BLOCKS)
     with torch.no_grad():
         broken.transformer.ln_f.weight.fill_(torch.nan)
-    calls, known = calls_of(
-        broken, lambda: scorer(batch_size=2).in_orders(LayeredModel(broken), ORDERS, tmp_path / "kept.jsonl")
-    )
+    calls, known = calls_of(broken, lambda: scorer(batch_size=2).in_orders(LayeredModel(broken), ORDERS, tmp_path))
     assert sum(calls.values()) == distinct(ORDERS)
     assert len(known.waiting()) == 14
 
 
 def test_answers_that_are_written_have_no_likelihoods(scorer, model, tmp_path):
-    calls, known = calls_of(
-        model, lambda: scorer("gsm8k").in_orders(LayeredModel(model), ORDERS, tmp_path / "kept.jsonl")
-    )
+    calls, known = calls_of(model, lambda: scorer("gsm8k").in_orders(LayeredModel(model), ORDERS, tmp_path))
     assert (calls, known.requests) == ({}, {})
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match=r"results: cannot read .*folder"):
-        OrderLikelihoods(tmp_path / "folder", ORDERS, [])
+    (tmp_path / "file").write_text("")
+    request = next(iter(scorer().in_orders(LayeredModel(model), ORDERS[:2], tmp_path).requests.values()))
+    with pytest.raises(InputError, match=r"results: cannot write .*file"):
+        OrderLikelihoods(tmp_path / "file", ORDERS, [request])

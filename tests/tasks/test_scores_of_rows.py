@@ -53,11 +53,6 @@ def test_guessing_is_0_and_the_full_model_1():
     assert scaled == pytest.approx(normalized_score(0.6, 0.25, 0.75))
 
 
-def test_a_full_model_that_guesses_has_no_normalised_score():
-    with pytest.raises(ValueError, match=r"the full model guesses \(0.25\): a normalised score is not defined"):
-        normalized_score(0.3, 0.25, 0.25)
-
-
 def test_the_error_of_a_normalised_score_is_that_of_resampled_rows():
     generator = np.random.default_rng(0)
     full = (generator.random(400) < 0.7).astype(float)
