@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_layers.data.batches import Batches, EvalText, TokenBlocks, duplicate_windows
+    from lit_layers.data.batches import Batches, EvalText, TokenBlocks
     from lit_layers.data.images import EvalImages
     from lit_layers.data.preparing import prepare, prepared
     from lit_layers.data.prompt_texts import (
@@ -46,7 +46,6 @@ __all__ = [
     "TokenShards",
     "Views",
     "WordPairs",
-    "duplicate_windows",
     "find_task",
     "make_views",
     "prepare",

@@ -189,16 +189,11 @@ class EvalText(Batches):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.split not in ("train", "validation"):
-            raise InputError(f"expected the split train or validation, not {self.split!r}")
         first, last = self.documents
         self.documents = (first, last)  # a recipe brings a list
         if not 0 <= first < last <= 1:
             raise InputError(f"documents must be a share such as (0.0, 0.5), within 0 and 1, not {self.documents}")
         refuse_below_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
-        if self.min_sequences is not None and not 1 <= self.min_sequences <= self.num_sequences:
-            limits = f"1 to num_sequences ({self.num_sequences})"
-            raise InputError(f"min_sequences must be {limits}, or none, not {self.min_sequences}")
 
     def windows(self) -> Tensor:
         """All token ids, int64; loads or prepares the corpus on the first call."""
@@ -259,12 +254,6 @@ class EvalText(Batches):
         counts = (ends[first:last] - starts[first:last] - 1) // self.num_tokens
         long_enough = np.flatnonzero(counts)
         return np.asarray(starts[first:last])[long_enough], counts[long_enough]
-
-
-def duplicate_windows(windows: Tensor, others: Tensor) -> Tensor:
-    """Which rows of `windows` also stand in `others`: a bool a row, its sum the number of duplicates."""
-    rows = {row.tobytes() for row in others.numpy()}
-    return torch.tensor([row.tobytes() in rows for row in windows.numpy()], dtype=torch.bool)  # (windows,)
 
 
 def different_numbers(total: int, num: int, seed: int | str) -> list[int]:
@@ -399,16 +388,10 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
             f"batches: expected {inputs} of shape {shapes[inputs]}, got {tuple(values[inputs].shape)} in batch {number}"
         )
     if inputs == "input_ids":
-        if (kind := values["input_ids"].dtype) in (torch.bool, torch.float16, torch.float32, torch.float64):
-            raise InputError(f"batches: expected input_ids to be whole numbers, got {kind} in batch {number}")
         values["input_ids"] = values["input_ids"].long()
         mask = values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
-        shape, is_mask = tuple(values["input_ids"].shape), bool(((mask == 0) | (mask == 1)).all())
-        if tuple(mask.shape) != shape or not is_mask or not mask.any(dim=-1).all():
-            raise InputError(
-                f"batches: expected attention_mask {shape} of 0 and 1, with a 1 in each text, got "
-                f"{tuple(mask.shape)} with values from {mask.min()} to {mask.max()} in batch {number}"
-            )
+        if not mask.any(dim=-1).all():
+            raise InputError(f"batches: expected a 1 in each row of attention_mask, got none in one of batch {number}")
     labels = given.get("labels") if labels is None else labels
     one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_each and not labels.is_floating_point():

@@ -89,8 +89,6 @@ class TaskTexts(Texts):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.part not in ("train", "validation", "test"):
-            raise InputError(f"expected the part train, validation or test, not {self.part!r}")
         refuse_below_one(num_texts=self.num_texts)
 
     def texts(self) -> Sequence[str]:
@@ -276,8 +274,6 @@ class BenchmarkPrompts(Batches):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.padding not in ("left", "right"):
-            raise InputError(f"padding: expected left or right, got {self.padding!r}")
         refuse_below_one(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
 
     def texts(self) -> list[str]:
@@ -338,8 +334,6 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
         rows = benchmark.read([benchmark.split], {column: "text"})
     except InputError as error:
         raise InputError(f"the prompts of {name}: {error}") from error
-    if (strange := next((row for row in rows.values[column] if not isinstance(row, str | None)), None)) is not None:
-        raise InputError(f"{rows.place}: expected text in column {column!r}, found {type(strange).__name__}")
     return tuple(text for text in rows.values[column] if text and text.strip()), rows.place
 
 

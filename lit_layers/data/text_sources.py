@@ -20,7 +20,11 @@ from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
 SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
-ALIASES = {"openwebtext": "Skylion007/openwebtext", "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
+CONVERTED = "refs/convert/parquet"
+ALIASES = {
+    "openwebtext": f"Skylion007/openwebtext@{CONVERTED}:plain_text",
+    "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1",
+}
 
 
 class Document(NamedTuple):
@@ -93,7 +97,6 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idl
 LEFT_OUT |= {"turtledemo", "pydoc_data"}  # the topics of the latter are read one by one
 MACHINE_MADE = "_sysconfigdata"  # written when Python was built: another file on every machine
 TOPICS = Path("pydoc_data/topics.py")
-ENOUGH = 1_000_000  # bytes
 
 
 class PythonSources(Source):
@@ -107,18 +110,13 @@ class PythonSources(Source):
 
     @cached_property
     def files(self) -> list[Path]:
-        """Paths below the root, sorted; raises where this Python comes without sources."""
+        """Paths below the root, sorted."""
         files = []
         for folder, subfolders, names in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith("config-")]
             kept = [name for name in names if name.endswith(".py") and not name.startswith(MACHINE_MADE)]
             files += [(Path(folder) / name).relative_to(self.root) for name in kept]
         files.sort()
-        size = sum((self.root / path).stat().st_size for path in files)
-        if size < ENOUGH:
-            raise InputError(
-                f"this Python ({self.root}) carries only {size} bytes of its library's source: name another corpus"
-            )
         return files
 
     def describe(self) -> dict[str, Any]:
@@ -151,22 +149,17 @@ TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Sec
 BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
 
 
-CONVERTED = "refs/convert/parquet"
-_CONVERTED_FILE = re.compile(r"([^/]+)/(partial/[^/]+|[^/]+)/\d{4}\.parquet")
-
-
 class HubText(Source):
     """A data set as `ORG/NAME[@REVISION][:CONFIG]`. Its own validation split is used where it has one.
 
-    One that is a program, which `datasets` runs no more, is read from the Hub's own conversion of its rows to parquet,
-    on the branch refs/convert/parquet, which is `CONFIG/SPLIT/0000.parquet` and so on.
+    Of one that is a program, which `datasets` runs no more, the Hub has a conversion to parquet: the revision
+    refs/convert/parquet, where a configuration is a folder.
     """
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
         place, _, self.config = name.partition(":")
         self.name, _, self.named_revision = place.partition("@")
         self.column, self.share = column, validation
-        self._folder: str | None = None  # of a conversion: that of the configuration
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -180,12 +173,17 @@ class HubText(Source):
 
     def pin(self) -> None:
         """Open the data set at the named revision, or at the newest commit."""
+        from huggingface_hub import HfApi
+
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
-        with asking_the_hub(absent, _AGAIN):
-            self.revision, paths = self._commit()
-        self._folder = self._converted(paths)
-        with asking_the_hub(absent, _AGAIN):
+        with asking_the_hub(absent, f"{_AGAIN}; of one that is a program name the revision @{CONVERTED}"):
+            info = HfApi().dataset_info(self.name, revision=self.named_revision or None)
+            self.revision = str(info.sha)
             splits = set(self._open(None))
+        if any("/partial" in file.rfilename for file in info.siblings or ()):
+            raise InputError(
+                f"the Hub has converted only a part of {self.name} to parquet: download it, and name the folder"
+            )
         has_both = {"train", "validation"} <= splits
         if has_both and self.share is not None:
             raise InputError(f"{self.name} brings its own validation split: leave validation out")
@@ -193,37 +191,6 @@ class HubText(Source):
             raise InputError(f"{self.name} has no split 'train' (it has {', '.join(sorted(splits))}): name another one")
         self.splits = SPLITS if has_both else (None,)
         self.validation = None if has_both else self.share or 0.01
-
-    def _commit(self) -> tuple[str, list[str]]:
-        """The commit to read, and its files."""
-        from huggingface_hub import HfApi
-
-        asked = self.named_revision or None
-        info = HfApi().dataset_info(self.name, revision=asked)
-        paths = [file.rfilename for file in info.siblings or ()]
-        if asked is None and f"{self.name.rpartition('/')[2]}.py" in paths:
-            info = HfApi().dataset_info(self.name, revision=CONVERTED)
-            paths = [file.rfilename for file in info.siblings or ()]
-        return str(info.sha), paths
-
-    def _converted(self, paths: list[str]) -> str | None:
-        """The folder of the configuration, where these are the files of a conversion.
-
-        Raises:
-            InputError: one that has only a part of the rows, or no such configuration.
-        """
-        converted = [match.groups() for path in paths if (match := _CONVERTED_FILE.fullmatch(path))]
-        if not converted or "README.md" in paths:
-            return None
-        if any(split.startswith(("partial-", "partial/")) for _, split in converted):
-            raise InputError(
-                f"the Hub has converted only a part of {self.name} to parquet: download it, and name the folder"
-            )
-        configs = sorted({config for config, _ in converted})
-        chosen = self.config or (configs[0] if len(configs) == 1 else None)
-        if chosen not in configs:
-            raise InputError(f"{self.name}: expected :CONFIG behind its name, one of {', '.join(configs)}")
-        return chosen
 
     def read(self, split: str | None) -> Iterator[Document]:
         lines: list[str] = []
@@ -251,10 +218,8 @@ class HubText(Source):
     def _open(self, split: str | None) -> Any:
         import datasets  # seconds, which a corpus on this machine need not wait for
 
-        config, options = self.config or None, dict[str, Any](split=split, revision=self.revision, streaming=True)
-        if self._folder is not None:
-            config, options["data_dir"] = None, self._folder
-        return datasets.load_dataset(self.name, config, **options)
+        options: Any = {"data_dir" if self.named_revision == CONVERTED else "name": self.config or None}
+        return datasets.load_dataset(self.name, split=split, revision=self.revision, streaming=True, **options)
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")

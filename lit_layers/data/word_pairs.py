@@ -58,7 +58,6 @@ class WordPairs(Batches):
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: Which the tokenizer `bpe:SIZE` is trained on.
         categories: Ids (`I01`), names or groups of those to take, each a category of its own; None for all.
-        columns: Names of the two columns of words, where they are not found by themselves.
         batch_size: Words a batch.
 
     Raises:
@@ -71,28 +70,17 @@ class WordPairs(Batches):
     _: KW_ONLY
     corpus: str | None = None
     categories: tuple[str, ...] | None = None
-    columns: tuple[str, str] | None = None
     batch_size: int = 256
 
     def __post_init__(self) -> None:
         refuse_below_one(batch_size=self.batch_size)
-        for name in ("categories", "columns"):  # a recipe brings lists
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise InputError(f"{name}: expected a list of names, got {value!r}")
-            setattr(self, name, None if value is None else tuple(value))
+        if isinstance(self.categories, str):
+            raise InputError(f"categories: expected a list of names, got {self.categories!r}")
+        self.categories = None if self.categories is None else tuple(self.categories)  # a recipe brings a list
 
     def words(self) -> list[Word]:
         """Every different word, in the order of the batches."""
         return self._loaded[0]
-
-    def num_pairs(self) -> list[int]:
-        """Of each category, those included whose words may turn out to have the same token ids."""
-        return [len(rows) for _, rows in self._pairs.groupby(LABELS, sort=False, dropna=False)]
-
-    def spelled(self) -> list[str]:
-        """Every different word of the file."""
-        return list(dict.fromkeys(self._pairs[["first", "second"]].to_numpy().ravel()))
 
     def by_category(self) -> tuple[Category, ...]:
         """The categories, in the order of the file."""
@@ -125,12 +113,12 @@ class WordPairs(Batches):
 
     @functools.cached_property
     def _pairs(self) -> Any:
-        return self._selected(_read(Path(self.source), self.columns))
+        return self._selected(_read(Path(self.source)))
 
     @functools.cached_property
     def _loaded(self) -> tuple[list[Word], tuple[Category, ...], str]:
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
-        spelled = self.spelled()
+        spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
@@ -175,16 +163,13 @@ def _encoded(words: Sequence[str], tokenizer: TextTokenizer, name: str) -> list[
     return result
 
 
-def _read(path: Path, columns: tuple[str, str] | None) -> Any:
+def _read(path: Path) -> Any:
     """A row a pair: the words `first` and `second`, and the labels, None where the file has no such column."""
     import pandas as pd
 
     table = _table(path)
     names = [str(name) for name in table.columns]
-    first, second = columns or _columns(path, names)
-    for name in (first, second):
-        if name not in names:
-            raise InputError(f"{path}: expected a column {name!r} of words, it has {', '.join(names)}")
+    first, second = _columns(path, names)
     pairs = [(_word(one), _word(other)) for one, other in zip(table[first], table[second], strict=True)]
     for number, pair in enumerate(pairs):
         if not all(pair):
@@ -202,7 +187,7 @@ def _columns(path: Path, names: list[str]) -> tuple[str, str]:
             return pair
     others = [name for name in names if name not in LABELS]
     if len(others) != 2:
-        raise InputError(f"{path}: expected two columns of words, it has {', '.join(names)}: name the two in columns")
+        raise InputError(f"{path}: expected two columns of words, it has {', '.join(names)}: leave others out")
     return others[0], others[1]
 
 
@@ -220,8 +205,6 @@ def _table(path: Path) -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    if path.suffix not in (".parquet", ".csv", ".tsv"):
-        raise InputError(f"source: expected a file that ends in .parquet, .csv or .tsv, got {path.name!r}")
     try:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)

@@ -1,7 +1,5 @@
 """Batches as other projects have them are the same batches, or are refused in a sentence."""
 
-import math
-
 import datasets
 import pytest
 import torch
@@ -100,9 +98,7 @@ def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
         ([IDS[0]], r"input_ids of shape \(batch, tokens\), got \(12,\) in batch 0"),
         ([IMAGES[0]], r"pixel_values of shape \(batch, channels, height, width\), got \(3, 8, 8\)"),
         ([{"input_ids": IDS[:, :0]}], r"input_ids of shape \(batch, tokens\), got \(20, 0\) in batch 0"),
-        ([{"input_ids": IDS, "attention_mask": IDS[:, 1:] > -1}], r"attention_mask \(20, 12\) of .*, got \(20, 11\)"),
-        ([{"input_ids": IDS, "attention_mask": IDS * math.nan}], "with values from nan to nan in batch 0"),
-        ([{"input_ids": IDS, "attention_mask": IDS * 0}], "with a 1 in each text, got .* from 0 to 0"),
+        ([{"input_ids": IDS, "attention_mask": IDS * 0}], "a 1 in each row of attention_mask, got none"),
     ],
 )
 def test_anything_else_is_refused_in_a_sentence(given, said):

@@ -95,12 +95,6 @@ def test_another_library_is_described_otherwise(tmp_path):
     assert PythonSources(validation=0.3, root=tmp_path).describe() != before
 
 
-def test_a_python_without_sources_is_refused(tmp_path):
-    (tmp_path / "this.py").write_text("pass\n")
-    with pytest.raises(InputError, match=r"carries only 5 bytes .* name another corpus"):
-        PythonSources(validation=0.1, root=tmp_path).describe()
-
-
 @pytest.mark.parametrize(
     ("separator", "expected"),
     [(None, ["one\n\nstill one", "two", ""]), ("", ["one", "still one\n<|endoftext|>\ntwo\n<|endoftext|>"])],
@@ -256,11 +250,11 @@ class Hub:
         files = [SimpleNamespace(rfilename=path) for path in self.listed.get(revision, [])]
         return SimpleNamespace(sha=self.sha if revision is None else f"commit of {revision}", siblings=files)
 
-    def load_dataset(self, name, config, *, split, revision, streaming, data_dir=None):
+    def load_dataset(self, path, *, split, revision, streaming, name=None, data_dir=None):
         self.revisions.append(revision)
         self.folders.append(data_dir)
-        if config not in (None, "wikitext-103-raw-v1"):
-            raise ValueError(f"BuilderConfig {config!r} not found")
+        if name not in (None, "wikitext-103-raw-v1"):
+            raise ValueError(f"BuilderConfig {name!r} not found")
         return self.real("parquet", data_files=self.files, split=split, streaming=streaming)
 
 
@@ -302,7 +296,6 @@ def test_the_rows_of_the_hub_come_in_the_order_of_its_files(hub):
 def test_two_revisions_of_a_data_set_have_tokens_of_their_own(hub, tmp_path, monkeypatch):
     hub(train=[[f"old {n}" for n in range(400)]])
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("lit_layers.files.hub._found", {"huggingface.co"})  # whose address nobody looks up here
     first = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
     assert first.header.get("revision") == "abc123"
     assert prepared("some/corpus", "bpe:280", cache=tmp_path / "cache") == first
@@ -319,33 +312,14 @@ CONVERTED = "refs/convert/parquet"
 
 def test_a_data_set_that_is_a_program_is_read_from_the_hubs_conversion(hub):
     stand_in = hub(train=[["a", "b"]])
-    parquet = ["plain_text/train/0000.parquet", "plain_text/train/0001.parquet"]
-    stand_in.listed = {None: ["README.md", "corpus.py"], CONVERTED: [".gitattributes", *parquet]}
-    source = open_source("some/corpus")
+    source = open_source(f"some/corpus@{CONVERTED}:en")
     source.pin()
     assert texts_of(source.read(None)) == ["a", "b"]
-    assert source.revision == f"commit of {CONVERTED}"
-    assert {*stand_in.folders} == {"plain_text"}
-    stand_in.listed[None] = ["README.md", "data/train-00000.parquet"]  # converted by its owner in the meantime
-    newer = open_source("some/corpus")
-    newer.pin()
-    assert (newer.revision, stand_in.folders[-1]) == ("abc123", None)
-
-
-def test_a_conversion_of_a_part_or_of_several_configurations_is_refused(hub):
-    stand_in = hub(train=[["a"]])
-    script = {None: ["corpus.py"]}
+    assert (source.revision, {*stand_in.folders}) == (f"commit of {CONVERTED}", {"en"})
     for part in ("partial-train", "partial/train"):  # as the Hub calls it, and as it did until 2023
-        stand_in.listed = {**script, CONVERTED: [f"plain_text/{part}/0000.parquet", "plain_text/test/0000.parquet"]}
+        stand_in.listed = {CONVERTED: [f"en/{part}/0000.parquet", "en/test/0000.parquet"]}
         with pytest.raises(InputError, match="has converted only a part of some/corpus"):
-            open_source("some/corpus").pin()
-    stand_in.listed = {**script, CONVERTED: ["en/train/0000.parquet", "de/train/0000.parquet"]}
-    with pytest.raises(InputError, match=r"expected :CONFIG behind its name, one of de, en$"):
-        open_source("some/corpus").pin()
-    with pytest.raises(InputError, match=r"expected :CONFIG behind its name, one of de, en$"):
-        open_source("some/corpus:fr").pin()
-    open_source("some/corpus:de").pin()
-    assert stand_in.folders == ["de"]
+            open_source(f"some/corpus@{CONVERTED}:en").pin()
 
 
 @pytest.mark.soak
