@@ -121,13 +121,8 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     similarity = about.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         raise _unlike("similarity_fn_name", "cosine or dot", similarity)
-    for module in modules[2:]:
-        _expect(read, f"{module['path']}/config.json", module_input_name="sentence_embedding")
-    pooling = f"{modules[1]['path']}/config.json"
-    if prompts:
-        _expect(read, pooling, include_prompt=True)
     return SentenceEncoder(
-        pooling=_pooling(read, pooling),
+        pooling=_pooling(read, f"{modules[1]['path']}/config.json"),
         normalizes=len(kinds) == 3,
         similarity=similarity,
         **_transformer(read),
@@ -169,23 +164,12 @@ def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
 
 def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
     """The limit of tokens and whether texts are lower case. Without a limit of its own the tokenizer's counts."""
-    place = "sentence_bert_config.json"
-    usual = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
-    _expect(read, place, **usual, query_expansion=None)
-    config = _read(read, place) or {}
+    config = _read(read, "sentence_bert_config.json") or {}
     limit = config.get("max_seq_length")
     if limit is None:
         limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     limited = isinstance(limit, int) and 0 < limit < _UNLIMITED
     return {"max_tokens": limit if limited else None, "lowercases": config.get("do_lower_case", False)}
-
-
-def _expect(read: Callable[[str], bytes], place: str, **usual: Any) -> None:
-    """Refuses a field of a file that is there and has another value."""
-    config = _read(read, place) or {}
-    for name, value in usual.items():
-        if config.get(name) not in (None, value):
-            raise _unlike(f"{place}: {name}", value, config[name])
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:

@@ -72,7 +72,7 @@ class OrderLikelihoods:
 
     def of(self, schedule: Schedule) -> Callable[[Request], Likelihood | None]:
         """What is known of a request in one order."""
-        values = np.array(self._values[self._orders[format_schedule(schedule)]])
+        values = self._values[self._orders[format_schedule(schedule)]]
 
         def likelihood(request: Request) -> Likelihood | None:
             row = self._rows.get(_key(request))

@@ -24,12 +24,11 @@ from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
-from lit_layers.identity import hash_of, settings_of
+from lit_layers.identity import hash_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Measurement, Record
-from lit_layers.records import frame as records_frame
+from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
@@ -37,7 +36,7 @@ from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
-OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules", "tokenizer", "mteb")
+OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
 MAX_TOKENS, SEED = 2048, 42
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 
@@ -330,7 +329,7 @@ class Averages:
 
 
 def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Averages]:
-    """The means of every checkpoint in a table of `score_frame` or `lit_layers.records.frame`, in step order.
+    """The means of every checkpoint in a table of `lit_layers.records.frame`, in step order.
 
     Tasks that were measured with other options (`OPTIONS`, as far as the table has them) make means of their own.
 
@@ -360,18 +359,6 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
         place = str(run), number, str(pooling), str(states)
         of_checkpoints.append(Averages(*place, scores, curve, tuple(missing), unusual))
     return sorted(of_checkpoints, key=lambda each: (each.run, -1 if each.step is None else each.step))
-
-
-def score_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
-    """The tidy table of scores, with the tokenizer and the version of mteb of each where there are several of them."""
-    measurements = [each for each in measurements if each.analysis.startswith("mteb/")]
-    table = records_frame(measurements)
-    versions = {settings_of(each): each.provenance.get("versions", {}).get("mteb") for each in measurements}
-    tokenizers = {settings_of(each): each.provenance.get("tokenizer_hash") for each in measurements}
-    for name, values in (("tokenizer", tokenizers), ("mteb", versions)):
-        if len({*values.values()}) > 1:
-            table[name] = pd.array([values[settings] for settings in table["settings"]], dtype="str")
-    return table
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:

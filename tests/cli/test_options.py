@@ -94,8 +94,8 @@ def test_every_option_has_a_line_of_help(verb, capsys):
     [
         (
             "audit",
-            {"series": "run", "steps": [0, 1], "level": "files"},
-            "run --steps [0,1] --level files",
+            {"series": "run", "steps": [0, 1], "level": "listing"},
+            "run --steps [0,1] --level listing",
         ),
         (
             "report",
@@ -182,7 +182,6 @@ def test_a_recipe_writes_where_its_root_is_or_the_command_line_says(tmp_path: Pa
         *(("report", name) for name in ("export", "pictures")),
         *(("select", name) for name in ("export", "cache")),
         ("audit", "json"),
-        ("mteb", "cache"),
     ):
         for place in (str(elsewhere / "x.csv"), "~/x.csv", "x/../../x.csv"):
             recipe.write_text(yaml.safe_dump({name: place}))

@@ -131,8 +131,7 @@ def test_tensors_that_match_nothing_are_refused_and_never_hashed(tmp_path, capsy
         torch.save(content | {"state_dict": other}, files / f"{name}.ckpt")
     assert main(["audit", str(files)]) == 2
     said = capsys.readouterr()
-    assert "20.ckpt: no submodule holds the" in said.err
-    assert "no submodule holds any" in said.err
+    assert "20.ckpt: no submodule holds any" in said.err
     assert "equal" not in said.out
     files.rename(tmp_path / "old")
     files, _ = project(tmp_path, model, "net.{}")

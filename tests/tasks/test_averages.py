@@ -7,7 +7,7 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
-from lit_layers.tasks.mteb_scores import averages, score_frame, score_table
+from lit_layers.tasks.mteb_scores import averages, score_table
 
 SCORES = {
     "STS12": ("sts", [0.9, 0.2, 0.4, 0.3]),
@@ -82,11 +82,6 @@ def test_no_mean_is_over_tasks_that_were_measured_differently():
     assert unusual.options == {"max_tokens": 128, "dtype": "bfloat16"}
     assert (unusual.at(0), unusual.at(1)) == (0.8, 0.6)
     assert score_table(records.frame([cut, *whole])).set_index("task").loc["STS12", "max_tokens"] == 128
-    older = measured("STS12", [0.8, 0.6], "sts", versions="1.9")
-    assert [(each.options, each.at(1)) for each in averages(score_frame([older, *whole]))] == [
-        ({"mteb": "1.9"}, 0.6),
-        ({"mteb": "2.1"}, pytest.approx(0.5)),
-    ]
 
 
 def test_checkpoints_come_in_step_order():

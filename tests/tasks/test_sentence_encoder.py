@@ -145,15 +145,9 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
         ({"pooling": {"pooling_mode": ""}}, "lasttoken, got nothing"),
         ({"pooling": {"pooling_mode_median_tokens": True}}, "lasttoken, got pooling_mode_median_tokens"),
         (
-            {"pooling": {"include_prompt": False}, "config_sentence_transformers": {"prompts": PROMPTS}},
-            "include_prompt: expected True, got False",
-        ),
-        ({"sentence_bert_config": {"transformer_task": "fill-mask"}}, "expected feature-extraction, got fill-mask"),
-        (
             {"config_sentence_transformers": {"similarity_fn_name": "manhattan"}},
             "expected cosine or dot, got manh",
         ),
-        ({"2_Normalize/config": {"module_input_name": "token_embeddings"}}, "sentence_embedding, got token_embeddings"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path, files, sentence):

@@ -119,8 +119,6 @@ def test_correlations_are_those_of_values_and_of_their_ranks():
     assert found["task_score"] == pytest.approx((found["pearson"] + found["spearman"]) / 2)
     constant = glue_metrics(GLUE["stsb"], [2.0] * 5, wanted)
     assert all(map(math.isnan, constant.values()))
-    with pytest.raises(ValueError, match="expected a prediction for each target"):
-        glue_metrics(GLUE["stsb"], [1.0], wanted)
 
 
 def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_class(folder, tmp_path, monkeypatch):
@@ -205,8 +203,6 @@ def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
         read_rows(GLUE["qnli"], "train", tmp_path)
     with pytest.raises(InputError, match="task rte: source: expected the split 'train' in"):
         read_rows(GLUE["rte"], "train", tmp_path)
-    with pytest.raises(InputError, match="split: expected train or validation, got 'test'"):
-        read_rows(GLUE["rte"], "test", tmp_path)
 
 
 def test_a_copy_says_what_its_task_is_judged_by(folder, tmp_path):

@@ -101,15 +101,16 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
     """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
     import pandas as pd
 
-    from lit_layers.tasks.mteb_scores import averages, score_frame, score_table
+    from lit_layers import records
+    from lit_layers.tasks.mteb_scores import averages, score_table
 
     chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
     if shown := [each for each in of_call if each.analysis in chosen]:
-        for means in averages(score_frame(shown), expected=names):
+        for means in averages(records.frame(shown), expected=names):
             _show(means)
     if scored:
-        frame = score_frame(scored)
+        frame = records.frame(scored)
         means = averages(frame, expected=names)
         curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
         files = {
