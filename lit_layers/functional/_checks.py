@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def widened(name: str, tensor: Tensor) -> Tensor:
-    """The tensor in float64 (on the CPU where its device has none).
+    """Return the tensor in float64, on the CPU if its device has no float64.
 
     Raises:
         TypeError: no floating-point tensor.
@@ -19,20 +19,20 @@ def widened(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless `tensor` is a floating-point tensor."""
+    """Raise TypeError unless `tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"expected {name} to be a floating-point tensor, got {kind}")
 
 
 def check_option(name: str, value: Any, *allowed: Any) -> None:
-    """Raises ValueError unless `value` is one of `allowed`."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"expected {name} to be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefined: str) -> Tensor:
-    """`values`, with NaN for each element that has a problem.
+    """Return `values` with NaN for each element that has a problem.
 
     `problems` maps a reason to a boolean tensor that broadcasts to `values`.
 
@@ -58,7 +58,7 @@ Kept = Bool[Tensor, "*n rows"]
 
 
 def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Kept]:
-    """The real tokens of each prompt in order and packed to the front, zeros after them; and which rows are real.
+    """Return the real tokens of each prompt, packed to the front with zeros after them, and which rows are real.
 
     Packing makes values independent of where padding stands and what it holds. `mask` broadcasts over leading
     dimensions; `drop_first` counts among the real tokens.
@@ -99,19 +99,19 @@ def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
-    """Which elements hold a NaN or an infinity."""
+    """Return which elements hold a NaN or an infinity."""
     if rows.sum().isfinite():  # one cheap pass for the usual case
         return rows.new_zeros(rows.shape[:-2], dtype=torch.bool)
     return ~rows.isfinite().flatten(-2).all(-1)
 
 
 def without(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
-    """The rows with zeros for those of some elements: what is undefined must not spoil its neighbours."""
+    """Return the rows with zeros in some elements, so that undefined values do not spoil their neighbours."""
     return rows.masked_fill(elements[..., None, None], 0.0) if elements.any() else rows
 
 
 def centered(rows: Rows, kept: Kept) -> Rows:
-    """Each prompt's rows minus their mean; equal rows become exactly 0."""
+    """Return each prompt's rows minus their mean; equal rows become exactly 0."""
     shifted = rows - rows[..., :1, :]  # a mean of equal rows is off by rounding, one of zeros is not
     shifted = shifted.masked_fill(~kept[..., None], 0.0)
     mean = shifted.sum(-2, keepdim=True) / kept.sum(-1).clamp(min=1)[..., None, None]
@@ -119,7 +119,7 @@ def centered(rows: Rows, kept: Kept) -> Rows:
 
 
 def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
-    """Rows of norm 1, and which real rows have no direction: those stay 0.
+    """Return rows of norm 1, and which real rows have no direction: those stay 0.
 
     A centred row has none either where it is rounding: a row that equals the mean.
     """
@@ -135,7 +135,7 @@ def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple
 
 
 def wide_matrices(matrices: Tensor) -> Tensor:
-    """Float64 where the decomposition is small or float64 came in, else float32."""
+    """Return the matrices in float64 if they are small or already in float64, otherwise in float32."""
     if matrices.ndim < 2 or matrices.shape[-1] != matrices.shape[-2]:
         raise ValueError(f"expected square matrices (*n, dim, dim), got {tuple(matrices.shape)}")
     if not matrices.is_floating_point():
@@ -145,7 +145,7 @@ def wide_matrices(matrices: Tensor) -> Tensor:
 
 
 def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
-    """The Jacobians with non-finite ones set to zero, and where those were; raises instead if asked."""
+    """Return the Jacobians with non-finite ones set to zero and where those were, or raise if asked to."""
     check_option("undefined", undefined, "raise", "nan")
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if not bool(broken.any()):
@@ -165,7 +165,7 @@ CHUNK = 2**21  # numbers widened at once: 16 MB in float64
 
 
 def check_features(features: Tensor, like: Tensor | None = None) -> None:
-    """Raises unless the features are a floating-point tensor (layers, n, dim), of the layers and width of `like`."""
+    """Raise unless the features are a floating-point tensor (layers, n, dim) with the layers and width of `like`."""
     check_floating("features", features)
     if features.ndim != 3 or not len(features) or not features.shape[2]:
         raise ValueError(f"expected features of shape (layers, n, dim), got {tuple(features.shape)}")
@@ -175,7 +175,7 @@ def check_features(features: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_finite(features: Float[Tensor, "layers n dim"], first_layer: int = 0) -> None:
-    """Raises ValueError, naming the layer, where a feature is not finite."""
+    """Raise ValueError, naming the layer, if a feature is not finite."""
     for chunk in _chunks(features):
         if chunk.sum(dtype=torch.float64).isfinite():  # one cheap pass for the usual case
             continue
@@ -186,7 +186,7 @@ def check_finite(features: Float[Tensor, "layers n dim"], first_layer: int = 0) 
 
 
 def widened_chunks(features: Float[Tensor, "layers n dim"]) -> Iterator[Float[Tensor, "layers rows dim"]]:
-    """Copies of the rows in float64, in order and some at a time."""
+    """Yield copies of the rows in float64, in order and in chunks."""
     for chunk in _chunks(features):
         yield chunk.detach().to(torch.float64, copy=True)
 
@@ -194,7 +194,7 @@ def widened_chunks(features: Float[Tensor, "layers n dim"]) -> Iterator[Float[Te
 def feature_scaling(
     features: Float[Tensor, "layers n dim"], *, standardize: bool, center: bool
 ) -> tuple[Float[Tensor, "layers dim"], Float[Tensor, "layers dim"]]:
-    """What to subtract from features and then divide them by, in float64.
+    """Return what to subtract from the features and what to divide them by afterwards, in float64.
 
     The mean, or 0 unless `center`; the population deviation, or 1 unless `standardize` and where the feature is
     constant. Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).

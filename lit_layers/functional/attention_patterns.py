@@ -26,7 +26,7 @@ def uniform_attention(num_tokens: int, *, causal: bool) -> Float[Tensor, "1 toke
 
 
 def attention_entropy(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
-    """Mean entropy of a head's attention, in nats.
+    """Return the mean entropy of a head's attention, in nats.
 
     Range [0, log tokens]: 0 if each query attends to one token.
 
@@ -38,7 +38,7 @@ def attention_entropy(weights: Weights, *, undefined: Undefined = "raise") -> Pe
 
 
 def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
-    """Mean attention to the first token.
+    """Return the mean attention to the first token.
 
     Range [0, 1]; for uniform causal attention the mean of 1 / position over the positions from 2 on.
 
@@ -51,7 +51,7 @@ def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
 
 
 def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
-    """Mean attention to the token right before the query.
+    """Return the mean attention to the token right before the query.
 
     Range [0, 1]; for uniform causal attention the mean of 1 / position over the positions from 2 on.
 
@@ -67,7 +67,7 @@ def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") ->
 def prefix_matching_score(
     weights: Weights, input_ids: Int[Tensor, "*n tokens"], *, undefined: Undefined = "raise"
 ) -> PerHead:
-    """Mean attention to the tokens that followed earlier occurrences of the query's token.
+    """Return the mean attention to the tokens that followed earlier occurrences of the query's token.
 
     The mean is over the queries whose token has occurred before. Range [0, 1]; for uniform causal attention on tokens
     that repeat with period P about 1 / P.
@@ -95,7 +95,7 @@ def prefix_matching_score(
 
 
 def _mean_over_queries(metric: str, values: Tensor, weights: Tensor, undefined: str) -> PerHead:
-    """Mean of (*n, heads, queries) over the queries after the first."""
+    """Return the mean of (*n, heads, queries) over the queries after the first."""
     problems = {
         "a weight is not finite": ~weights.isfinite().flatten(-2).all(-1),
         "it takes 2 tokens": torch.tensor(weights.shape[-1] < 2),

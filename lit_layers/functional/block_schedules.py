@@ -18,13 +18,13 @@ Schedule = tuple[Step, ...]
 
 
 def baseline(num_blocks: int) -> Schedule:
-    """Every block once, in order."""
+    """Return every block once, in order."""
     _check_blocks(num_blocks)
     return tuple(range(1, num_blocks + 1))
 
 
 def middle(num_blocks: int, start: int) -> range:
-    """The middle blocks N+2..T-N, M of them.
+    """Return the middle blocks N+2..T-N, of which there are M.
 
     Raises:
         ValueError: a start outside 0..(T-2)//2, which would leave no middle.
@@ -36,7 +36,7 @@ def middle(num_blocks: int, start: int) -> range:
 
 
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
-    """The start that leaves `num_middle` blocks in the middle: odd numbers for an even T, even ones for an odd T.
+    """Return the start that leaves `num_middle` blocks in the middle: odd numbers if T is even, even ones if T is odd.
 
     Raises:
         ValueError: a number that no start leaves; the sentence begins with `option`.
@@ -49,34 +49,37 @@ def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
 
 
 def skip(num_blocks: int, start: int) -> Schedule:
-    """Without the middle."""
+    """Return the schedule without the middle."""
     return _around(num_blocks, start, ())
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
-    """Block T//2 + 1 in place of each block of the middle."""
+    """Return the schedule with block T//2 + 1 in place of each block of the middle."""
     return _around(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
 def reverse(num_blocks: int, start: int) -> Schedule:
-    """The middle from its last block to its first."""
+    """Return the schedule whose middle runs from its last block to its first."""
     return _around(num_blocks, start, middle(num_blocks, start)[::-1])
 
 
 def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
-    """The middle shuffled by `random.Random(seed)`; it may come out as it was (at M = 1 it must)."""
+    """Return the schedule with its middle shuffled by `random.Random(seed)`.
+
+    It may equal the baseline, and does if M = 1.
+    """
     order = list(middle(num_blocks, start))
     _random.Random(seed).shuffle(order)
     return _around(num_blocks, start, order)
 
 
 def parallel(num_blocks: int, start: int) -> Schedule:
-    """The middle side by side, averaged."""
+    """Return the schedule whose middle blocks run on the same state and are averaged."""
     return looped_parallel(num_blocks, start, loops=1)
 
 
 def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
-    """The middle side by side, averaged, and that again on its result, `loops` times in all.
+    """Return the schedule that runs the averaged middle `loops` times, each time on the last result.
 
     Raises:
         ValueError: fewer than one loop.
@@ -87,12 +90,12 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
 
 
 def skip_one(num_blocks: int, block: int) -> Schedule:
-    """Every block but one."""
+    """Return every block but one."""
     return tuple(number for number in baseline(num_blocks) if number != _checked_block(block, num_blocks))
 
 
 def switch(num_blocks: int, block: int) -> Schedule:
-    """A block and the next one in each other's place."""
+    """Return the schedule in which a block and the next one trade places."""
     if type(block) is not int or not 1 <= block <= num_blocks - 1:
         raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block!r}")
     order = list(baseline(num_blocks))
@@ -101,14 +104,14 @@ def switch(num_blocks: int, block: int) -> Schedule:
 
 
 def repeat_one(num_blocks: int, block: int) -> Schedule:
-    """Every block once, but one twice in a row."""
+    """Return every block once, but one twice in a row."""
     order = list(baseline(num_blocks))
     order.insert(_checked_block(block, num_blocks), block)
     return tuple(order)
 
 
 def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
-    """The schedule with every step a number, or a tuple of several.
+    """Return the schedule in which every step is a number or a tuple of several.
 
     Raises:
         TypeError: a step that is neither a number nor a tuple of numbers.
@@ -131,12 +134,12 @@ _STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
 
 
 def members(step: Step) -> tuple[int, ...]:
-    """The blocks that a step runs on one state."""
+    """Return the blocks that a step runs on one state."""
     return step if isinstance(step, tuple) else (step,)
 
 
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
-    """The schedule that is written as `1 2 (3,4,5) (3,4,5) 6`.
+    """Return the schedule that a text such as `1 2 (3,4,5) (3,4,5) 6` writes.
 
     Raises:
         ValueError: anything else, or what `checked` refuses.
@@ -156,12 +159,12 @@ def parse_schedule(text: str, num_blocks: int) -> Schedule:
 
 
 def format_schedule(schedule: Sequence[Step]) -> str:
-    """The schedule as `parse_schedule` reads it."""
+    """Return the schedule as text that `parse_schedule` reads."""
     return " ".join(f"({','.join(map(str, step))})" if isinstance(step, tuple) else str(step) for step in schedule)
 
 
 def kendall_distance(order: Sequence[int]) -> int:
-    """How many pairs stand in the other order than their numbers: 0 for a sorted row, n (n - 1) / 2 for a reversed."""
+    """Return how many pairs are out of order: 0 for a sorted row, n (n - 1) / 2 for a reversed one."""
     return sum(before > after for place, after in enumerate(order) for before in order[:place])
 
 
@@ -216,8 +219,10 @@ class Variant:
 
     @property
     def tags(self) -> dict[str, str | int | float]:
-        """What a record of it is tagged with; `block` is the record's layer. Custom and random orders are written out,
-        as no other tag identifies them."""
+        """Return the tags of the variant's records; `block` becomes the record's layer.
+
+        Custom and random orders are written out, as no other tag identifies them.
+        """
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
             if (value := getattr(self, name)) is not None:
@@ -227,7 +232,7 @@ class Variant:
         return tags
 
     def __str__(self) -> str:
-        """Such as `looped_parallel M=5 k=3`: two variants of one model never have the same."""
+        """Return a name such as `looped_parallel M=5 k=3`, unique among the variants of a model."""
         if self.name == CUSTOM:
             return f"{self.name} {format_schedule(self.schedule)}"
         numbers = {"M": self.middle, "k": self.loops, "seed": self.seed, "block": self.block}
@@ -243,8 +248,7 @@ def variants(
     loops: Sequence[int] = LOOPS,
     custom: Sequence[str] = (),
 ) -> list[Variant]:
-    """The variants of these names, each of every number of middle blocks, loops and seed asked for; the full model is
-    always the first.
+    """Return the variants of these names for every middle, number of loops and seed, the full model first.
 
     Args:
         num_blocks: of the model.
@@ -280,7 +284,7 @@ def variants(
 
 
 def _starts(num_blocks: int, middles: Sequence[int] | None) -> list[int]:
-    """From the smallest middle to the largest."""
+    """Return the starts, from the smallest middle to the largest."""
     if middles is None:
         return list(range((num_blocks - 2) // 2, -1, -1))
     if not middles:

@@ -60,7 +60,7 @@ class Line(NamedTuple):
 
 
 def pearson(x: Values, y: Values) -> Correlation:
-    """Pearson's r. Unchanged by increasing affine maps of either side; its square is the R² of a line.
+    """Return Pearson's r. Increasing affine maps of either side do not change it; its square is the R² of a line.
 
     Raises:
         UndefinedError: fewer than 3 rows, or a constant column.
@@ -71,15 +71,20 @@ def pearson(x: Values, y: Values) -> Correlation:
 
 
 def p_value(r: float, df: int) -> float:
-    """Two-sided p of a (partial) correlation with `df` degrees of freedom, by Student's t: t² = df r² / (1 - r²)."""
+    """Return the two-sided p of a (partial) correlation by Student's t.
+
+    With `df` degrees of freedom, t² = df r² / (1 - r²).
+    """
     from scipy.special import betainc
 
     return float(betainc(df / 2, 0.5, 1 - r * r))
 
 
 def spearman(x: Values, y: Values) -> Correlation:
-    """Spearman's rho: Pearson's r of the ranks, ties sharing their mean. Unchanged by increasing maps; p by the t test,
-    and no less than the 2 / n! of the two orders that agree most: at rho = 1 Student's t knows none.
+    """Return Spearman's rho: Pearson's r of the ranks, with mean ranks for ties.
+
+    Increasing maps do not change it. Its p is that of the t test, but at least 2 / n!, the share of the two orders that
+    agree most: at rho = 1 Student's t gives none.
 
     Raises: as `pearson`.
     """
@@ -89,7 +94,9 @@ def spearman(x: Values, y: Values) -> Correlation:
 
 
 def kendall(x: Values, y: Values) -> Correlation:
-    """Kendall's tau-b. Unchanged by increasing maps; p exact for few rows without ties, else normal, as scipy's.
+    """Return Kendall's tau-b.
+
+    Increasing maps do not change it. Its p is exact for few rows without ties, otherwise normal, as in scipy.
 
     Raises: as `pearson`.
     """
@@ -101,7 +108,7 @@ def kendall(x: Values, y: Values) -> Correlation:
 
 
 def distance_correlation(x: Values, y: Values) -> float:
-    """Székely's distance correlation, in [0, 1]: the biased V-statistic, with its root taken.
+    """Return Székely's distance correlation, in [0, 1]: the root of the biased V-statistic.
 
     0 in the limit of many rows if and only if independent; 1 for any exact affine relation. Unchanged by affine maps of
     either side. Its null is far from 0 (about .28 for 37 independent Gaussian pairs): see `distance_null`.
@@ -115,7 +122,7 @@ def distance_correlation(x: Values, y: Values) -> float:
 
 
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Mean distance correlation of shuffled rows, and the share of shuffles (with the data) that reach the data's.
+    """Return the mean distance correlation of shuffled rows, and the share of shuffles that reach the data's.
 
     Raises: as `distance_correlation`.
     """
@@ -129,7 +136,7 @@ def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int =
 
 
 def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correlation:
-    """Pearson's r of what is left of both columns after regressing each, with an intercept, on all columns of `given`.
+    """Return Pearson's r of the residuals of both columns, each regressed with intercept on all columns of `given`.
 
     df = n - 2 - the number of linearly independent covariates. Unchanged by increasing affine maps of x and y, and by
     any invertible affine map of the covariates.
@@ -149,7 +156,7 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
 
 
 def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
-    """Pearson's r of both columns centred within their groups, df = n - groups - 1.
+    """Return Pearson's r of both columns centred within their groups, with df = n - groups - 1.
 
     The same as the partial correlation given an indicator of each group. A group of one row adds nothing.
 
@@ -174,7 +181,7 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
 
 
 def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
-    """Pearson's r without each row in turn, and the row whose removal changes it most.
+    """Return Pearson's r without each row in turn, and the row whose removal changes it most.
 
     A value is NaN where the rest has a constant column; such a row counts as the most influential.
 
@@ -196,7 +203,7 @@ def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
 def bootstrap_rows(
     statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Interval:
-    """Percentile bootstrap interval of a statistic of n rows, which takes the numbers of the rows drawn.
+    """Return the percentile bootstrap interval of a statistic of n rows, which is given the indices of the drawn rows.
 
     Resamples in which it is undefined (all rows alike, say) are left out and counted.
 
@@ -217,7 +224,7 @@ def bootstrap_rows(
 
 
 def fit_line(x: Values, y: Values) -> Line:
-    """The least-squares line of y on x.
+    """Return the least-squares line of y on x.
 
     Raises:
         UndefinedError: fewer than 3 rows, or a constant x.
@@ -232,7 +239,7 @@ def fit_line(x: Values, y: Values) -> Line:
 
 
 def line_band(line: Line, at: Values, *, confidence: float = 0.95) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where the mean of y lies at some x, low and high, by the t distribution: a band around the line."""
+    """Return the low and high ends of the mean of y at some x, by the t distribution: a band around the line."""
     from scipy.special import stdtrit
 
     at = np.asarray(at, dtype=np.float64)
@@ -243,7 +250,7 @@ def line_band(line: Line, at: Values, *, confidence: float = 0.95) -> tuple[NDAr
 
 
 def residuals(x: Values, given: Sequence[Values]) -> NDArray[np.float64]:
-    """What is left of a column after regressing it, with an intercept, on the others.
+    """Return what is left of a column after regressing it, with an intercept, on the others.
 
     Raises:
         UndefinedError: a constant column, or one that the others determine.
@@ -293,12 +300,12 @@ def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def distance_correlations(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`distance_correlation` (*n) of columns (*n, rows), none of which is constant."""
+    """Return `distance_correlation` (*n) of columns (*n, rows) that are not constant."""
     return _table_cosines(_centered_distances(x), _centered_distances(y))
 
 
 def _centered_distances(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Doubly centred distances (*n, rows, rows) between the rows of columns (*n, rows)."""
+    """Return the doubly centred distances (*n, rows, rows) between the rows of columns (*n, rows)."""
     table = np.abs(columns[..., :, None] - columns[..., None, :])
     means = table.mean(-1, keepdims=True)
     return table - means - means.swapaxes(-2, -1) + table.mean((-2, -1), keepdims=True)
@@ -310,7 +317,7 @@ def _table_cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> N
 
 
 def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64]:
-    """Orthonormal directions of what the columns span besides a constant."""
+    """Return orthonormal directions of what the columns span apart from a constant."""
     centered = [column - column[0] - (column - column[0]).mean() for column in columns if (column != column[0]).any()]
     if not centered:
         return np.zeros((n, 0))

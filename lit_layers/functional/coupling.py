@@ -24,7 +24,7 @@ def miscoupling(
     p: float = 2.0,
     sign: Sign = "signed",
 ) -> Float[Tensor, "*n"]:
-    """How far `j1` is from diagonal in the leading K singular bases of `j2`; coupling is 1 minus it.
+    """Return how far `j1` is from diagonal in the leading K singular bases of `j2`. Coupling is 1 minus it.
 
     `m = |U2' J1 V2 - diag(s1)|_F / |s1|_p` over the first K directions: 0 where both share them, about 1 for unrelated
     blocks, at most 2 at p = 2 (sqrt(2) for `absolute`, which compares absolute entries and so calls blocks of opposite
@@ -53,7 +53,7 @@ def miscoupling_matrix(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Tensor:
-    """`miscoupling` of every block (row) in the bases of every other (column): `(*n, blocks, others)`.
+    """Return `miscoupling` of every block (row) in the bases of every other one (column), `(*n, blocks, others)`.
 
     A sequence of `k` gives a leading dimension, all from one product. With `undefined="nan"` rows of zero matrices and
     rows and columns of non-finite ones are NaN.
@@ -77,7 +77,7 @@ def miscoupling_matrix(
 
 
 def _scaled(matrices: Tensor) -> Tensor:
-    """Divided by a power of two, exactly, to entries of at most 1: their squares neither overflow nor vanish."""
+    """Divide by a power of two, exactly, so that entries are at most 1: their squares neither overflow nor vanish."""
     largest = matrices.abs().amax((-2, -1), keepdim=True)
     return matrices / torch.where(largest > 0, largest, 1).log2().floor().exp2() / 2
 
@@ -92,7 +92,7 @@ def miscoupling_with_error(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """`miscoupling_matrix` where decompositions are at hand, and how far off each value likely is: a root mean square.
+    """Return `miscoupling_matrix` from given decompositions, and the likely error of each value as a root mean square.
 
     `values` are those of `jacobians`.
 
@@ -121,7 +121,7 @@ def miscoupling_with_error(
 
 
 def _norms(values: Tensor, counts: Sequence[int], p: float, undefined: Undefined) -> Tensor:
-    """(k, *n, blocks), NaN for the matrix of zeros.
+    """Return the norms (k, *n, blocks), NaN for a matrix of zeros.
 
     Raises:
         ValueError: one of zeros, with undefined="raise".
@@ -134,7 +134,7 @@ def _norms(values: Tensor, counts: Sequence[int], p: float, undefined: Undefined
 
 
 def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
-    """|A - diag(s)|_F of one block at every K, (k, *n, others)."""
+    """Return |A - diag(s)|_F of one block at every K, (k, *n, others)."""
     compared = compressed.abs() if sign == "absolute" else compressed
     values = values[..., None, : max(counts)].to(compared.dtype)
     squares = (compared - torch.diag_embed(values)).square()  # (*n, others, K, K)
@@ -163,7 +163,7 @@ def _turns(factors: Factors, counts: Sequence[int]) -> _Turns:
 def _likely_changes(
     compressed: Tensor, images: Tensor, values: Tensor, turns: _Turns, counts: Sequence[int], sign: Sign
 ) -> Tensor:
-    """How far |A - diag(s)|_F of one block likely is off at every K, (k, *n, others).
+    """Return the likely error of |A - diag(s)|_F of one block at every K, (k, *n, others).
 
     With a turn T within the K directions, |A'| = |A| and so |A' - S|^2 - |A - S|^2 = 2 tr(S (A - A')), to second order
     `sum over i < j of (s_i - s_j) (T_ij (A_ij + A_ji) + T_ij^2 (A_jj - A_ii))`, twice. Out of them, to entries of J1
@@ -199,12 +199,12 @@ def _likely_changes(
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
-    """Yields, block by block, `A = U' J V` in the leading `count` directions of every other block."""
+    """Yield, block by block, `A = U' J V` in the leading `count` directions of every other block."""
     return (compressed for compressed, _ in _compressions(jacobians, factors, count))
 
 
 def _compressions(jacobians: Tensor, factors: Factors, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Block by block A, and J V (*n, others, dim, count)."""
+    """Yield, block by block, A and J V (*n, others, dim, count)."""
     left, right = factors.left[..., :count], factors.right[..., :count]
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
@@ -214,7 +214,7 @@ def _compressions(jacobians: Tensor, factors: Factors, count: int) -> Iterator[t
 
 
 def num_directions(k: Directions, dim: int) -> int:
-    """Number of directions K that `k` stands for: itself if an int, floor(k dim) if a float.
+    """Return the number of directions K that `k` stands for: `k` if it is an int, floor(k dim) if it is a float.
 
     Raises:
         ValueError: K outside 1..dim, a share outside (0, 1].
@@ -232,7 +232,7 @@ def num_directions(k: Directions, dim: int) -> int:
 
 
 def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]:
-    """Least gap between neighbours among the first k + 1 singular values, over the largest: 0 is a tie.
+    """Return the smallest gap between neighbours among the first k + 1 singular values, over the largest; 0 is a tie.
 
     Below 1e-4 the bases, and so `miscoupling`, are not well determined. Values beyond the last given count as 0: pass
     k + 1 of them, or all.
@@ -252,7 +252,7 @@ def random_miscoupling(
     draws: int = 8,
     seed: int = 0,
 ) -> Float[Tensor, "*n"]:
-    """Miscoupling that unrelated bases would give: the baseline beside every value.
+    """Return the miscoupling that unrelated bases would give: the baseline of every value.
 
     For all singular values of J1: the root mean square over independent Haar bases of J2, in closed form (`absolute`:
     entries taken as normal, within 0.004 for dim >= 48). For a dimension: the mean over `draws` seeded pairs of
@@ -283,7 +283,7 @@ def random_miscoupling_from_norms(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
-    """`random_miscoupling` from the leading K singular values of J1 and its Frobenius norm, which suffice."""
+    """Return `random_miscoupling` from the leading K singular values of J1 and its Frobenius norm, which suffice."""
     values, frobenius = values.double(), frobenius.double()
     zero = values[..., 0] == 0
     if undefined == "raise" and bool(zero.any()):
@@ -301,7 +301,7 @@ def random_miscoupling_from_norms(
 def excess_coupling(
     miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
 ) -> Float[Tensor, "*n blocks others"]:
-    """`1 - m / m_random` per pair, with the baseline of J1's own spectrum: 0 for random bases, 1 for shared ones.
+    """Return `1 - m / m_random` per pair, by the baseline of J1's own spectrum: 0 for random bases, 1 for shared.
 
     Does not depend on p.
     """
@@ -309,7 +309,7 @@ def excess_coupling(
 
 
 def off_diagonal_mean(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
-    """Mean over the ordered pairs of different blocks, NaN pairs left out.
+    """Return the mean over the ordered pairs of different blocks, without NaN pairs.
 
     Raises:
         ValueError: fewer than two blocks.
@@ -322,7 +322,7 @@ def off_diagonal_mean(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor,
 
 
 def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n blocks"]:
-    """Mean over the pairs that lie 0, 1, .. blocks - 1 blocks apart, in either order, NaN pairs left out."""
+    """Return the mean over the pairs that lie 0, 1, .. blocks - 1 blocks apart, in either order, without NaN pairs."""
     blocks = pairs.shape[-1]
     depth = torch.arange(blocks, device=pairs.device)
     distance = (depth[:, None] - depth).abs()
@@ -369,7 +369,7 @@ def jacobian_spectrum(
     fit_from: int = 1,
     undefined: Undefined = "raise",
 ) -> JacobianSpectrum:
-    """Leading `top` singular values per block (all for None), and the least-squares line of 1 / s_1 over depth.
+    """Return the leading `top` singular values per block (None: all), and the least-squares line of 1 / s_1 over depth.
 
     The line is fitted over the block numbers `fit_from`..L, counted from 1; `r_squared` is 1 where 1 / s_1 is linear in
     depth. Rotations leave all of it alone.
@@ -391,7 +391,7 @@ def jacobian_spectrum(
 def inverse_norm_line(
     largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Slope, intercept and r_squared of 1 / s_1 over the block numbers `fit_from`..L."""
+    """Return slope, intercept and r_squared of 1 / s_1 over the block numbers `fit_from`..L."""
     blocks = largest.shape[-1]
     if fit_from < 1 or blocks - fit_from + 1 < 3:
         raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
@@ -423,7 +423,7 @@ def linearized_rollout(
     skip_last: bool = False,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers *n"]:
-    """Cosine between a token's state and its input carried by the linearized blocks alone, per layer, in [-1, 1].
+    """Return the cosine, per layer, of a token's state and its input carried through the linearized blocks.
 
     `y[l] = (I + J[l]) y[l-1]` from `y[0] = x[0]`, with the token's own Jacobians: no cross-token terms and no offsets,
     so it scores linearity and does not approximate the model. Exactly 1 where every branch is linear and token-wise.
@@ -457,7 +457,7 @@ def linearized_rollout(
 def cross_token_influence(
     jacobians: Float[Tensor, "*n dim dim"], *, eps: float = 0.0, undefined: Undefined = "raise"
 ) -> Influence:
-    """Size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
+    """Return size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
 
     `1 <= participation_ratio <= entropy_rank <= dim`, both over the singular values themselves: a rank-r partial
     isometry gives r for both. Rotations change nothing, scaling only the norms. `eps`, as published code has it, is

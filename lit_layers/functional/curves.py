@@ -31,7 +31,7 @@ def choose_layer(
     higher_is_better: bool = True,
     first_layer: int = 1,
 ) -> int:
-    """The layer, numbered from `first_layer`, that a rule chooses; the earliest of several.
+    """Return the layer, numbered from `first_layer`, that a rule chooses; the earliest if several are equal.
 
     With scores s_1..s_L, losses (`higher_is_better=False`) negated first:
 
@@ -60,7 +60,7 @@ class Turns(NamedTuple):
 
 
 def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
-    """Where the curve bends most and where its bend first changes sides, from second differences.
+    """Return where the curve bends most and where its bend first changes sign, from second differences.
 
     The second difference at an inner layer l is s_{l+1} - 2 s_l + s_{l-1}. `sharpest` is the layer of the largest one,
     whatever its sign. `inflection` is the first layer at which the curve no longer bends to the side it bent to
@@ -85,7 +85,7 @@ def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
 def resampled_curves(
     row_scores: Float[Tensor, "layers rows"], *, resamples: int = 2000, seed: int = 0
 ) -> Float[Tensor, "resamples layers"]:
-    """Curves of the mean score of each layer over test rows drawn with replacement, all layers on the same rows.
+    """Yield curves of the mean score of each layer over resampled test rows, the same rows for all layers.
 
     In float64. The rows of a seed are those of `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
 
@@ -110,7 +110,9 @@ def choice_distribution(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Float[Tensor, " layers"]:
-    """The share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer. They sum to 1.
+    """Return the share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer.
+
+    They sum to 1.
 
     Rows are resampled for all layers together, as in `resampled_curves`. Where a resample has no hit at the last layer
     (a score of 0), all layers are as good as that, and fraction_of_last chooses the first.
@@ -127,7 +129,7 @@ def choice_distribution(
 def choice_interval(
     shares: Float[Tensor, " layers"], *, first_layer: int = 1, confidence: float = 0.95
 ) -> tuple[int, int]:
-    """The percentile interval, lowest and highest layer, of a choice whose distribution `choice_distribution` gave.
+    """Return the percentile interval, lowest and highest layer, of a distribution that `choice_distribution` gave.
 
     Raises:
         ValueError: shares that do not sum to 1, a confidence outside (0, 1).
@@ -142,7 +144,7 @@ def choice_interval(
 
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
-    """How often each row is drawn, some resamples at a time."""
+    """Yield how often each row is drawn, for some resamples at a time."""
     if resamples < 1:
         raise ValueError(f"expected at least 1 resample, got {resamples}")
     if (
@@ -170,7 +172,7 @@ def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
 
 
 def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
-    """Index (*n) of the layer that a rule chooses from each curve."""
+    """Return the index (*n) of the layer that a rule chooses from each curve."""
     check_option("rule", rule, *RULES)
     if not 0 <= tolerance < math.inf:
         raise ValueError(f"expected a tolerance of at least 0, got {tolerance}")
@@ -236,7 +238,7 @@ class ExponentialLaw:
 def exponential_law(
     residuals: Float[Tensor, "*n layers"], *, undefined: Literal["raise", "nan"] = "raise"
 ) -> ExponentialLaw:
-    """Least squares of log10 PR_l on l - 1 for layers 1..L (no embedding): PR_l = rho^(l - 1) PR_1 about. In float64.
+    """Fit PR_l = rho^(l - 1) PR_1, by least squares of log10 PR_l on l - 1 over layers 1..L (no embedding), in float64.
 
     `rho` = 10^slope: below 1, the residual shrinks by one factor per block. `pearson`, in [-1, 1], is the correlation
     of log10 PR with depth, -1 for an exact falling geometric series, and `r_squared` its square: how well the law
@@ -279,7 +281,7 @@ class Monotonicity(NamedTuple):
 
 
 def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> Monotonicity:
-    """How steadily the scores of layers 1..L rise; losses (`higher_is_better=False`) are negated first.
+    """Return how steadily the scores of layers 1..L rise. Losses (`higher_is_better=False`) are negated first.
 
     `fraction_increasing`, in [0, 1]: share of the L - 1 steps that go up. `spearman`, in [-1, 1]: rank correlation
     with depth, NaN for a constant curve, where it is undefined. `largest_drop` >= 0: the largest single step down.
@@ -301,7 +303,7 @@ def monotonicity_interval(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> tuple[Monotonicity, Monotonicity]:
-    """Percentile bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
+    """Return the bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
 
     Test rows are resampled, for all layers together, never layers. A resample whose curve is constant has no rank
     correlation and is left out of that interval, which is NaN where none is left. With only few rows, resampled curves
@@ -320,7 +322,7 @@ def monotonicity_interval(
 
 
 def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -> list[Tensor]:
-    """The numbers of `Monotonicity`, each (*n), of several curves."""
+    """Return the numbers of `Monotonicity`, each (*n), of several curves."""
     values = values if higher_is_better else -values
     steps = values.diff()
     return [
@@ -332,7 +334,10 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
 
 
 def _correlation_with_depth(values: Float[Tensor, "*n layers"]) -> Tensor:
-    """Spearman's, average ranks for ties; NaN for a constant curve. These sums of whole numbers have no rounding."""
+    """Return Spearman's correlation with depth, with mean ranks for ties; NaN for a constant curve.
+
+    These sums of whole numbers have no rounding.
+    """
     ranks = (values[..., :, None] - values[..., None, :]).sign().sum(-1)  # twice a rank's distance from the mean rank
     depth = 2 * torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - (values.shape[-1] + 1)
     return (ranks * depth).sum(-1) / (ranks.square().sum(-1) * depth.square().sum()).sqrt()
@@ -346,7 +351,7 @@ def bootstrap_interval(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
-    """Percentile bootstrap interval, low and high, of the mean (or median) over the first dimension. In float64.
+    """Return the percentile bootstrap interval, low and high, of the mean (or median) over the first dimension.
 
     Equal numbers of prompts are resampled alike for one seed, so that intervals are paired over layers and steps: one
     matrix, of how often each resample has each prompt, times all values gives all resampled means.
@@ -372,7 +377,7 @@ def _means(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples ro
 
 
 def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples rows"]) -> Tensor:
-    """Halfway between the middle two of each resample's rows."""
+    """Return the median of each resample's rows, halfway between the middle two of an even number."""
     medians = []
     for column in columns.unbind(1):
         ordered, places = column.sort()
@@ -383,7 +388,7 @@ def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples 
 
 
 def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval, low and high, of a share of `successes` among `n` trials. Never leaves [0, 1].
+    """Return Wilson's score interval, low and high, of a share of `successes` among `n` trials. It lies within [0, 1].
 
     Raises:
         ValueError: no trial, more successes than trials, or a confidence outside (0, 1).
@@ -406,7 +411,7 @@ def macro_f1_interval(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval over rows, low and high, of `macro_f1`; each resample over the classes it has.
+    """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
 
     The rows of a seed are those of `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
 
@@ -439,7 +444,7 @@ def macro_f1_interval(
 
 
 def percentiles(confidence: float) -> Float[Tensor, " 2"]:
-    """The shares of resamples below the low and the high end of an interval."""
+    """Return the shares of resamples below the low and the high end of an interval."""
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
     return torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)

@@ -49,7 +49,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def renyi(shares: Tensor, alpha: float) -> Tensor:
-    """Of shares (*n, values) that sum to 1; alpha 1 is Shannon's."""
+    """Return the Renyi entropy of shares (*n, values) that sum to 1; alpha 1 is Shannon's."""
     if alpha == 1:
         values = torch.special.entr(shares).sum(-1)
     elif alpha == math.inf:
@@ -60,7 +60,7 @@ def renyi(shares: Tensor, alpha: float) -> Tensor:
 
 
 def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bool, size: Tensor | int) -> Tensor:
-    """Of the eigenvalues of each (*n, size, size) over their sum, negative ones left out: (matrices, *n).
+    """Return the Renyi entropies (matrices, *n) of the positive eigenvalues of each (*n, size, size) over their sum.
 
     With `frobenius` and alpha 2 from the entries instead: -log(sum K^2 / size^2), right only if the trace is the size.
     Matrices may be written over.
@@ -83,7 +83,7 @@ def divided(
     normalization: str,
     undefined: str,
 ) -> Tensor:
-    """The entropies as `normalization` has them, and NaN or an error for those with a problem."""
+    """Return the entropies divided as `normalization` says, and NaN or an error for those with a problem."""
     check_option("normalization", normalization, "raw", "logN", "logD", "maxEntropy", "logNlogD")
     if normalization == "raw":
         return settled(metric, values, problems, undefined)
@@ -100,13 +100,13 @@ def divided(
 
 
 def check_alpha(alpha: float) -> None:
-    """Refuses an order that no entropy has."""
+    """Refuse an order that no entropy has."""
     if not alpha > 0:
         raise ValueError(f"expected alpha above 0, got {alpha}")
 
 
 def positive(values: Tensor) -> Tensor:
-    """The values with 1 for each 0, to divide by."""
+    """Return the values with each 0 replaced by 1, to divide by."""
     return values.masked_fill(values == 0, 1.0)
 
 
@@ -129,7 +129,7 @@ def matrix_entropy(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon's).
+    """Return the Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon's).
 
     Range [0, log min(rows, dim)] for "raw"; log N for N orthogonal rows of equal norm, 0 for rank one; falls with
     alpha. Unchanged by rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of
@@ -184,7 +184,9 @@ def dataset_entropy(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """matrix_entropy of one pooled vector per prompt. It grows with the number of prompts: compare at equal number.
+    """Return matrix_entropy of one pooled vector per prompt.
+
+    It grows with the number of prompts: compare equal numbers.
 
     Released code pools tokens centred and scaled to norm 1 within each prompt, and takes clamp, side "smaller".
 
@@ -212,7 +214,7 @@ def effective_rank(
     drop_first: int = 0,
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Exponential of the entropy of the singular values (not squared) over their sum.
+    """Return the exponential of the entropy of the singular values (not squared) over their sum.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Options, invariances and undefined sets as
     in matrix_entropy.
@@ -232,7 +234,7 @@ def rankme(
     drop_first: int = 0,
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
+    """Return effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
 
     Source: Garrido et al. 2023. Otherwise as effective_rank.
     """
@@ -248,7 +250,7 @@ def participation_ratio(
     drop_first: int = 0,
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """(sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
+    """Return (sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Otherwise as effective_rank.
     """
@@ -268,7 +270,7 @@ class Spectrum:
     def entropy(
         self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
     ) -> PerSet:
-        """matrix_entropy of the sets."""
+        """Return matrix_entropy of the sets."""
         check_alpha(alpha)
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
@@ -300,7 +302,7 @@ _NOTHING = "all rows are zero, or equal to the mean that is subtracted"
 def spectrum(
     rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: int = 0
 ) -> Spectrum:
-    """The singular values of each set of rows, from one decomposition."""
+    """Return the singular values of each set of rows, from one decomposition."""
     (whole,) = spectra(rows, mask, center=center, unit=unit, drop_first=[drop_first])
     return whole
 
@@ -308,7 +310,7 @@ def spectrum(
 def spectra(
     rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: Sequence[int]
 ) -> list[Spectrum]:
-    """`spectrum` for each number of first rows left out; 0 and 1 share their decomposition where that can be."""
+    """Return `spectrum` for each number of first rows left out; 0 and 1 share their decomposition if possible."""
     parts = [_prepared(rows, mask, center, unit, dropped) for dropped in drop_first]
     ranks = [num_rows - 1 if center else num_rows for _, num_rows, _ in parts]
     values: list[Tensor] | None = None
@@ -331,7 +333,7 @@ def _spectrum(values: Tensor, num_rows: Tensor, problems: dict[str, Tensor], dim
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Int[Tensor, "*n"], dict[str, Tensor]]:
-    """The real rows first, zeros after them; how many there are; which sets are undefined, by reason."""
+    """Return the real rows with zeros after them, how many there are, and which sets are undefined, by reason."""
     rows, kept = real_rows(widened("rows", rows), mask, drop_first)
     num_rows = kept.sum(-1)
     broken = not_finite(rows)

@@ -41,7 +41,7 @@ def token_curvature(
     fold: bool = False,
     undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
 ) -> PerPrompt:
-    """Mean angle, in radians, between consecutive differences of a prompt's tokens.
+    """Return the mean angle, in radians, between consecutive differences of a prompt's tokens.
 
     Range [0, pi]: 0 on a line, pi for a zigzag a, b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for
     independent tokens. `fold` takes |cos| instead, range [0, pi/2]. Unchanged by rotation, translation (hence by
@@ -70,7 +70,7 @@ def curvature_and_missing(
     fold: bool = False,
     undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
 ) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
-    """token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
+    """Return token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
     check_option("undefined", undefined, "raise", "nan", "skip", "zero")
     rows, kept = real_rows(widened("tokens", tokens), mask, drop_first)
     broken = not_finite(rows)
@@ -109,7 +109,9 @@ def token_angle(
     unit: bool = True,
     undefined: Undefined = "raise",
 ) -> PerPrompt:
-    """Mean angle, in radians, between the vectors of tokens `lag` apart, after `center` (minus the mean token).
+    """Return the mean angle, in radians, between the vectors of tokens `lag` apart.
+
+    With `center` the mean token is subtracted before.
 
     Range [0, pi]: two tokens, centred, are exactly pi apart; equal tokens 0 without `center`. Unchanged by rotation and
     positive scaling; with `center` by translation. `unit` scales tokens to norm 1 as released code does, which changes
@@ -143,7 +145,7 @@ def token_angle(
 
 
 def _angle(u: Tensor, w: Tensor, *, fold: bool = False) -> Tensor:
-    """Angle between unit vectors; unlike arccos exact near 0 and pi."""
+    """Return the angle between unit vectors; unlike arccos it is exact near 0 and pi."""
     apart, together = torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1)
     if fold:
         apart, together = torch.minimum(apart, together), torch.maximum(apart, together)
@@ -162,7 +164,7 @@ def pool(
     pooling: Pooling = "mean",
     undefined: Literal["raise", "nan"] = "raise",
 ) -> Float[Tensor, "*n dim"]:
-    """One vector for each prompt, in float64: the mean of its real tokens, the last, or the first of them ("cls").
+    """Return one vector per prompt, in float64: the mean of its real tokens, the last one, or the first one ("cls").
 
     "centered_unit_mean" is what the code of Skean et al. (OFSkean/information_flow, 2024-09) pools: tokens minus their
     mean, each scaled to norm 1, averaged.
@@ -210,12 +212,12 @@ class ConceptAlignment:
 
     @property
     def gram(self) -> Float[Tensor, "*layers pairs pairs"]:
-        """<u_i, u_j>."""
+        """Return <u_i, u_j>."""
         return self.directions @ self.directions.mT
 
     @property
     def excess(self) -> PerLayer:
-        """`mean` minus `shuffled`: the part that belongs to the pairing."""
+        """Return `mean` minus `shuffled`: the part that belongs to the pairing."""
         return self.mean - self.shuffled
 
 
@@ -228,7 +230,7 @@ def concept_alignment(
     seed: int = 0,
     undefined: Literal["raise", "nan"] = "raise",
 ) -> ConceptAlignment:
-    """How parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
+    """Return how parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
 
     With u_i = delta_i / |delta_i|: `gram` holds <u_i, u_j> and `mean` its mean over i < j, in [-1 / (pairs - 1), 1];
     `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the mean of `mean` over seeded
@@ -281,12 +283,12 @@ def concept_alignment(
 
 
 def _same(first: Points, second: Points) -> Tensor:
-    """Which pairs are one point, before any rounding."""
+    """Return which pairs are one point, before any rounding."""
     return (first == second).all(-1)
 
 
 def _whitened(points: Points, covariance: Tensor | None) -> Points:
-    """Points whose plain inner product is x' M^-1 y of those given."""
+    """Return points whose plain inner product is x' M^-1 y of the given points."""
     if covariance is None:
         return points
     covariance, dim = widened("whiten", covariance).to(points.device), points.shape[-1]
@@ -302,28 +304,28 @@ def _whitened(points: Points, covariance: Tensor | None) -> Points:
 
 
 def _directions(deltas: Points, same: Tensor) -> Points:
-    """Deltas of norm 1; 0 for a pair that is one point."""
+    """Return deltas of norm 1; 0 for a pair that is one point."""
     deltas = deltas.masked_fill(same[..., None], 0.0)
     norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
     return deltas / norms.where(norms > 0, 1.0)
 
 
 def _with_others(directions: Points) -> Tensor:
-    """Mean cosine of each pair with the others."""
+    """Return the mean cosine of each pair with the others."""
     total = directions.sum(-2, keepdim=True)
     squares = directions.square().sum(-1)
     return ((directions * total).sum(-1) - squares) / (directions.shape[-2] - 1)
 
 
 def _mean_cosine(directions: Points, defined: Tensor) -> PerLayer:
-    """Mean over two different pairs that have a direction: (|sum u|^2 - count) / (count (count - 1))."""
+    """Return the mean over two different pairs that have a direction: (|sum u|^2 - count) / (count (count - 1))."""
     count = defined.sum(-1).double()
     mean = (directions.sum(-2).square().sum(-1) - count) / (count * (count - 1))
     return mean.masked_fill(count < 2, torch.nan)
 
 
 def _with_mean_of_others(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
-    """Cosine of each delta with the mean of the others, and where those cancel up to rounding."""
+    """Return the cosine of each delta with the mean of the others, and where those cancel up to rounding."""
     others = deltas.sum(-2, keepdim=True) - deltas
     norms = torch.linalg.vector_norm(others, dim=-1)
     largest = torch.linalg.vector_norm(deltas, dim=-1).amax(-1, keepdim=True)
@@ -332,7 +334,7 @@ def _with_mean_of_others(deltas: Points, directions: Points) -> tuple[Tensor, Te
 
 
 def _derangements(size: int, count: int, seed: int) -> Iterator[Int[Tensor, " size"]]:
-    """Permutations without a fixed point, each as probable as any other: of all permutations 1 in e is one."""
+    """Draw permutations without a fixed point, all equally probable. One in e of all permutations is such a one."""
     generator = torch.Generator().manual_seed(seed)
     stay = torch.arange(size)
     for _ in range(count):

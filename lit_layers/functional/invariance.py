@@ -41,7 +41,7 @@ def infonce(
     form: Literal["ntxent", "cross"] = "ntxent",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Cross-entropy of finding a prompt's other view among all; lower is more invariant.
+    """Return the cross-entropy of finding a prompt's other view among all; lower is more invariant.
 
     "ntxent": each of the 2N rows of both views seeks its partner among the other 2N - 1. Chance (all rows equal) is
     log(2N - 1), range with `unit` [0, log(1 + (2N - 2) e^(2 / temperature))]. "cross": each row of A seeks its partner
@@ -85,7 +85,7 @@ def dime(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """How much more entropy two views have together if the prompts of one are shuffled: their shared information.
+    """Return how much more entropy two views have together once one's prompts are shuffled: their shared information.
 
     Mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), o entry by entry. Range about
     [0, log N], slightly below 0 at times. 0 where one view is the same for all prompts, and where the rows of each view
@@ -120,7 +120,7 @@ def dime(
     rows, joint = torch.empty_like(gram_b), torch.empty_like(gram_b)
 
     def of_orders() -> Iterator[Tensor]:
-        """All in the same memory: new pages for each would take a tenth of the time."""
+        """Yield the joint Gram matrix of each order, all in one place: new memory would cost a tenth of the time."""
         yield torch.mul(gram_a, gram_b, out=joint)
         for order in orders:
             torch.index_select(gram_b, -2, order, out=rows)
@@ -143,7 +143,7 @@ def lidar(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Entropy of the directions that tell prompts apart, measured by the scatter within a prompt's views.
+    """Return the entropy of the directions that tell prompts apart, measured by the scatter within a prompt's views.
 
     With the scatter between prompts' means, B, and that within prompts plus delta I, W: S_alpha of the eigenvalues of
     W^(-1/2) B W^(-1/2) over their sum, range [0, log min(N - 1, dim)]. "rank" is exp of their Shannon entropy with
@@ -187,7 +187,7 @@ class LidarSums:
         return sum(map(len, self.means))
 
     def update(self, views: Float[Tensor, "prompts views dim"]) -> None:
-        """Takes all views of further prompts.
+        """Add all views of further prompts.
 
         Raises:
             TypeError, ValueError: a shape that does not fit; fewer than 2 views.
@@ -219,12 +219,12 @@ class LidarSums:
         normalization: Normalization = "raw",
         undefined: Undefined = "raise",
     ) -> Tensor:
-        """`lidar` of all prompts so far."""
+        """Return `lidar` of all prompts so far."""
         value, reason = self.value_or_reason(delta, alpha, output, eps, alpha2, normalization)
         return settled("lidar", value, {reason: torch.tensor(True)} if reason else {}, undefined)
 
     def within_over_delta(self, delta: float = 1e-4) -> float:
-        """Mean variance within prompts over delta; below about 10, delta decides along with the states."""
+        """Return the mean variance within prompts over delta; below about 10, delta decides along with the states."""
         scatter = self._scatter()
         return (scatter.trace() / (len(scatter) * delta)).item()
 
@@ -236,7 +236,7 @@ class LidarSums:
     def value_or_reason(
         self, delta: float, alpha: float, output: Output, eps: float, alpha2: AtTwo, normalization: Normalization
     ) -> tuple[Tensor, str]:
-        """The value, and why there is none."""
+        """Return the value, and why there is none."""
         check_alpha(alpha)
         check_option("output", output, "entropy", "rank")
         check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -271,8 +271,11 @@ class LidarSums:
 
 
 def _with_products(sums: Tensor | None, rows: Float[Tensor, "rows dim"]) -> Float[Tensor, "dim dim"]:
-    """The sums with the products of each two columns added; on a CPU those of one triangle, which is all that
-    `cholesky` reads: BLAS adds them as it computes them, and copies none into the other."""
+    """Return the sums with the products of each two columns added.
+
+    On a CPU only one triangle is added, which is all that `cholesky` reads; BLAS adds the products as it computes them
+    and copies nothing to the other triangle.
+    """
     sums = rows.new_zeros(rows.shape[1], rows.shape[1]) if sums is None else sums
     if rows.device.type != "cpu":
         return sums.addmm(rows.mT, rows)
@@ -283,7 +286,7 @@ def _with_products(sums: Tensor | None, rows: Float[Tensor, "rows dim"]) -> Floa
 
 
 def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:
-    """The lower factor of the scatter within prompts, of rank `most` or less, with delta added to its diagonal."""
+    """Return the lower factor of the scatter within prompts, of rank `most` or less, plus delta on its diagonal."""
     scatter.diagonal().add_(delta)
     factor, failed = cholesky(scatter)
     pivots = factor.diagonal().square()
@@ -296,7 +299,7 @@ def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Both views as they are compared, and which sets are undefined."""
+    """Return both views as they are compared, and which sets are undefined."""
     view_a, view_b = widened("view_a", view_a), widened("view_b", view_b)
     if view_a.ndim < 2 or view_a.shape != view_b.shape:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"
@@ -314,7 +317,7 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
 
 
 def _permutations(permutations: int | Tensor, size: int, seed: int) -> Tensor:
-    """(repeats, size)"""
+    """Return permutations (repeats, size)."""
     if isinstance(permutations, Tensor):
         straight = torch.arange(size, device=permutations.device)
         shape = tuple(permutations.shape)

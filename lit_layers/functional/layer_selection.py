@@ -92,7 +92,7 @@ class CrossFit(NamedTuple):
 
 
 def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, seed: int = 0) -> list[LayerCorrelation]:
-    """Distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores over layers, in both forms.
+    """Return distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores, in both forms.
 
     `per_task_mean`: over the layers within each task, then the mean over tasks. `of_task_means`: of the two curves
     averaged over tasks. A task with a constant curve has no coefficient within it: it is left out of that mean and
@@ -131,7 +131,7 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 
 @lru_cache(maxsize=64)
 def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int = 0) -> Null:
-    """Distance correlation of two unrelated curves of so many layers: independent Gaussian noise, and random walks.
+    """Return the distance correlation of two unrelated curves over so many layers: Gaussian noise and random walks.
 
     Neighbouring layers are alike, so that a real curve lies between the two, nearer the walk. 25 layers: 0.34 and 0.54.
 
@@ -147,14 +147,14 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
 
 
 def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
-    """The column of each task where the metric is smallest ("min") or largest ("max"); of equal ones the earliest."""
+    """Return the column of each task where the metric is smallest ("min") or largest ("max"); the first if equal."""
     check_option("direction", direction, *DIRECTIONS)
     metric = np.asarray(metric, dtype=np.float64)
     return metric.argmin(1) if direction == "min" else metric.argmax(1)
 
 
 def scores_at(metric: Table, scores: Table, direction: Direction) -> NDArray[np.float64]:
-    """The score (tasks,) of each task at the layer where the metric on that task's texts is extreme."""
+    """Return the score (tasks,) of each task at the layer where the metric on that task's texts is extreme."""
     return np.asarray(scores, dtype=np.float64)[np.arange(len(scores)), extreme_layers(metric, direction)]
 
 
@@ -167,7 +167,7 @@ def selection(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """What choosing the layer of each task by a metric's extreme is worth; the columns begin with `first_layer`.
+    """Return what choosing the layer of each task by a metric's extreme is worth; the columns begin with `first_layer`.
 
     The direction is to be chosen on other models or tasks, as `better_rule` and `cross_fitted` do.
 
@@ -189,7 +189,7 @@ def compared(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """As `selection`, of the score (tasks,) that some way of choosing has on each task."""
+    """Return what `selection` does, from the score (tasks,) that some way of choosing has on each task."""
     last_layer = first_layer + scores.shape[1] - 1
     means = scores.mean(0)
     best, middle = int(means.argmax()), (last_layer + 1) // 2 - first_layer
@@ -213,7 +213,7 @@ def compared(
 
 
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
-    """The metric and direction that score highest over some models, each with its metrics' tables and its scores.
+    """Return the metric and direction that score highest over models, each with its metrics' tables and its scores.
 
     Each model counts alike: the mean over tasks, then over models. Of one model all metrics have the tasks of its
     scores. Of equal rules the first.
@@ -230,7 +230,7 @@ def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[st
 
 
 def cross_fitted(metrics: Mapping[str, Table], scores: Table, *, repeats: int = 100, seed: int = 0) -> CrossFit:
-    """The score of each task at the layer of the rule (a metric and a direction) that other tasks chose.
+    """Return the score of each task at the layer of the rule (a metric and a direction) that other tasks chose.
 
     The tasks are halved at random, `repeats` times: each half chooses the rule with the highest mean score over its
     tasks, which the other half then scores. What is returned is each task's mean over the repeats.
@@ -268,7 +268,7 @@ def _tables(metric: Table, scores: Table) -> tuple[Table, Table]:
 
 
 def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Estimate]:
-    """The mean over tasks of each column (tasks, columns), with its interval."""
+    """Return the mean over tasks of each column (tasks, columns), with its interval."""
     values = columns.mean(0).tolist()
     if len(columns) < FEWEST_TASKS:
         return [Estimate(value) for value in values]
@@ -280,7 +280,7 @@ def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Esti
 
 
 def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
-    """The coefficients (curves, 3), of each pair of rows (curves, layers), none of which is constant."""
+    """Return the coefficients (curves, 3) of each pair of rows (curves, layers) that are not constant."""
     if x.shape[-1] < FEWEST_LAYERS:
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {x.shape[-1]}")
     size = max(1, _AT_ONCE // x.shape[-1] ** 2)
@@ -289,7 +289,7 @@ def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
 
 
 def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """As `correlation.spearman` and `correlation.kendall`."""
+    """Return what `correlation.spearman` and `correlation.kendall` do."""
     signs = [np.sign(side[..., :, None] - side[..., None, :]) for side in (x, y)]
     kendall = _cosines(*(sign.reshape(*sign.shape[:-2], -1) for sign in signs))
     spearman = _cosines(*(sign.sum(-1) for sign in signs))  # twice a rank's distance from the mean rank

@@ -60,7 +60,7 @@ def _codes(ngrams: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
 def ngram_divergence(
     log_proba: Float[Tensor, "*n rows vocabulary"], distributions: Sequence[Distribution | None]
 ) -> Float[Tensor, "*n rows"]:
-    """KL(n-gram, prediction) of each row, in nats, in float64.
+    """Return KL(n-gram, prediction) of each row, in nats, in float64.
 
     At least 0: 0 if the prediction is that of the n-gram. NaN if the corpus does not have the context.
 

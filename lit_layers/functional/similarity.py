@@ -33,7 +33,7 @@ def cosine_similarity_matrix(
     mode: Literal["token", "flattened"] = "token",
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """Mean cosine between layers: of the same token in both, averaged within each prompt, then over prompts.
+    """Return the mean cosine between layers: of the same token in both, averaged within each prompt, then over prompts.
 
     Entries in [-1, 1], symmetric, unit diagonal, positive semi-definite. `mode="flattened"` takes the cosine of all of
     a prompt's tokens as one vector: a mean weighted by norms, so by the sink token. Unchanged by a rotation common to
@@ -78,7 +78,7 @@ def linear_cka(
     debiased: bool = False,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
-    """Similarity of two representations of the same rows: linear centred kernel alignment.
+    """Return the similarity of two representations of the same rows: linear centred kernel alignment.
 
     Range [0, 1], 1 for equal ones. `debiased` takes the unbiased HSIC_1 in all three places: it may be negative and
     stays near 0 for independent data, where the plain form grows with dim over rows. Unchanged by rotation, isotropic
@@ -112,7 +112,7 @@ def linear_cka(
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """tr(XX'YY') = |Y'X|_F^2, by the smaller of its two matrices."""
+    """Return tr(XX'YY') = |Y'X|_F^2, by the smaller of its two matrices."""
     num_rows = x.shape[-2]
     if num_rows * num_rows < x.shape[-1] * y.shape[-1]:
         return ((x @ x.mT) * (y @ y.mT)).sum((-2, -1))
@@ -120,7 +120,10 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _debiased_inner(x: Tensor, y: Tensor) -> Tensor:
-    """HSIC_1 up to its constant factor, which the ratio loses, of centred x and y: no matrix of rows x rows needed."""
+    """Return HSIC_1 of centred x and y up to its constant factor, which the ratio loses.
+
+    No matrix of rows x rows is needed.
+    """
     m = x.shape[-2]
     x_squares, y_squares = x.square().sum(-1), y.square().sum(-1)  # the diagonals that are left out
     # with centred columns the rows of XX' sum to 0, so those of XX' without its diagonal to minus the diagonal
@@ -135,7 +138,7 @@ def linear_cka_matrix(
     debiased: bool = False,
     undefined: Literal["raise", "nan"] = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """`linear_cka` of every two layers, by their Gram matrices of rows, a band of rows at a time; in float64.
+    """Return `linear_cka` of every two layers, by their Gram matrices of rows, a band of rows at a time; in float64.
 
     Symmetric, unit diagonal; range and invariances as `linear_cka`. A layer's Gram matrix is taken once, not once for
     each other layer.
@@ -186,7 +189,7 @@ class LayerStages(NamedTuple):
 
 
 def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
-    """The beginning, middle and ending of a row of layers: the division that explains its similarities best.
+    """Return the beginning, middle and ending of a row of layers: the division that explains its similarities best.
 
     The middle is a run of at least 2 layers. Of the pairs it is part of, W lie within it (mean similarity w) and A
     across its ends (mean a); telling the two kinds apart explains the sum of squares (w - a)^2 W A / (W + A), of which

@@ -27,7 +27,9 @@ _LEAST_TRACE = 1e-200  # below it squares lose digits at the lower end of float6
 
 
 def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: float = _LEAST_SHARE) -> Tensor:
-    """Of each matrix (*n, rows, dim), the largest first: roots of the eigenvalues of its smaller Gram matrix.
+    """Return the singular values of each matrix (*n, rows, dim), the largest first.
+
+    They are roots of the eigenvalues of its smaller Gram matrix.
 
     They are those of the matrix itself to 2e-13 of the largest, to 6e-12 where many lie near the bound: a matrix with
     smaller ones than its Gram matrix resolves above rounding, or than the root of `least_share`, is decomposed as it
@@ -44,9 +46,11 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: fl
 
 
 def with_and_without_first(rows: Tensor, ranks: Sequence[Tensor]) -> list[Tensor] | None:
-    """The singular values of matrices (*n, rows, dim), and of these without their first row; None where they share no
-    decomposition. On a CPU the reduction of a Gram matrix to three diagonals leaves the first coordinate alone, so the
-    three diagonals without it are those of the Gram matrix of the other rows."""
+    """Return the singular values of matrices (*n, rows, dim), and of these without their first row.
+
+    The latter are None if they share no decomposition. On a CPU the reduction of a Gram matrix to three diagonals
+    leaves the first coordinate alone, so the three diagonals without it are those of the Gram matrix of the other rows.
+    """
     size = rows.shape[-2]
     if rows.device.type != "cpu" or not rows.numel() or not _FEWEST < size <= min(_MOST, rows.shape[-1]):
         return None
@@ -69,8 +73,11 @@ def _keeps_digits(gram: Tensor) -> Tensor:
 
 
 def _roots(wide: Tensor, values: Tensor, good: Tensor, rank: Tensor | None, least_share: float) -> Tensor:
-    """Singular values from the eigenvalues (*n, size) of the Gram matrices, the smallest first; those of a matrix
-    (*n, size, dim) that is not `good`, or too close to singular for that, are computed from itself."""
+    """Return singular values from the eigenvalues (*n, size) of the Gram matrices, the smallest first.
+
+    For a matrix (*n, size, dim) that is not `good`, or too close to singular for that, they are computed from the
+    matrix itself.
+    """
     values, size = values.flip(-1), values.shape[-1]
     ranks = torch.full_like(good, size, dtype=torch.long) if rank is None else rank.clamp(max=size)
     places = torch.arange(size, device=values.device) < ranks[..., None]
@@ -83,7 +90,7 @@ def _roots(wide: Tensor, values: Tensor, good: Tensor, rank: Tensor | None, leas
 
 
 def products(rows: Float[Tensor, "*n rows dim"]) -> Float[Tensor, "*n rows rows"]:
-    """The Gram matrices of sets of rows."""
+    """Return the Gram matrices of sets of rows."""
     if rows.device.type != "cpu":
         return rows @ rows.mT
     array = rows.detach().numpy()
@@ -95,7 +102,7 @@ _FEWEST, _MOST = 32, 1500  # rows: numpy is faster for fewer, and lets other thr
 
 
 def eigenvalues_(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size"]:
-    """Of symmetric matrices, the smallest first, on their device; on a CPU the matrices are written over."""
+    """Return the eigenvalues of symmetric matrices, the smallest first; on a CPU the matrices are overwritten."""
     if matrix.is_cuda and matrix.ndim == 3 and len(matrix) > 1:
         return _in_streams(matrix)
     if matrix.device.type != "cpu":
@@ -108,7 +115,7 @@ def eigenvalues_(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n siz
 
 
 def _on_cpu(array: np.ndarray, number: int) -> list[np.ndarray]:
-    """The eigenvalues of a symmetric matrix, and with a `number` of 2 those of it without its first row and column.
+    """Return the eigenvalues of a symmetric matrix and, if `number` is 2, of it without its first row and column.
 
     What numpy's `eigvalsh` calls, without its copies, in 0.9 of its time; that is at 1,000 rows 0.6 of torch's.
     """
@@ -128,8 +135,11 @@ _STREAMS = 4  # with 8 it takes as long
 
 
 def _in_streams(matrices: Float[Tensor, "n size size"]) -> Float[Tensor, "n size"]:
-    """A GPU takes one matrix after another, and the host's launches take longer than the work: 16 of 256 rows need
-    30 ms on an H200, and 18 where four threads launch."""
+    """Run the matrices in several streams of a GPU.
+
+    It takes one after another, and the host's launches take longer than the work: 16 of 256 rows need 30 ms on an H200,
+    and 18 ms if four threads launch.
+    """
     _load_solvers(matrices.device)
     after = torch.cuda.current_stream(matrices.device)
 
@@ -148,13 +158,16 @@ def _in_streams(matrices: Float[Tensor, "n size size"]) -> Float[Tensor, "n size
 
 @functools.cache
 def _load_solvers(device: torch.device) -> None:
-    """torch loads its library of solvers at the first call, and threads that are the first at once get an error."""
+    """Load torch's library of solvers by a first call; threads that make it at the same time get an error."""
     torch.linalg.eigvalsh(torch.eye(2, device=device, dtype=torch.float64))
 
 
 def cholesky(matrix: Float[Tensor, "size size"]) -> tuple[Float[Tensor, "size size"], bool]:
-    """The lower factor of a symmetric matrix, on its device, and whether it has none. On a CPU nothing is read below
-    the diagonal of the matrix, and what is above that of the factor is not to be read."""
+    """Return the lower factor of a symmetric matrix, on its device, and whether it has none.
+
+    On a CPU nothing is read below the diagonal of the matrix, and the part above the factor's diagonal must not be
+    read.
+    """
     if matrix.device.type != "cpu":
         factor, failed = torch.linalg.cholesky_ex(matrix)
         return factor, bool(failed)
@@ -165,7 +178,7 @@ def cholesky(matrix: Float[Tensor, "size size"]) -> tuple[Float[Tensor, "size si
 
 
 def solved(lower: Float[Tensor, "size size"], right: Float[Tensor, "size columns"]) -> Float[Tensor, "size columns"]:
-    """X of L X = B, for a lower triangular matrix without a zero on its diagonal, on its device."""
+    """Return X of L X = B, for a lower triangular matrix without a zero on its diagonal, on its device."""
     if lower.device.type != "cpu":
         return torch.linalg.solve_triangular(lower, right, upper=False)
     from scipy.linalg.blas import dtrsm  # a tenth of a second to import
@@ -204,7 +217,7 @@ class Factors(NamedTuple):
 def singular_factors(
     matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
 ) -> Factors:
-    """Leading `count` singular triples (all for None), with `bounds` of at most `tolerance` wherever float64 allows.
+    """Return the leading `count` singular triples (None: all), with `bounds` of at most `tolerance` if float64 allows.
 
     For dim >= 64 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
     matrices whose bound that does not bring to `tolerance`, or to 1e-6 where dim is at most 256 (ties, tiny singular
@@ -253,7 +266,10 @@ def singular_factors(
 
 
 def _leading(matrices: Tensor, count: int) -> Factors:
-    """From the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s. NaN for a zero or overflowing norm."""
+    """Return leading triples from the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s.
+
+    NaN for a zero or overflowing norm.
+    """
     sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
     usable = sizes.isfinite() & (sizes > 0)
     scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
@@ -271,8 +287,10 @@ def _leading(matrices: Tensor, count: int) -> Factors:
 
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of symmetric matrices (n, dim, dim) the count + 1 largest eigenvalues, descending, and `count` eigenvectors; NaN
-    where LAPACK finds none, as of a part of a spectrum with many equal values."""
+    """Return the count + 1 largest eigenvalues of symmetric matrices (n, dim, dim), and `count` eigenvectors.
+
+    They are descending, and NaN if LAPACK finds none, as for a part of a spectrum with many equal values.
+    """
     if gram.device.type != "cpu":
         values, vectors = torch.linalg.eigh(gram)
         return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
@@ -323,7 +341,7 @@ def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor, co
 
 
 def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor:
-    """Most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
+    """Return the most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
 
     For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
     eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
@@ -339,7 +357,10 @@ def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor
 
 
 def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, measured: "_Residuals") -> Factors:
-    """`|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V, and `s_1(J1) <= |s_1,K|_2`."""
+    """Return the factors in `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V.
+
+    They use `s_1(J1) <= |s_1,K|_2`.
+    """
     # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
     bounds = 2 * errors.square().cumsum(-1).sqrt()  # of both sides
     count = errors.shape[-1]
@@ -348,8 +369,10 @@ def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, measur
 
 
 def _likely_strays(values: Tensor, lengths: Tensor, dim: int) -> Tensor:
-    """Turns of the leading vectors towards all others. Of `values` (n, some of dim) those that are not known are taken
-    to fall evenly to zero."""
+    """Return the turns of the leading vectors towards all others.
+
+    Those `values` (n, some of dim) that are not known are taken to fall evenly to zero.
+    """
     count, rest = lengths.shape[-1], dim - values.shape[-1]
     values, lengths = values / values[:, :1], lengths / values[:, :1]  # whose squares are neither 0 nor infinite
     squares = lengths.square() / (4 * dim)  # a residual has 2 dim parts, of which a turn takes the mean of two
@@ -362,8 +385,9 @@ def _likely_strays(values: Tensor, lengths: Tensor, dim: int) -> Tensor:
 
 
 def expected_rotations(factors: Factors) -> tuple[Tensor, Tensor]:
-    """Squared angles (*n, count, count), above the diagonal, by which two directions are likely turned into each other:
-    common to both sides, and by which the left turns more and the right less.
+    """Return squared angles (*n, count, count) by which two directions are likely turned into each other.
+
+    They stand above the diagonal: common to both sides, and by which the left turns more and the right less.
 
     To first order the turn is the error over the difference of the two values, or over their sum. A tie leaves any.
     """

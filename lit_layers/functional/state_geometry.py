@@ -23,7 +23,7 @@ _OF_DISTANCES = 8 * _EPS**0.5  # to which part of the points' norms distances ar
 
 
 def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
-    """How fast the eigenvalues of the points' covariance fall: the alpha of lambda_i ~ i^-alpha.
+    """Return how fast the eigenvalues of the points' covariance fall: the alpha of lambda_i ~ i^-alpha.
 
     At least 0, as they are in order: 0 for a spectrum that is flat, larger where fewer directions carry the variance.
     The slope of log lambda_i over log i by least squares with weights 1 / i, so that each octave of ranks counts alike,
@@ -64,7 +64,7 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
 
 
 def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undefined = "raise") -> PerSet:
-    """The intrinsic dimension of the set that the points lie on, by the ratio of their two nearest distances.
+    """Return the intrinsic dimension of the set that the points lie on, by the ratio of their two nearest distances.
 
     Above 0. With mu = r2 / r1 of each point and F its share among the ordered ones, the slope through the origin of
     -log(1 - F) over log mu, without the largest `discarded` share of mu. Points that are equal up to rounding count
@@ -92,7 +92,7 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
 def apart_of_different(
     points: Float[Tensor, "points dim"], computed_in: torch.dtype
 ) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
-    """The distances of points, infinite of one to itself, and which row there each point is.
+    """Return the distances of points, infinite from a point to itself, and which row each point is in.
 
     Points that a rounding of the format `computed_in` may hold apart are one: the states of two prompts that begin
     alike differ by where they lie in memory, and the ratio of two such distances is of no dimension.
@@ -110,7 +110,7 @@ def apart_of_different(
 
 
 def two_nn_of_distances(apart: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
-    """`two_nn_dimension` by the distances of points that are all different; NaN of fewer than 3 or of equal ratios."""
+    """Return `two_nn_dimension` from distances of points that all differ; NaN for fewer than 3 or equal ratios."""
     if len(apart) < 3:
         return apart.new_full((), math.nan)
     nearest = apart.topk(2, largest=False).values
@@ -122,7 +122,7 @@ def two_nn_of_distances(apart: Float[Tensor, "points points"], discarded: float 
 
 
 def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Mean cosine between two different points: how far the cloud lies to one side of the origin.
+    """Return the mean cosine between two different points: how far the cloud lies to one side of the origin.
 
     Range [-1 / (points - 1), 1]: 0 in expectation where directions are uniform, 1 where all are the same. Unchanged by
     rotation and by positive scaling of single points.
@@ -138,7 +138,7 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Logarithm of the mean of exp(-2 d^2) over pairs of different points, d the distance of their directions.
+    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points, d the distance of their directions.
 
     Range [-8, 0]: 0 where all directions are the same, -8 for two that are opposite. The more evenly directions fill
     the sphere, the lower; independent uniform ones in many dimensions tend to -4. Unchanged by rotation and by positive
@@ -158,7 +158,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """The points at length 1, and what keeps pairs of them from having an angle."""
+    """Return the points at length 1, and what keeps pairs of them from having an angle."""
     points = _of_sets(points)
     broken = not_finite(points)
     points = without(points, broken)
@@ -177,7 +177,7 @@ def massive_activation(
     *,
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """The largest size of an entry of a prompt's states over the median size.
+    """Return the largest size of an entry of a prompt's states over the median size.
 
     At least 1. Unchanged by scaling, by the order of tokens and features; not by rotation. Where a model has massive
     activations it is 1,000 and more; `normal_massive_activation` says what normal entries give.
@@ -202,7 +202,7 @@ def massive_activation(
 
 
 def normal_massive_activation(count: Tensor) -> Tensor:
-    """`massive_activation` of so many independent normal entries: the median of their largest size over that of all.
+    """Return `massive_activation` of independent normal entries: the median of their largest size over that of all.
 
     With n entries the largest is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at the median.
     """
@@ -213,7 +213,7 @@ def normal_massive_activation(count: Tensor) -> Tensor:
 def block_influence(
     before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
 ) -> Float[Tensor, "*n"]:
-    """1 - cosine of the state a block takes and the state it gives, of each token.
+    """Return 1 - cosine of the state a block takes and the state it gives, for each token.
 
     Range [0, 2]: 0 where a block leaves the direction, 1 where it gives one at right angles. Unchanged by a rotation of
     both and by positive scaling of either.
@@ -234,7 +234,7 @@ def block_influence(
 def step_ratio(
     before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
 ) -> Float[Tensor, "*n"]:
-    """The length of what a block adds to a state over the length of the state, of each token.
+    """Return the length of what a block adds to a state over the length of the state, for each token.
 
     At least 0. Unchanged by a rotation and by scaling of both.
 
@@ -259,7 +259,7 @@ def _of_states(norms: list[Tensor]) -> dict[str, Tensor]:
 
 
 def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Float[Tensor, "points dim"]:
-    """The points with the values of each feature dealt out anew among them: what features say without each other."""
+    """Return the points with the values of each feature shuffled among them, which leaves what single features say."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(points.shape, generator=generator, dtype=torch.float64).argsort(0).to(points.device)
     return points.gather(0, order)

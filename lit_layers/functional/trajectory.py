@@ -22,7 +22,7 @@ _EPS = torch.finfo(torch.float64).eps
 
 
 def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """How crooked each trajectory is: the number of steps over the length of the sum of its unit steps.
+    """Return how crooked each trajectory is: the number of steps over the length of the sum of its unit steps.
 
     Range [1, inf]: 1 iff all steps point the same way; sqrt(L) for orthogonal steps, and about that for random ones in
     high dimension; inf where the unit steps cancel. Unchanged by rotation, translation and positive scaling, by
@@ -39,7 +39,7 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
 
 
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-    """The line_shape_score of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
+    """Return the line_shape_score of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
 
     In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does.
     """
@@ -49,7 +49,7 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
 
 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-    """log(|x^l| / |x^(l-1)|) for l = 1..L: the exponents by which the norm grows, any real number.
+    """Return log(|x^l| / |x^(l-1)|) for l = 1..L: the exponents by which the norm grows, any real number.
 
     Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling; reversal in time flips sign and order.
 
@@ -69,7 +69,7 @@ def expodistance(
     correction: int = 0,
     undefined: Undefined = "raise",
 ) -> PerToken:
-    """How far each norm is from growing by one factor per block: deviation of the growth rates over |their mean|.
+    """Return how far norms are from growing by one factor per block: deviation of the growth rates over |their mean|.
 
     Range [0, inf): 0 iff all rates are equal and not 0; sqrt(L - 1) where one block does all the growing, the maximum
     while no rate is negative. Large where the norm ends near its start: give the median over tokens beside the mean.
@@ -91,7 +91,7 @@ def expodistance(
 
 
 def equidistance(states: States, *, correction: int = 0, undefined: Undefined = "raise") -> PerToken:
-    """How uneven the step lengths of each trajectory are: their deviation over their mean.
+    """Return how uneven the step lengths of each trajectory are: their deviation over their mean.
 
     Range [0, sqrt(L - 1)] for `correction=0`: 0 iff all steps are equally long, sqrt(L - 1) if only one is not zero.
     Unchanged by rotation, translation, scaling and the order of the steps.
@@ -109,13 +109,13 @@ def equidistance(states: States, *, correction: int = 0, undefined: Undefined = 
 
 
 def state_norms(states: States) -> Float[Tensor, "layers *n"]:
-    """|x^l| for every layer l = 0..L."""
+    """Return |x^l| for every layer l = 0..L."""
     _num_steps(states)
     return WalkedPath.along(states).state["norms"]
 
 
 def step_norms(states: States) -> Float[Tensor, "steps *n"]:
-    """|x^l - x^(l-1)| for every block l = 1..L."""
+    """Return |x^l - x^(l-1)| for every block l = 1..L."""
     _num_steps(states)
     return WalkedPath.along(states).state["lengths"]
 
@@ -133,7 +133,7 @@ class WalkedPath:
 
     @classmethod
     def along(cls, states: States) -> "WalkedPath":
-        """The path of states that are all at hand."""
+        """Return the path of states that are all at hand."""
         path = cls()
         path.start(states[0])
         for pair in pairwise(states):
@@ -141,7 +141,7 @@ class WalkedPath:
         return path
 
     def start(self, state: Float[Tensor, "*n dim"]) -> None:
-        """Takes layer 0."""
+        """Take layer 0."""
         norms = torch.linalg.vector_norm(widened("states", state), dim=-1)
         self.state.update(
             norms=norms[None],
@@ -152,7 +152,7 @@ class WalkedPath:
         )
 
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
-        """Takes the next layer, from the one before it."""
+        """Take the next layer, from the one before it."""
         reached = widened("states", after)
         step = reached - widened("states", before)  # two layers at a time, not all
         self.state.update({name: tensor.to(step.device) for name, tensor in self.state.items()})
@@ -178,22 +178,22 @@ class WalkedPath:
     def running_line_shape_score(
         self, undefined: Undefined = "raise", *, so_far: bool = False
     ) -> Float[Tensor, "steps *n"]:
-        """As the function of that name; with `so_far` a state that is not finite spoils only what comes from it on."""
+        """Return what the function of that name does; with `so_far` a broken state spoils only what follows it."""
         return self._scores("running_line_shape_score", slice(None), undefined, so_far=so_far)
 
     def line_shape_score(self, undefined: Undefined = "raise") -> PerToken:
-        """As the function of that name."""
+        """Return what the function of that name does."""
         return self._scores("line_shape_score", -1, undefined)
 
     def growth_rates(self, undefined: Undefined = "raise", *, so_far: bool = False) -> Float[Tensor, "steps *n"]:
-        """As the function of that name; `so_far` as in `running_line_shape_score`."""
+        """Return what the function of that name does; `so_far` is that of `running_line_shape_score`."""
         norms = self.state["norms"]
         zero = norms == 0
         problems = {"a state is not finite": self._broken(so_far)[1:], "a state has norm zero": zero[1:] | zero[:-1]}
         return settled("growth_rates", (norms[1:] / norms[:-1]).log(), problems, undefined)
 
     def expodistance(self, undefined: Undefined = "raise", *, form: str = "cv", correction: int = 0) -> PerToken:
-        """As the function of that name."""
+        """Return what the function of that name does."""
         norms = self.state["norms"]
         steps, zero = len(norms) - 1, (norms == 0).any(0)
         norms = norms.masked_fill(zero, 1.0)
@@ -209,7 +209,7 @@ class WalkedPath:
         return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
 
     def equidistance(self, undefined: Undefined = "raise", *, correction: int = 0) -> PerToken:
-        """As the function of that name."""
+        """Return what the function of that name does."""
         mean = self.state["lengths"].mean(0)
         problems = {"a state is not finite": self.state["broken"][-1], "all steps have length zero": mean == 0}
         values = _deviation(self.state["lengths"], correction) / mean.masked_fill(mean == 0, 1.0)
@@ -230,12 +230,12 @@ class WalkedPath:
 
 
 def _not_finite(states: Float[Tensor, "*n dim"], norms: PerToken) -> Bool[Tensor, "*n"]:
-    """Which states are not finite, from their norms in float64 where no square can leave it."""
+    """Return which states are not finite, from their norms in float64 where no square can leave it."""
     return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 
 
 def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
-    """Standard deviation over steps; `Tensor.std` warns where there is no token."""
+    """Return the standard deviation over steps; `Tensor.std` warns if there is no token."""
     return ((values - values.mean(0)).square().sum(0) / (len(values) - correction)).sqrt()
 
 
@@ -247,7 +247,7 @@ def _num_steps(states: States) -> int:
 
 
 def _nowhere(metric: str, states: States, reason: str, undefined: Undefined) -> PerToken:
-    """NaN for every token, or the error that says why."""
+    """Return NaN for every token, or raise the error that says why."""
     values = torch.zeros(states.shape[1:-1], dtype=torch.float64)
     return settled(metric, values, {reason: torch.tensor(True)}, undefined)
 
@@ -270,7 +270,7 @@ class PrincipalPaths(NamedTuple):
 def principal_paths(
     states: Float[Tensor, "layers tokens dim"], *, undefined: Literal["raise", "nan"] = "raise"
 ) -> PrincipalPaths:
-    """The states of every layer in the plane of the last layer's first two principal components. In float64.
+    """Return the states of every layer in the plane of the last layer's first two principal components, in float64.
 
     Mean and axes are those of the last layer's tokens; each axis points where its largest loading by size is positive.
     Unchanged by a translation of all states, and by rotation but for the axes' signs; scaling scales the places, and

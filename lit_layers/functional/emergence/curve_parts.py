@@ -63,7 +63,7 @@ class Steps(NamedTuple):
         return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
 
     def at(self, x: Array) -> Array:
-        """(points, steps)"""
+        """Return the steps at some points, (points, steps)."""
         scaled = (x[:, None] - self.place) / self.width
         for number, shape in enumerate(SHAPES):
             mine = self.shape == number
@@ -75,7 +75,7 @@ class Steps(NamedTuple):
         return Steps(*fields)
 
     def split(self) -> "Steps":
-        """Each into nine, by thirds of its cell."""
+        """Split each step into nine, by thirds of its cell."""
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
             place, width = self.place + along * self.cell, self.width * np.exp(across * self.ratio)
@@ -102,7 +102,7 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Before any power none, one and two steps are as likely; of two, either may stand first."""
+        """Return the log-prior: before any power, none, one and two steps are equally likely, in either order."""
         return self.steps.log_prior[self.places].sum(0) + np.log(2) * self.are_two
 
     def among(self, chosen: NDArray[Any]) -> "Pairs":
@@ -115,20 +115,22 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), places)
 
     def split(self, side: int) -> "Pairs":
-        """Each into nine by one of its steps, which then stands second."""
+        """Split each pair into nine by one of its steps, which then comes second."""
         parts = self.steps.among(self.places[side]).split()
         kept = np.tile(self.places[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([kept, len(self.steps.shape) + np.arange(len(kept))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Which are split: `SPLIT` of each shape of the second step."""
+        """Return which pairs to split: the `SPLIT` likeliest of each shape of the second step."""
         shape = self.steps.shape[self.places[1]]
         of_each = [np.flatnonzero(shape == number) for number in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in of_each])
 
 
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
-    """The numbers of the so many of most evidence, the best last; those that differ by rounding stay as they stand.
+    """Return the indices of the `count` largest evidences, the best last.
+
+    Evidences that differ by rounding keep their order.
 
     Narrow steps between the same two checkpoints are one to the values: which of them is taken hangs on no machine.
     """
@@ -144,13 +146,13 @@ DRAWS = 1000
 
 
 def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
-    """How often each of `DRAWS` bootstrap samples has each of so many replicates, (draws, replicates)."""
+    """Return how often each of `DRAWS` bootstrap samples contains each replicate, (draws, replicates)."""
     rng = np.random.default_rng([seed, replicates])
     return rng.multinomial(replicates, np.full(replicates, 1 / replicates), size=DRAWS)
 
 
 def drawn_together(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
-    """The draws (draws,) of a time in an order that goes with its estimates from bootstrap samples, (draws,).
+    """Return the draws (draws,) of a time, reordered like its estimates from bootstrap samples, (draws,).
 
     What resampling moves is common to curves of the same samples, what it does not (how a curve runs between
     checkpoints, say) is a curve's own. So with w the share of the draws' variance that the estimates have, at most 1,
@@ -165,13 +167,13 @@ def drawn_together(draws: Array, estimates: Array, rng: np.random.Generator) -> 
 
 
 def freed(rows: Array) -> Array:
-    """Rows without their own means over checkpoints, which move no time, and without the mean of all."""
+    """Return the rows minus their own means over checkpoints, which move no time, and minus the mean of all rows."""
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)
 
 
 def whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
-    """Which replicates have a value wherever the curve has one, and these values."""
+    """Return which replicates have a value wherever the curve has one, and these values."""
     rows = np.asarray(replicates, dtype=np.float64)
     if rows.ndim != 2 or rows.shape[1:] != there.shape:
         raise ValueError(f"expected replicates of shape (replicates, {len(there)}), got {rows.shape}")
@@ -184,7 +186,7 @@ def whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> tuple[NDArray
 
 
 def covariance_of_mean(rows: Array, x: Array) -> Array:
-    """Of the mean of rows, each freed of its own mean over checkpoints, which moves no time.
+    """Return the covariance of the mean of rows, each without its own mean over checkpoints, which moves no time.
 
     Few rows tell little of how errors go together at n checkpoints: their correlations count as (rows - 1) against n
     of a smooth one (`_smooth_correlation`), as with an inverse Wishart prior; variances are drawn towards their mean,
@@ -205,7 +207,7 @@ def covariance_of_mean(rows: Array, x: Array) -> Array:
 
 
 def _smooth_correlation(residuals: Array, x: Array) -> Array:
-    """The most likely correlation between checkpoints that falls with their distance to a share: Matern 1/2 or 3/2."""
+    """Return the likeliest correlation of checkpoints that falls with their distance to a share: Matern 1/2 or 3/2."""
     count, n = residuals.shape
     if count > n:  # of many rows the products alone count
         residuals = np.asarray(np.linalg.qr(residuals, mode="r"))

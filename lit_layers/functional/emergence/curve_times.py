@@ -84,7 +84,7 @@ def emergence_times(
     confidence: float = 0.95,
     seed: int | Sequence[int] = 0,
 ) -> EmergenceTimes:
-    """When a curve over steps changes, or that it does not.
+    """Return when a curve over steps changes, or that it does not.
 
     The verdict is a test of "the curve is flat" at level 1 - `confidence`. With replicates: Student's t of each split
     and of each checkpoint against the others, over replicates, by the union bound; where coarse values of all rows
@@ -231,26 +231,26 @@ class _Curve:
         return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())
 
     def grid(self) -> Array:
-        """The checkpoints, and as many points in each gap."""
+        """Return the checkpoints and as many points in each gap."""
         between = max(2, GRID // len(self.x))
         parts = [np.linspace(a, b, between, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
 
     def resampled(self, counts: ArrayLike) -> Array:
-        """The means of the replicates that each draw takes, (draws, checkpoints)."""
+        """Return the means of the replicates that each draw takes, (draws, checkpoints)."""
         assert self.rows is not None
         taken = np.asarray(counts, dtype=np.float64)[:, self.whole]
         total = taken.sum(1, keepdims=True)  # 0: of few whole replicates among many a draw may have none
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
-        """What the covariance of the errors is, or may be."""
+        """Return the covariances that the errors have or may have."""
         if self.covariance is not None:
             return [self.covariance]
         return [_of_differences(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
 
     def p_value(self, rng: np.random.Generator) -> float:
-        """Of the hypothesis that the curve is flat, two-sided."""
+        """Return the two-sided p of the hypothesis that the curve is flat."""
         if np.ptp(self.y) == 0:
             return 1.0
         if self.rows is not None:
@@ -261,13 +261,13 @@ class _Curve:
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """The share of flat curves whose least rank in one of the statistics is no higher."""
+        """Return the share of flat curves whose smallest rank among the statistics is no higher."""
         statistics = _of_changes(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
         return float((least <= least[0]).mean())
 
     def change_points(self, confidence: float, rng: np.random.Generator) -> tuple[Time, ...]:
-        """Of a trend that is piecewise linear on this axis, in one step or bend after the other."""
+        """Return the change points of a piecewise linear trend on this axis, one step or bend after the other."""
         noise = _of_differences(self.y) if self.covariance is None else self.covariance
         noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
         # A value almost without an error would weigh so much more than the others that sums of squares lose these.
@@ -283,7 +283,7 @@ class _Curve:
         return tuple(self._change_point(lines, before, after, confidence) for before, after in places)
 
     def _change_point(self, lines: "_Lines", before: int, after: int, confidence: float) -> Time:
-        """The one change among a piece's checkpoints: each gap's share is its width times its likelihood."""
+        """Return the one change among a piece's checkpoints; the share of each gap is width times likelihood."""
         gain, x = lines.gains(before, after), self.x[before + SHORTEST - 1 : after - SHORTEST + 1]
         share = np.diff(x) * np.exp((gain - gain.max()) / 2)
         reached = np.concatenate([[0.0], share.cumsum() / share.sum()])
@@ -304,7 +304,7 @@ class _Lines:
         return np.maximum(yy - y * y / w - together**2 / np.maximum(spread, 1e-12 * w), 0)
 
     def gains(self, start: int, end: int) -> Array:
-        """What another line after each checkpoint but the first and last ones takes from the cost of one line."""
+        """Return how much another line after each checkpoint, except the outermost, takes from the cost of one line."""
         cuts = np.arange(start + SHORTEST, end - SHORTEST + 1)
         return self.cost(start, end) - self.cost(start, cuts) - self.cost(cuts, end)
 
@@ -324,7 +324,7 @@ def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
 
 
 def _p_of_rows(rows: Array) -> float:
-    """Student's t over rows of each split and of each checkpoint against the others; the union bound."""
+    """Return the p of Student's t over rows, for each split and each checkpoint against the others (union bound)."""
     count, n = rows.shape
     after = np.tri(n, n, -1)[1:]  # row s: 1 after the first s + 1 checkpoints
     contrasts = np.concatenate([after, np.eye(n)])
@@ -340,7 +340,7 @@ def _p_of_rows(rows: Array) -> float:
 
 
 def _gains(curves: Array, weight: Array) -> Array:
-    """What splitting each curve after its first 1, 2, ... values takes from the weighted sum of squares."""
+    """Return how much splitting each curve after its first 1, 2, ... values takes from the weighted sum of squares."""
     of_each = np.stack([weight + 0 * curves, curves * weight])
     # From either end: differences of sums would lose what is light beside what is heavy.
     (below, sums), (above, rest) = of_each.cumsum(2)[..., :-1], of_each[..., ::-1].cumsum(2)[..., -2::-1]
@@ -349,7 +349,10 @@ def _gains(curves: Array, weight: Array) -> Array:
 
 @functools.lru_cache(maxsize=4)
 def _flat_noise(checkpoints: int) -> list[Array]:
-    """Of unit variance, (curves, checkpoints) of each kind: AR(1), of normal shocks and of Student's with 3 degrees."""
+    """Return noise of unit variance, (curves, checkpoints) of each kind.
+
+    It is AR(1) of several correlations, with normal shocks and with Student's of 3 degrees of freedom.
+    """
     rng, shape = np.random.default_rng(0), (FLAT_CURVES, checkpoints)
     shocks = [rng.standard_normal(shape), rng.standard_t(3, shape) / 3**0.5]
     first = np.arange(checkpoints) == 0
@@ -358,7 +361,7 @@ def _flat_noise(checkpoints: int) -> list[Array]:
 
 
 def _of_changes(curves: Array, weight: Array, known: bool) -> Array:
-    """What is large where a curve (curves, checkpoints) is not flat, (statistics, curves).
+    """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
     The gain of the best split counts the less, the more its residuals go together at neighbouring checkpoints (their
     lag-1 correlation r): as if there were (1 - r) / (1 + r) of the checkpoints. With known errors the sum of squares
@@ -382,13 +385,13 @@ def _of_changes(curves: Array, weight: Array, known: bool) -> Array:
 
 
 def _independent(correlation: Array) -> Array:
-    """How many independent values are worth one of an AR(1) series of this lag-1 correlation."""
+    """Return how many independent values are worth one of an AR(1) series with this lag-1 correlation."""
     correlation = correlation.clip(-0.5, 0.95)
     return (1 - correlation) / (1 + correlation)
 
 
 def _of_differences(y: Array) -> Array:
-    """The covariance of errors that are alike everywhere, from second differences, of which a few may be large."""
+    """Return the covariance of errors that are equal everywhere, from second differences; a few may be large."""
     robust = np.median(np.abs(np.diff(y, 2))) / stats.norm.ppf(0.75) / 6**0.5
     return np.eye(len(y)) * max(robust, 1e-3 * np.ptp(y)) ** 2
 
@@ -398,7 +401,7 @@ def _levels(confidence: float) -> Array:
 
 
 def _best_cuts(lines: _Lines, penalty: float) -> list[int]:
-    """Where another line begins: the numbers of the first checkpoints of all pieces but the first.
+    """Return where another line begins: the indices of the first checkpoints of all pieces but the first.
 
     Of all sets of cuts the cheapest (optimal partitioning, Jackson et al. 2005): up to each end, from the best start.
     """
@@ -417,7 +420,7 @@ def _best_cuts(lines: _Lines, penalty: float) -> list[int]:
 
 
 def _anywhere_in_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
-    """The times (draws,) of curves, where these jump between two checkpoints moved to anywhere between the two.
+    """Return the times (draws,) of curves; a time in a jump is moved to a random place between the two checkpoints.
 
     A curve jumps that moves in one gap far more than in the gaps beside it. Its values at checkpoints (draws,
     checkpoints) do not say where in the gap, but drawn steps that are not narrow stay away from the ends.
@@ -432,7 +435,7 @@ def _anywhere_in_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.
 
 
 def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
-    """Onset, halfway, peak and plateau of each curve on the axis of the grid, and its end, each (draws,)."""
+    """Return onset, halfway, peak and plateau of each curve on the axis of the grid, and its end, each (draws,)."""
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
     at_checkpoints = risen[:, checkpoints]  # between them a draw overshoots, the farther the wider the gap
@@ -442,12 +445,12 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     peak = risen.argmax(1)
 
     def passed(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The first grid point after the last one below a level, of those up to `before`."""
+        """Return the first grid point after the last one below a level, among those up to `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
     def between(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
-        """Where a curve passes a level in the gap before a grid point."""
+        """Return where a curve passes a level in the gap before a grid point."""
         end = np.maximum(end, 1)
         low, high = curves[row, end - 1], curves[row, end]
         part = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))

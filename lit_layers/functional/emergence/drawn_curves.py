@@ -70,22 +70,22 @@ class _Processes:
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
-        """One process or more at a time: what they leave of so many columns stays in the cache."""
+        """Yield slices of processes, so that what they leave of so many columns stays in the cache."""
         count, n, _ = self.whitening.shape
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
 
     def rest(self, columns: Array, of: slice = slice(None)) -> Array:
-        """What they leave of values or of the shapes of steps (n, any), (processes, n, any)."""
+        """Return what the processes leave of values or of the shapes of steps (n, any), (processes, n, any)."""
         n = len(columns)
         return (self.whitening[of].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
     def without_steps(self, rest: Array, of: slice = slice(None)) -> Array:
-        """The log-evidence of values of which that is the rest, (processes, sets)."""
+        """Return the log-evidence of values whose rest is given, (processes, sets)."""
         return -0.5 * _products(rest, rest) - self.log_size[of, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """The log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
+        """Return the log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
         columns, num_pairs = pairs.steps.at(x), pairs.places.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
         alone = not pairs.steps.shape[pairs.places[0]].any()  # no step is the first of any
@@ -106,7 +106,7 @@ class _Processes:
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
-        """That of the best process with some of the steps beside any, (firsts, steps), before priors are added."""
+        """Return the evidence of the best process with some steps and any other, (firsts, steps), before priors."""
         columns = steps.at(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
         for number, least in enumerate(self.step_height**-2):
@@ -122,12 +122,12 @@ class _Processes:
 
 
 def _products(first: Array, second: Array) -> Array:
-    """Of each column (..., n, columns) with that of the other, (..., columns)."""
+    """Return the products of each column (..., n, columns) with that of the other, (..., columns)."""
     return np.einsum("...nc,...nc->...c", first, second)
 
 
 def _heights(own: Sequence[Array], together: Array, least: Any) -> tuple[Array, Array]:
-    """Of two steps' heights the slope of the first on the second, and the precision of the second one.
+    """Return the slope of the first of two steps' heights on the second, and the precision of the second.
 
     `own` are the precisions of each as if the other one were known. `together` is the product of what processes leave
     of the two, `least` the precision before any value.
@@ -139,7 +139,7 @@ def _heights(own: Sequence[Array], together: Array, least: Any) -> tuple[Array, 
 
 
 def _gain(toward: Sequence[Array], own: Sequence[Array], together: Array, least: Any) -> Array:
-    """Twice what two steps add to the log-evidence; `toward` are the products of their rests with that of the values.
+    """Return twice what two steps add to the log-evidence; `toward` are products of their rests with the values' rest.
 
     Most of the time goes here, half of it into memory were each term an array of its own.
     """
@@ -157,7 +157,7 @@ def _gain(toward: Sequence[Array], own: Sequence[Array], together: Array, least:
 def draw_curves(
     x: Array, y: Array, noises: Sequence[Array], grid: Array, draws: int, rng: np.random.Generator
 ) -> Array:
-    """Curves on the grid, (draws, grid), from all processes as likely as the values make them.
+    """Draw curves on the grid, (draws, grid), from all processes in proportion to their likelihood given the values.
 
     Args:
         x: Where the values lie, increasing, (points,).
@@ -198,7 +198,7 @@ def _drawn_heights(
     y: Array,
     chances: Array,
 ) -> tuple[tuple[Array, Array], Array]:
-    """The heights of both steps of each draw, by two normal numbers, and the rest of the values less these (n, draws).
+    """Return the heights of both steps of each draw, by two normal numbers, and the values minus them (n, draws).
 
     `whose` is each draw's process; `chances` (2, draws) are for the second step and the first.
     """
@@ -221,7 +221,7 @@ def _drawn_heights(
 def _correlate_(
     curves: Array, processes: _Processes, of_process: dict[int, slice], x: Array, grid: Array, rest: Array
 ) -> None:
-    """Makes of independent normal numbers (draws, grid) the processes given the rest (n, draws) of the values."""
+    """Turn independent normal numbers (draws, grid) into the processes given the rest (n, draws) of the values."""
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
     of_form: dict[Any, list[int]] = {}  # whose correlations are the same, whatever their height
     for number in of_process:
@@ -245,7 +245,7 @@ def _correlate_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """The mean of the curves that `draw_curves` draws from, for each of several sets of values, (sets, grid).
+    """Return the mean of the curves that `draw_curves` draws from, for each of several sets of values, (sets, grid).
 
     The sets (sets, points) are a bootstrap's: processes and steps that the mean of all makes unlikely are left out.
     """
@@ -289,7 +289,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Of each pair the rest of the first step, and what it leaves of the second's: (processes, n, 2 x pairs).
+    """Return for each pair the rest of the first step and what it leaves of the second's: (processes, n, 2 x pairs).
 
     So long that the squares of products with the rest of values add up to what the steps add to the log-evidence, but
     for a constant (processes, pairs). Of these products, of all processes, a matrix of each pair makes the heights of
@@ -310,7 +310,7 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 
 
 def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
-    """Processes, pairs of steps, those of two last, and the evidence of each with each, (processes, pairs).
+    """Return processes, pairs of steps (those of two last), and the evidence of each with each, (processes, pairs).
 
     Small errors tell the width of a step to some percent: the likeliest steps are split until they are as close.
     """
@@ -329,13 +329,13 @@ def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[
 
 
 def _likeliest_of_heights(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
-    """Of each height the likeliest process."""
+    """Return the likeliest process for each height."""
     of_heights = {kernels[number].height: number for number in np.argsort(evidence)}
     return np.array([*of_heights.values()])
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
-    """The likeliest pairs of two steps: each likely one with any other, then each that went best with one of these.
+    """Return the likeliest pairs of steps: each likely step with any other, then each that did best with one of these.
 
     `score` is the evidence of each alone.
     """
@@ -364,7 +364,7 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 
 
 def _pooled(evidence: Array, pairs: Pairs) -> Array:
-    """The shares of processes with pairs, those of two steps last, by their evidence (processes, pairs, ...), in place.
+    """Return the shares of processes with pairs, those of two steps last, from their evidence (processes, pairs, ...).
 
     Half by the evidence of all, and half by that of one step at most. Two smooth steps leave next to nothing to the
     process, which then knows the peak between them better than anyone knows their shape; a process with one step at
@@ -380,7 +380,7 @@ def _pooled(evidence: Array, pairs: Pairs) -> Array:
 
 
 def _shares(evidence: Array) -> Array:
-    """Of processes with steps (processes, steps, ...) by their evidence, in place."""
+    """Return the shares of processes with steps (processes, steps, ...) from their evidence, in place."""
     evidence -= evidence.max((0, 1))
     evidence *= TEMPER
     np.exp(evidence, out=evidence)

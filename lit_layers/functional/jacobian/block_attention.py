@@ -97,7 +97,7 @@ class Expansion(NamedTuple):
         return (self.out + through_query + through_key + self.p * (value - self.value)).reshape(shape)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """One token alone must come to its attention with what it had within its prompt."""
+        """Refuse a token that does not reach its attention alone with what it had within its prompt."""
         heads = self.query.shape[1]
         if query.numel() != self.query.numel():
             raise Unsupported("its attention takes other shapes for one token")
@@ -106,7 +106,7 @@ class Expansion(NamedTuple):
         _check_point(expand_heads(value, heads), self.value)
 
     def push_query(self, tangents: Tensor) -> Tensor:
-        """Changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
+        """Return changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
         return (self.query_map.mT @ self._of_heads(tangents, self.query)).flatten(1, 2)
 
     def push_key(self, tangents: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Expansion(NamedTuple):
 
     @staticmethod
     def _of_heads(tangents: Tensor, reference: Tensor) -> Tensor:
-        """(picked, .., num) as (picked, heads, head_dim, num)."""
+        """Return (picked, .., num) as (picked, heads, head_dim, num)."""
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
 
@@ -151,7 +151,7 @@ class _PerHead(torch.autograd.Function):
 
 
 def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Runs the block on whole prompts until it has attended."""
+    """Run the block on whole prompts until it has attended."""
     recorder = _Recorder()
     with contextlib.suppress(Done), recorder:
         call(hidden)
@@ -322,7 +322,7 @@ class Replay(_Calls):
 def run_on_tokens(
     call: Call, attention: Attention, leaf: Tensor, answer: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Output (picked, dim) of a call for single tokens on their states `leaf` (picked, dim)."""
+    """Return the output (picked, dim) of a call for single tokens on their states `leaf` (picked, dim)."""
     replay = Replay(attention, answer)
     with replay:
         output = call(leaf[:, None])
@@ -333,23 +333,23 @@ def run_on_tokens(
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:
-    """Refuses an output of a block that made several tokens of one, by a table for all places, say."""
+    """Refuse a block that makes several tokens of one, for example by a table over all positions."""
     if output.shape != (len(states), 1, states.shape[-1]):
         raise Unsupported("it does not make one token of one token")
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:
-    """Keys or values (picked, key_heads, ..) for every query head."""
+    """Return keys or values (picked, key_heads, ..) for every query head."""
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
 def sum_heads(values: Tensor, heads: int) -> Tensor:
-    """The transpose of `expand_heads`, on (picked, dim, heads, 1, head_dim)."""
+    """Return the transpose of `expand_heads`, applied to (picked, dim, heads, 1, head_dim)."""
     return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
 
 
 def _check_point(alone: Tensor, expected: Tensor) -> None:
-    """One token alone must come to its attention with what it had within its prompt."""
+    """Refuse a token that does not reach its attention alone with what it had within its prompt."""
     tolerance = 1e-3 if alone.dtype == torch.float32 else 1e-6
     if float((alone.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")

@@ -31,7 +31,7 @@ class Alignment(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> "Alignment | None":
-        """Of a mask (batch, tokens); None where all padding is after the texts already."""
+        """Return the layout of a mask (batch, tokens); None if all padding already comes after the texts."""
         real = mask.bool()
         moved = real.sort(dim=-1, descending=True, stable=True)
         if bool((moved.values == real).all()):
@@ -41,15 +41,15 @@ class Alignment(NamedTuple):
         return cls(torch.where(moved.values, moved.indices, first), ranks, moved.values, real)
 
     def moved(self, values: Tensor) -> Tensor:
-        """The batch (batch, tokens, *n) with its padding behind."""
+        """Return the batch (batch, tokens, *n) with its padding behind."""
         return _along_tokens(values, self.places)
 
     def restored(self, values: Tensor) -> Tensor:
-        """What was computed of the moved batch (batch, tokens, *n), with each token where it was given."""
+        """Return a result of the moved batch (batch, tokens, *n) with each token back in its given position."""
         return _along_tokens(values, self.ranks)
 
     def of_prompts(self, some: slice) -> "Alignment":
-        """Of some prompts of the batch."""
+        """Return the layout of some prompts of the batch."""
         return Alignment(*(part[some] for part in self))
 
 
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         return output[0] if isinstance(output, tuple | list) else output
 
     def at(self, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> "Call":
-        """The call for single tokens as prompts of their own, or (`places` None) for a choice of whole prompts."""
+        """Return the call for single tokens as prompts of their own, or for whole prompts if `places` is None."""
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
         return Call(self.module, _cut(args, prompts, places, shape), _cut(kwargs, prompts, places, shape))
@@ -78,7 +78,7 @@ def is_cache(value: Any) -> bool:
 
 
 def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
-    """The module of a block: itself, or with the arguments that a block of a trajectory carries.
+    """Return the module of a block: itself, or with the arguments that a block of a trajectory carries.
 
     None for a block with hooks of the user in it: what a hook does depends on all tokens of the call.
     """
@@ -107,7 +107,7 @@ def is_hooked(module: Any) -> bool:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
-    """Dropout and the like are off inside; afterwards every submodule is in the mode it was in."""
+    """Switch dropout and the like off inside, and put every submodule back into its mode afterwards."""
     # This is done at every block's call: `modules()` makes a generator for each level, and attributes are slow to set.
     parts, seen = [module], {module}
     for part in parts:
@@ -132,7 +132,7 @@ def _along_tokens(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> Any:
-    """Arguments for single tokens: every tensor with a row per prompt or per token keeps the rows of these."""
+    """Return arguments for single tokens: the rows of these in every tensor with a row per prompt or per token."""
     if isinstance(value, tuple | list):
         return type(value)(_cut(item, prompts, places, shape) for item in value)
     if isinstance(value, dict):
@@ -154,7 +154,7 @@ def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, .
 def jacobians_by_reverse_mode(
     block: Callable[[Tensor], Tensor], hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None = None
 ) -> Tensor:
-    """d block(X)[out] / d X[in], (batch, out, in, dim, dim), for places (batch, out) and (batch, out, in)."""
+    """Return d block(X)[out] / d X[in], (batch, out, in, dim, dim), for positions (batch, out) and (batch, out, in)."""
     batch, tokens, dim = hidden.shape
     # 8,192 rows a chunk keep the backward's buffers in cache: measured best at dim 128 and 768 on CPU
     chunk = chunk_size or max(1, min(dim, 8192 // (batch * tokens)))
@@ -179,13 +179,13 @@ def jacobians_by_reverse_mode(
 
 
 def basis_rows(output: Tensor, rows: slice) -> Tensor:
-    """The chosen unit vectors as cotangents of an output (batch, dim): the same for every prompt."""
+    """Return the chosen unit vectors as cotangents of an output (batch, dim): the same for every prompt."""
     basis = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)[rows]
     return basis[:, None].expand(-1, output.shape[0], -1)  # (rows, batch, dim)
 
 
 def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients at the leaves for every row of cotangents (rows, *output), summed over outputs: each (rows, *leaf)."""
+    """Return the gradients (rows, *leaf) at the leaves for cotangents (rows, *output), summed over outputs."""
     call = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     try:
         with warnings.catch_warnings():

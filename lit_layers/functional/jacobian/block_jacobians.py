@@ -61,7 +61,7 @@ def block_jacobian(
     chunk_size: int | None = None,
     route: Route = "auto",
 ) -> Tensor:
-    """Jacobians of a block's residual branch between tokens, rows = output coordinates, columns = input coordinates.
+    """Return the Jacobians of a block's residual branch between tokens: rows are outputs, columns inputs.
 
     `J = d f(X)[t_out] / d X[t_in]` with `block(X) = X + f(X)`, or `block = f` for `residual=False`. The identity is
     subtracted where `t_in` is `t_out`, because only there the skip connects the two; `identity="always"` subtracts it
@@ -127,7 +127,7 @@ def block_jacobian(
 def token_places(
     tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], what: str = "tokens"
 ) -> Int[Tensor, "batch picked"]:
-    """Places of tokens that are counted among each prompt's real tokens, from the end where negative."""
+    """Return the positions of tokens that are counted among each prompt's real tokens, from the end if negative."""
     picked = [tokens] if isinstance(tokens, int) else list(tokens)
     if not picked or not all(isinstance(token, int) and not isinstance(token, bool) for token in picked):
         raise TypeError(f"expected {what} to be an int or a non-empty sequence of ints, got {tokens!r}")
@@ -148,7 +148,7 @@ def token_places(
 
 
 def _of_all_places(jacobians: Tensor, alignment: Alignment) -> Tensor:
-    """Jacobians (batch, out, tokens, dim, dim) of a moved batch at the places that it was given with."""
+    """Return the Jacobians (batch, out, tokens, dim, dim) of a moved batch at the positions that it was given with."""
     jacobians = alignment.restored(jacobians.transpose(1, 2)).transpose(1, 2)
     return jacobians.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
 
@@ -191,7 +191,7 @@ def _subtract_identity_(jacobians: Tensor, outs: Tensor, ins: Tensor, *, always:
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, route: Route) -> Tensor:
-    """d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
+    """Return d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
     call = None if route == "plain" else as_call(block)
     if call is not None and hidden.shape[1] > 1:
         routes = ("cut", "one_token") if route == "auto" else (route,)
@@ -212,7 +212,7 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
 def _verified_jacobians(
     call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, *, cut: bool
 ) -> Tensor:
-    """By a fast route, held against the block itself where that has not been done for these weights and layout."""
+    """Return Jacobians by a fast route, checked against the block itself once for these weights and this layout."""
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
     # pairs of two tokens take another path; what is right at one place may be wrong at another
@@ -241,7 +241,7 @@ def _verified_jacobians(
 
 
 def _weights_of(module: nn.Module) -> tuple[int, ...]:
-    """What changes when a weight does: where they lie, and how often they were written to."""
+    """Return what changes when a weight does: where the weights lie in memory, and how often they were written to."""
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_inference()]
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
@@ -254,7 +254,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _layout(value: Any) -> Any:
-    """What decides how the arguments of a block are cut: their kinds and shapes, not their values."""
+    """Return what decides how the arguments of a block are cut: their kinds and shapes, not their values."""
     if isinstance(value, Tensor):
         return tuple(value.shape[1:]), value.dtype, value.shape[:1] == (1,)
     if isinstance(value, tuple | list):
@@ -277,7 +277,7 @@ def warn_once(block: Any, reason: str) -> None:
 
 @contextlib.contextmanager
 def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
-    """No autocast and no TF32, whatever the training around it uses."""
+    """Switch off autocast and TF32, whatever the training around it uses."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):
         try:
@@ -297,7 +297,9 @@ _ROWS = 2048  # cotangents a chunk: measured best at dim 128 and 768 on CPU
 def _jacobians_by_one_token(
     call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None = None, *, cut: bool = True
 ) -> Tensor:
-    """As `jacobians_by_reverse_mode`. With `cut`, at the linear maps: half the work, see `CutBlock`.
+    """Return what `jacobians_by_reverse_mode` does.
+
+    With `cut`, work stops at the linear maps: half the work, see `CutBlock`.
 
     Raises:
         Unsupported: the block has no attention that is understood, or depends on its place in other ways.
@@ -322,7 +324,7 @@ def _jacobians_by_one_token(
 
 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
-    """Largest relative error of random row combinations of `jacobians` against the block's own derivative.
+    """Return the largest relative error of random row combinations of `jacobians` against the block's own derivative.
 
     Of each input token, relative to what the block adds to its skip: a small branch must be right, too, up to what
     rounding leaves of it beside the skip. NaN where the block's own derivative is not finite. One backward pass through
@@ -354,7 +356,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 def _same_token(
     call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, chunk_size: int | None, cut: bool
 ) -> Tensor:
-    """For pairs (3, picked) of prompt, output place and the same input place: (picked, dim, dim)."""
+    """Return (picked, dim, dim) for pairs (3, picked) of prompt, output position and the same input position."""
     prompts, places, _ = pairs
     expansion = attention.expansion(prompts, places)
     alone, states = call.at(prompts, places, hidden.shape[:2]), hidden[prompts, places]
@@ -366,7 +368,7 @@ def _same_token(
 
 
 def _rows(output: Tensor, leaf: Tensor, chunk_size: int | None) -> Tensor:
-    """d output / d leaf per token, (picked, dim, *leaf)."""
+    """Return d output / d leaf per token, (picked, dim, *leaf)."""
     picked, dim = output.shape
     chunk = chunk_size or max(1, min(dim, _ROWS // picked))
     result = leaf.new_empty(picked, dim, *leaf.shape[1:])
@@ -380,7 +382,7 @@ def _rows(output: Tensor, leaf: Tensor, chunk_size: int | None) -> Tensor:
 def _cross_token(
     call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, chunk_size: int | None, cut: bool
 ) -> Tensor:
-    """For pairs of different tokens: the input's key and value alone reach the output, through its attention."""
+    """Return the Jacobians of pairs of different tokens: the input reaches the output by its key and value only."""
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
     # the part after the attention is shared by all input tokens of an output token
@@ -420,7 +422,7 @@ def _cross_token(
 def _after_attention(
     alone: Call, attention: Attention, expansion: Expansion, states: Tensor, chunk_size: int | None, cut: bool
 ) -> Tensor:
-    """d output / d output of the attention of single tokens, (picked, dim, heads x head_dim)."""
+    """Return d output / d output of the attention of single tokens, (picked, dim, heads x head_dim)."""
     if cut:
         return CutBlock(alone, attention, expansion, states).after_attention(chunk_size)
     attended: list[Tensor] = []

@@ -130,7 +130,7 @@ class CutBlock:
                 self.links.append([] if node is None else links_of(node.input, self.leaves[:before]))
 
     def jacobians(self, chunk_size: int | None = None) -> Tensor:
-        """d block(x) / dx, (picked, dim, dim).
+        """Return d block(x) / dx, (picked, dim, dim).
 
         Raises:
             Unsupported: its attention is fed otherwise than by linear maps.
@@ -144,7 +144,7 @@ class CutBlock:
         return result
 
     def after_attention(self, chunk_size: int | None = None) -> Tensor:
-        """d block(x) / d output of its attention, (picked, dim, heads x head_dim)."""
+        """Return d block(x) / d output of its attention, (picked, dim, heads x head_dim)."""
         with torch.enable_grad():
             parts = [self._cotangents(rows, None) for rows in self._chunks(chunk_size)]
         return torch.cat(parts).expand(-1, self.picked, -1).transpose(0, 1)
@@ -157,7 +157,7 @@ class CutBlock:
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
-        """Jacobians (picked, heads x head_dim, in) of the attention's output, by the linear map whose input it is."""
+        """Return Jacobians (picked, heads x head_dim, in) of the attention's output, by the linear map behind it."""
         maps: dict[int, Tensor] = {}
         # forwards, the tangents are the columns of the weights: no product before the attention itself
         shared: dict[int, int] = {}  # queries, keys and values are mostly made from one input
@@ -172,7 +172,7 @@ class CutBlock:
         return maps
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
-        """Rows of the Jacobian at the input, (rows, picked, dim), or (`joined` None) at the attention's output."""
+        """Return rows (rows, picked, dim) of the Jacobian at the input; without `joined` at the attention's output."""
         of_leaves: dict[int, Tensor] = {}
         ends = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
         others = [link for link in self.links[0] if link.slopes is None]
@@ -202,7 +202,7 @@ class CutBlock:
         return result
 
     def _basis(self, rows: slice) -> Tensor:
-        """Unit vectors of the output as cotangents, (rows, 1, dim)."""
+        """Return unit vectors of the output as cotangents, (rows, 1, dim)."""
         basis = self.output.new_zeros(rows.stop - rows.start, 1, self.dim)
         basis[:, 0, rows].fill_diagonal_(1)
         return basis
@@ -215,7 +215,7 @@ class CutBlock:
             self._push(of_leaves, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, of_leaves: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Adds to each leaf's cotangents what comes through `output`."""
+        """Add to each leaf's cotangents what comes through `output`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
@@ -230,7 +230,7 @@ class CutBlock:
 
 
 def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
-    """The leaves that a tensor depends on.
+    """Return the leaves that a tensor depends on.
 
     J is diagonal if J'r = r x J'1 for a random r: what lies off the diagonal would have to cancel by chance.
     """
@@ -259,7 +259,7 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
 
 
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:
-    """d end / d input of a linear map that it depends on, (picked, *end, in).
+    """Return d end / d input of a linear map that it depends on, (picked, *end, in).
 
     The pull-back is a linear function of its cotangent: its own pull-back carries tangents forward.
     """
@@ -280,5 +280,5 @@ def _add(sum_: Tensor | None, term: Tensor) -> Tensor:
 
 
 def _gradients(output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Of one output by each leaf: None where it does not depend on it."""
+    """Return the gradients of one output by each leaf; None if it does not depend on the leaf."""
     return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)

@@ -259,7 +259,7 @@ class Minimum(NamedTuple):
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
-    """Mean F1 over the classes among the labels, each with equal weight, in [0, 1]; 0 for a class never predicted.
+    """Return the mean F1 over the classes among the labels, equally weighted, in [0, 1]; 0 for one never predicted.
 
     Raises:
         ValueError: no row.
@@ -311,7 +311,7 @@ class AttentiveProbe:
     def log_proba(
         self, states: Float[Tensor, "rows tokens dim"], mask: Bool[Tensor, "rows tokens"]
     ) -> Float[Tensor, "rows classes"]:
-        """Log-probabilities of the classes, of rows with at least one real token; padding is never attended to."""
+        """Return the log-probabilities of the classes for rows with a real token; padding is never attended to."""
         standard = (_wide(states) - self.mean) / self.scale
         heads, head_dim = self.query.shape
         keys, values = ((standard @ each.T).unflatten(-1, (heads, head_dim)) for each in (self.key, self.value))
@@ -334,7 +334,7 @@ def fit_attentive_probe(
     weight_decay: float = 0.01,
     seed: int = 0,
 ) -> AttentiveProbe:
-    """Fits W [sum_t a_ht V_h x_t]_h + b, where head h attends by a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)).
+    """Fit W [sum_t a_ht V_h x_t]_h + b, where head h attends by a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)).
 
     These are the logits of a row; x are its states, standardised over all real tokens of the rows. What a linear probe
     of mean states cannot read, since it stands at a token that differs from row to row, this one can. By AdamW with a

@@ -37,7 +37,7 @@ class RidgeProbes:
     penalty: Float[Tensor, " layers"]
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n *q"]:
-        """Predictions in float64, of the targets' shape: one number a row, or one for each output.
+        """Return predictions in float64, of the targets' shape: one number a row, or one for each output.
 
         Raises:
             TypeError: features that are not floating-point.
@@ -59,7 +59,7 @@ def fit_ridge_probes(
     standardize: bool = True,
     intercept: bool = True,
 ) -> RidgeProbes:
-    """The linear regression of the targets on each layer's features that minimises squared errors plus a penalty.
+    """Return the linear regression of the targets on each layer's features, by squared errors plus a penalty.
 
     Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2, b free of penalty: scikit-learn's `Ridge(alpha=penalty)`.
     With `penalty=0`, least squares, of several solutions the one of smallest |W|_F (singular values that may be
@@ -101,7 +101,7 @@ def r_squared(
     baseline: float | Tensor,
     undefined: Literal["raise", "nan"] = "raise",
 ) -> Float[Tensor, "*layers"]:
-    """1 - mean squared error / that of predicting `baseline`, the training rows' mean target, for every row.
+    """Return 1 - mean squared error / that of predicting `baseline`, the training rows' mean target, for every row.
 
     In (-inf, 1]: 1 for no error, 0 for errors as large as the baseline's. scikit-learn's `r2_score` takes the mean of
     the scored targets for the baseline, and agrees where that is the training mean. In float64.
@@ -125,7 +125,7 @@ def r_squared(
 def _fit(
     layer: Tensor, outputs: Tensor, penalty: float | None, standardize: bool, intercept: bool
 ) -> tuple[Tensor, ...]:
-    """Weight, bias, mean, scale and penalty of the probe of one layer (1, n, dim)."""
+    """Return weight, bias, mean, scale and penalty of the probe of one layer (1, n, dim)."""
     mean, scale = feature_scaling(layer, standardize=standardize, center=standardize or intercept)
     target_mean = outputs.mean(0) if intercept else torch.zeros_like(outputs[0])
     targets = outputs - target_mean
@@ -150,7 +150,7 @@ def _fit(
 
 
 def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], of_mean: float) -> float:
-    """By the squared error of rows in principal axes, each left out: that of all rows over 1 - its leverage."""
+    """Return the penalty with the least squared error of left-out rows: that of all rows over 1 - leverage."""
     penalties = values.new_tensor(PENALTIES)
     inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
     errors = torch.zeros_like(penalties)
@@ -170,7 +170,7 @@ def _pieces(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
 
 
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
-    """Through the R of [X Y], updated piece by piece: its part of X has the singular values of X, unsquared."""
+    """Decompose the R of [X Y], updated piece by piece: its part of X has the singular values of X, unsquared."""
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
     for rows, y in _pieces(layer, mean, scale, targets):
@@ -185,7 +185,7 @@ def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, pena
 
 
 def _outputs(targets: Tensor, num_rows: int) -> Tensor:
-    """Targets in float64, (rows, outputs)."""
+    """Return targets in float64, (rows, outputs)."""
     if not isinstance(targets, Tensor) or targets.is_complex() or targets.dtype == torch.bool:
         kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(f"expected targets to be a tensor of real numbers, got {kind}")
@@ -224,7 +224,7 @@ def prediction_residual(
     split: float | Bool[Tensor, " m"] | None = None,
     seed: int = 0,
 ) -> PredictionResidual:
-    """1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
+    """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
 
     `value` = mean squared residual / population variance of the ids, in sample, in [0, 1]: 0 where the rank r of the
     centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in expectation, so that
@@ -279,7 +279,7 @@ def prediction_residual(
 def _of_layer(
     features: Tensor, targets: Tensor, fitted: Tensor, normalize: Normalize, eps: float, with_split: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
+    """Return value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
     num_rows = len(features)
     origin = _normalized(features[:1], normalize, eps)  # of all rows: what they share costs no digits
     triangle = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
@@ -300,7 +300,7 @@ def _of_layer(
 
 
 def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Normalize, eps: float) -> Tensor:
-    """R of the QR decomposition of [1, features, targets]: its rows but the first are the centred data, rotated."""
+    """Return R of the QR decomposition of [1, features, targets]: below its first row the centred data, rotated."""
     dim, num_targets = features.shape[1], targets.shape[1]
     triangle = targets.new_zeros(0, 1 + dim + num_targets)
     size = max(4096, 4 * triangle.shape[1])
@@ -326,7 +326,7 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Singular vectors and values of the centred features, those of rounding left out, and how many are left."""
+    """Return singular vectors and values of the centred features without those of rounding, and how many are left."""
     features = triangle[1:, 1:-num_targets]
     left, values, right = torch.linalg.svd(features, full_matrices=False)
     if not len(values):
@@ -337,7 +337,7 @@ def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tens
 
 
 def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Weights (dim, q) of smallest norm and intercepts (q,) of the rows that the triangle is of."""
+    """Return weights (dim, q) of smallest norm and intercepts (q,) of the rows that the triangle stands for."""
     left, values, right, _ = _decomposed(triangle, num_targets, num_rows=len(triangle))
     weight = right.mT @ ((left.mT @ triangle[1:, -num_targets:]) / values[:, None])
     return weight, (triangle[0, -num_targets:] - triangle[0, 1:-num_targets] @ weight) / triangle[0, 0]
