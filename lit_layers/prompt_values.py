@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from lit_layers.errors import InputError, first_line, is_full
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import PLACES, Measurement, Record, settings_of
-from lit_layers.schema import VALUES_MB
 
 logger = logging.getLogger(__name__)
 FOLDER = "values"
@@ -57,63 +56,35 @@ def path_of(root: Path, measurement: Measurement, kind: str = VALUES) -> Path:
 
 
 class ValueFiles:
-    """The files of a run as they are written, up to a size.
-
-    Each checkpoint has an equal share of it, so that what is kept is kept at every step: a curve of which some steps
-    lack values cannot be drawn by prompts. What does not fit is told once an analysis, and left out.
+    """The files of a run as they are written.
 
     Args:
         root: the run's folder.
-        megabytes: of all files together (10^6 bytes); 0: none is written.
-        checkpoints: how many are planned.
         insist: whether a full disk refuses them, where nothing is lost by it: the command is run again.
     """
 
-    def __init__(
-        self, root: str | Path, megabytes: int = VALUES_MB, *, checkpoints: int = 1, insist: bool = False
-    ) -> None:
-        self.insist = insist
-        self.root, self.limit, self.share = Path(root), megabytes * 10**6, megabytes * 10**6 // max(1, checkpoints)
-        self._sizes: dict[Path, int] | None = None  # of all files, once they are looked at
-        self._said: set[str] = set()
+    def __init__(self, root: str | Path, *, insist: bool = False) -> None:
+        self.root, self.insist, self._has_warned = Path(root), insist, False
 
     def write(self, measurement: Measurement) -> None:
-        """Writes the values of a measurement, whole or not at all; where there are none, what is there stays.
+        """Write the values of a measurement, whole or not at all; where there are none, what is there stays.
 
         Raises:
             InputError: the disk is full, and it was to be insisted.
         """
-        for path, content in _contents(self.root, measurement) if self.limit else ():
+        for path, content in _contents(self.root, measurement):
             try:
-                self._put(path, content, measurement.analysis)
+                for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):  # of weights before
+                    other.unlink()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, content)
             except OSError as error:
                 if self.insist and is_full(error):  # else they would be missing for good: the numbers are known then
                     raise InputError(f"cannot write {path}: {str(error.strerror).lower()}") from error
                 # The numbers themselves matter more, and are refused where the disk takes nothing
-                if not self._said:
+                if not self._has_warned:
                     logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
-                self._said.add(measurement.analysis)
-
-    def _put(self, path: Path, content: bytes, analysis: str) -> None:
-        if self._sizes is None:
-            there = (each for kind in (VALUES, STATES) for each in (self.root / FOLDER).glob(f"*/*{kind}"))
-            self._sizes = {each: each.stat().st_size for each in there if each.is_file()}
-        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):  # also of weights before
-            other.unlink()
-            self._sizes.pop(other, None)
-        others = [size for other, size in self._sizes.items() if other.parent == path.parent]
-        if len(content) > min(self.share - sum(others), self.limit - sum(self._sizes.values())):
-            if analysis not in self._said:
-                logger.warning(
-                    "values_mb: the prompts' values of %s, %.2f MB a checkpoint, are not kept: %.2f MB is what %g MB "
-                    "leave for all analyses of a checkpoint; a larger values_mb keeps them, 0 none",
-                    *(analysis, len(content) / 1e6, self.share / 1e6, self.limit / 1e6),
-                )
-            self._said.add(analysis)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
-        self._sizes[path] = len(content)
+                self._has_warned = True
 
 
 def without_values(measurement: Measurement) -> Measurement:

@@ -209,7 +209,6 @@ Device = Literal["auto", "cpu", "cuda"]
 Engine = Literal["process", "ray"]
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
-VALUES_MB = 64  # of the values of prompts that a run keeps beside its measurements
 NOT_NEGATIVE = Range(0, math.inf)
 POSITIVE = Range(0, math.inf, above=True, words="a positive number")
 SHARE = Range(0, 1, words="a share from 0 to 1")

@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 36_312
-CHARACTERS = 1_723_800
+LINES = 36_264
+CHARACTERS = 1_721_000
 FILES = 203
 FILES_IN_A_FOLDER = 16
 

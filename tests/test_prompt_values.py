@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import torch
 from lit_layers import measure, records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze_series
 from lit_layers.prompt_values import ValueFiles, key_of, path_of, read_values
 from lit_layers.records import Measurement, Record, Store
-from lit_layers.series import OneModel
 from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
 from tests.support.random_text import RandomText
@@ -79,20 +76,14 @@ def test_values_of_a_ratio_have_its_mean_and_error_and_stand_at_their_prompts():
         assert of_prompts.std(ddof=1) / 2 == pytest.approx(record.stderr, rel=1e-4)
 
 
-def test_a_watched_run_keeps_them_and_its_lines_and_weights_are_as_without(tmp_path):
-    ends, lines = [], []
-    for size in (0, 1):
-        root = tmp_path / str(size)
-        analyses = [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
-        watch = EmergenceCallback(analyses, [0, 2, 4], root, run="r", values_mb=size)
-        ends.append(fit(root, [watch], steps=4)[1].state_dict())
-        lines.append(records.read(watch.measurer.file))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert [m.records for m in lines[0]] == [m.records for m in lines[1]]
-    assert "by_prompt" not in (tmp_path / "1" / "measurements.jsonl").read_text()
-    assert not (tmp_path / "0" / "values").exists()
-    assert len([*(tmp_path / "1" / "values").rglob("*.parquet")]) == 6
-    for m, there in zip(lines[1], read_values(tmp_path / "1", lines[1]), strict=True):
+def test_a_watched_run_keeps_them_beside_its_lines(tmp_path):
+    analyses = [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
+    watch = EmergenceCallback(analyses, [0, 2, 4], tmp_path, run="r")
+    fit(tmp_path, [watch], steps=4)
+    lines = records.read(watch.measurer.file)
+    assert "by_prompt" not in watch.measurer.file.read_text()
+    assert len([*(tmp_path / "values").rglob("*.parquet")]) == 6
+    for m, there in zip(lines, read_values(tmp_path, lines), strict=True):
         assert not isinstance(there, str), there
         assert len(there) > 5
         for record in (each for each in m.records if key_of(each) in there):
@@ -130,24 +121,6 @@ def test_what_makes_no_curve_or_is_no_mean_is_not_kept(tmp_path):
     others += [replace(one, tags={"split": "train"}), replace(one, metric="none", by_prompt=None)]
     ValueFiles(tmp_path).write(replace(m, records=[*others, one]))
     assert pq.read_table(path_of(tmp_path, m)).num_rows == 1
-
-
-def test_what_exceeds_the_size_is_left_out_at_every_step_and_told_once(tmp_path, caplog):
-    large, small = {"analysis": "large", "prompts": 20_000}, {"analysis": "small"}
-    files = ValueFiles(tmp_path, 1, checkpoints=5)
-    with caplog.at_level(logging.WARNING):
-        for step in range(5):
-            for given in (large, small):
-                files.write(measured(step, **given))
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        "values_mb: the prompts' values of large"
-    ]
-    assert len([*tmp_path.rglob("small-*.parquet")]) == 5
-    assert not [*tmp_path.rglob("large-*.parquet")]
-    later = ValueFiles(tmp_path, 1)  # another command of one checkpoint, in the same folder
-    later.write(measured(7, prompts=70_000, analysis="large"))
-    later.write(measured(8, prompts=70_000, analysis="large"))
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.parquet")) <= 10**6
 
 
 def test_a_disk_that_takes_nothing_costs_the_values_alone(tmp_path, caplog):
@@ -202,12 +175,3 @@ def test_a_line_cannot_bring_values_with_it(tmp_path):
     store.path.write_text(json.dumps(line) + "\n")
     with pytest.raises(InputError, match="by_prompt"):
         records.read(store.path)
-
-
-@pytest.mark.parametrize("size", [-1, float("nan"), 0.5])
-def test_a_size_that_is_none_is_refused(size, tmp_path):
-    sentence = f"values_mb: expected {'at least 0' if size == -1 else 'a whole number'}, got {size}"
-    with pytest.raises(InputError, match=sentence):
-        EmergenceCallback([], [0], tmp_path, values_mb=size)
-    with pytest.raises(InputError, match=sentence):
-        analyze_series(OneModel(tmp_path), [], root=tmp_path / "root", values_mb=size)

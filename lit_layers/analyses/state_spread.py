@@ -164,7 +164,7 @@ class PooledStates(Analysis):
     `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
     layer.
 
-    The states themselves stay in the run's folder, as `lit_layers.prompt_values` says, within the run's `values_mb`:
+    The states themselves stay in the run's folder, as `lit_layers.prompt_values` says:
     `lit-layers emerge` compares by them every two checkpoints of a run, and the runs of several seeds at each step.
     Only states of the same prompts are compared. A prompt whose states are not finite at some layer is left out of the
     dimension, and of comparisons of that layer.

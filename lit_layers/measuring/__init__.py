@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from lit_layers.errors import InputError
-from lit_layers.schema import COUNT_OR_NONE, VALUES_MB, Device, Engine, refuse_no_shard
+from lit_layers.schema import Device, Engine, refuse_no_shard
 
 AUTO = "auto"
 
@@ -27,8 +27,6 @@ class MeasuringOptions:
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
         device: where the model runs. auto: on a GPU if there is one
         dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
-        values_mb: most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
-            curves by; 0: none
         engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
             (docs/clusters.md)
     """
@@ -40,7 +38,6 @@ class MeasuringOptions:
     root: Path | None = None
     device: Device = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     engine: Engine = "process"
 
     @property

@@ -28,7 +28,7 @@ from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
-from lit_layers.schema import COUNT_OR_NONE, Device, refuse_no_shard, refuse_outside
+from lit_layers.schema import Device, refuse_no_shard
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
@@ -135,7 +135,6 @@ def analyze_series(
       training, which adds checkpoints and removes others, the name of each one says whose it is.
     - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
     - `dtype`: what the weights are converted to, however they are stored.
-    - `values_mb`: the most that the values of prompts may take, in files beside the measurements; 0: none are kept.
     - `engine`: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
       is running: a task per checkpoint. This process audits, hands out and writes; the numbers are those of "process".
 
@@ -148,14 +147,12 @@ def analyze_series(
         refuse_no_shard(changed["shard"], changed.get("engine", options.engine))
         changed["shard"] = "{}/{}".format(*changed["shard"])
     options = replace(options, **changed)
-    refuse_outside("", {"values_mb": COUNT_OR_NONE}, vars(options))
     root = given_root(root)
     # On Ray each worker has a device of its own.
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
     work.choose(analyses)
-    values = ValueFiles(root, options.values_mb, checkpoints=len(series.checkpoints), insist=True)
-    work.earlier.store.values = values
+    work.earlier.store.values = ValueFiles(root, insist=True)
     with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
         audited = work.audited(grows=beside_training)
         if options.engine == "ray":

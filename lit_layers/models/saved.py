@@ -310,19 +310,15 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
-    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or os.path.isdir(name):
-        name = os.fspath(whole_path(name))
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise InputError(f"model: expected a folder with an encoder, found no config.json in {name}")
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
+        name = os.fspath(whole_path(name).absolute())  # else transformers may ask the Hub
     try:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
     except (OSError, ValueError) as error:
         raise InputError(f"model: cannot open {name}: {first_sentence(error)}") from error
-    if config.model_type not in ENCODERS:
-        raise InputError(
-            f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {config.model_type}"
-        )
+    if kind not in ENCODERS:
+        raise InputError(f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {kind}")
     refuse_weights_elsewhere(str(name), None)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
     with quiet(seed, reports=False):

@@ -49,9 +49,8 @@ class Card:
     costs: str = ""  # made of them by the export
     revision: str | None = None
     commit: str | None = None
-    weights_hash: str | None = None  # of the source model; found by the export if not given
+    weights_hash: str | None = None  # of the source model, found by the export
     picture: str | Path | None = None  # of the validation curve
-    licence: str | None = None  # of the source model
     notes: Sequence[str] = ()  # sentences for the reader
 
 
@@ -66,8 +65,6 @@ def render(
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
         header["base_model"] = card.source
-    if card.licence:
-        header["license"] = card.licence
     about = {
         "source model": card.source,
         "revision": card.revision,
@@ -178,7 +175,7 @@ def export(
     if keep_lm_head and not view.has_head:
         raise InputError(f"keep_lm_head: this {type(view.model).__name__} has no head to keep: leave it out")
     cut = truncate(view.model, layer, head=keep_lm_head)
-    card = card if card.weights_hash else replace(card, weights_hash=weights_hash(view.model))
+    card = replace(card, weights_hash=weights_hash(view.model))
     if card.seconds is not None and layer < view.num_layers:
         card = replace(card, costs=cost_table(view, cut, layer, card.seconds))
     with _draft_of(folder) as draft:

@@ -23,18 +23,17 @@ from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import VALUES_MB, refuse_below_one
+from lit_layers.schema import refuse_below_one
 from lit_layers.training.run_folder import (
     IfExists,
     RunFolder,
     axis_step,
     begin_training,
     origin_of,
-    planned_steps,
     save_step,
 )
 from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
-from lit_layers.training.watching import UNKNOWN, Scalars, StepMeasurer, Watcher
+from lit_layers.training.watching import Scalars, StepMeasurer, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +244,6 @@ class EmergenceCallback(_AtSteps):
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
-        values_mb: the most that the values of single prompts may take, in files of root beside the measurements
-            (`lit_layers.prompt_values`), by which `lit-layers emerge` compares curves prompt by prompt; 0: none.
         watchers: called as each analysis starts and ends.
         scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of
             layers and places of tokens. A W&B run gets the rest as heat maps and in tables.
@@ -268,12 +265,11 @@ class EmergenceCallback(_AtSteps):
         tokens_per_step: int | None = None,
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
-        values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
     ) -> None:
         super().__init__(steps, root, model)
         self.if_exists, self.run, self.saved_by = if_exists, run, None
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, values_mb=values_mb)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars)
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
@@ -301,8 +297,7 @@ class EmergenceCallback(_AtSteps):
         self._place = _next_place(trainer)
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
-        first, steps = origin_of(trainer).step, planned_steps(trainer)
-        self.measurer.begin(UNKNOWN if steps is None else len([*self.schedule.until(first + steps, first)]))
+        self.measurer.begin()
 
     def end_batch(self, trainer: L.Trainer) -> None:
         self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged

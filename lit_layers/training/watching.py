@@ -35,14 +35,13 @@ from lit_layers.report.logged_numbers import (
     writer_of,
 )
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, VALUES_MB, Range, refuse_outside
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, Range, refuse_outside
 from lit_layers.training.run_folder import IfExists, begin_training, save_step
 from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
 Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
-UNKNOWN = 1000  # checkpoints of a run without an end
 
 
 class Watcher(Protocol):
@@ -66,7 +65,7 @@ class StepMeasurer:
     of `EmergenceCallback`.
 
     Raises:
-        InputError: for two analyses of one name, data that is none, or a size out of range.
+        InputError: for two analyses of one name, or data that is none.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class StepMeasurer:
         *,
         run: str | None = None,
         watchers: Sequence[Watcher] = (),
-        values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
     ) -> None:
         if scalars not in (choices := get_args(Scalars)):
@@ -86,7 +84,6 @@ class StepMeasurer:
         self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
         self._measured, self._failed = set[int](), set[int]()  # steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
-        refuse_outside("", {"values_mb": COUNT_OR_NONE}, {"values_mb": values_mb})
         if isinstance(analyses, str) or not isinstance(analyses, Sequence):
             raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got {_named(analyses)}")
         if strange := [each for each in analyses if not isinstance(each, Analysis)]:
@@ -98,7 +95,6 @@ class StepMeasurer:
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # its id, once it has begun
         self.watchers: list[Watcher] = [TimeLines(), *watchers]
-        self.values_mb = values_mb
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
@@ -118,11 +114,11 @@ class StepMeasurer:
             for analysis in self.analyses:
                 analysis.check(view)
 
-    def begin(self, num_checkpoints: int) -> None:
+    def begin(self) -> None:
         """Joins the training that has begun in the root, and reads what it has measured before."""
         lineage, measurements = self.ranks.from_first(self._begun)
         self.run, self.training = self.run or lineage.run, lineage.training
-        values = ValueFiles(self.root, self.values_mb, checkpoints=num_checkpoints)
+        values = ValueFiles(self.root)
         self._store = Store(self.file, measurements, values=values, lineage=lineage._replace(run=self.run))
         self._plain = plain_settings(measurements)
 
@@ -301,10 +297,10 @@ class Watch:
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, for the token axis.
         first_step: the optimizer steps that the model has seen, of a training that goes on.
-        max_steps: where training ends, if that is known: the room for values of prompts is shared by so many steps.
+        max_steps: where training ends, if that is known: that step is measured.
         loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
             W&B, which also get heat maps and tables; a SummaryWriter.
-        watchers, values_mb, scalars: as of `EmergenceCallback`.
+        watchers, scalars: as of `EmergenceCallback`.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is
@@ -328,7 +324,6 @@ class Watch:
         max_steps: int | None = None,
         loggers: Sequence[MetricsLogger] = (),
         watchers: Sequence[Watcher] = (),
-        values_mb: int = VALUES_MB,
         scalars: Scalars = "plotted",
         _saved_by: str | None = None,
     ) -> None:
@@ -343,7 +338,7 @@ class Watch:
             raise InputError(f"tokenizer: expected a folder with a tokenizer's files, got {str(tokenizer)!r}")
         if not save and isinstance(analyses, Sequence) and not analyses:
             raise InputError("analyses: expected at least one, such as [Lens(batches=data)], or save=True, got none")
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, values_mb=values_mb)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
@@ -359,7 +354,7 @@ class Watch:
         self._place, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
         try:
             self.measurer.ranks.from_first(functools.partial(self._hold, if_exists, _saved_by))
-            self.measurer.begin(UNKNOWN if max_steps is None else len([*self.schedule.until(max_steps)]))
+            self.measurer.begin()
             self._visit(due=first_step in self.schedule)
         except BaseException:
             self.give_up()

@@ -91,11 +91,9 @@ def trouble(home: Home, folder: Path, argv: list[str]) -> str | None:  # noqa: F
 def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
     assert {"metrics", "confidence", "seeds"} < set(tried["emerge"])
-    assert {"values_mb", "shard", "engine"} < set(tried["analyze"])
-    assert {"resume_every", "values_mb"} < set(tried["fit"])
-    assert {"trainer.gradient_clip_val", "analyses", "wandb"} < set(tried["fit"])
+    assert {"dtype", "shard", "engine"} < set(tried["analyze"])
     assert not {*NOT_TRIED, *PATIENT} & {name for names in tried.values() for name in names}
-    assert PER_OPTION * sum(map(len, tried.values())) >= 100
+    assert PER_OPTION * sum(map(len, tried.values())) >= 50
 
 
 def test_the_harness_sees_an_exception_and_a_stray_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

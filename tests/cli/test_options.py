@@ -151,7 +151,7 @@ def test_whatever_measures_checkpoints_takes_the_same_options_in_both_spellings(
         "root": str(tmp_path),
         "device": "cpu",
     }
-    given |= {"dtype": "float64", "values_mb": 4, "engine": "ray"}
+    given |= {"dtype": "float64", "engine": "ray"}
     given |= {"keep_downloads": False, "shard": "0/2"}
     given |= {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
     assert given.keys() == {field.name for field in fields(Checkpoints)}

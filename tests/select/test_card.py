@@ -38,12 +38,10 @@ def test_costs_are_those_of_the_trunk_and_of_its_first_blocks_beside_their_share
 
 
 def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
-    content = card(
-        revision="step5000", commit="abc1", weights_hash="00ff", costs="| a table |", licence="mit", notes=["N."]
-    )
+    content = card(revision="step5000", commit="abc1", weights_hash="00ff", costs="| a table |", notes=["N."])
     page = render(content, FACTS, package="transformers", picture="validation.png")
     header = yaml.safe_load(page.split("---")[1])
-    assert (header["base_model"], header["license"], header["library_name"]) == ("someone/tiny", "mit", "transformers")
+    assert (header["base_model"], header["library_name"]) == ("someone/tiny", "transformers")
     rows = {row[0]: row[1] for row in cells(page) if len(row) == 2}
     assert rows["source model"] == "someone/tiny"
     assert (rows["revision"], rows["commit"], rows["hash of its weights"]) == ("step5000", "abc1", "00ff")
@@ -56,7 +54,7 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
         "| a table |",
         "![accuracy over layers](validation.png)",
         "# tiny, cut after block 2 of 3, with a classifier for moods",
-        "its licence holds for them: mit.",
+        "its licence holds for them: look there.",
         "- N.",
     ):
         assert part in page

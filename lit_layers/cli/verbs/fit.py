@@ -34,7 +34,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, RUN_FILE, SEED, VALUES_MB, Range
+from lit_layers.schema import COUNT, MANY, RUN_FILE, SEED, Range
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
@@ -83,8 +83,6 @@ class RunOptions:
         tokenizer: The tokenizer, as ${tokenizer} in recipes.
         analyses: What to measure at these steps, as a list of classes with options.
         wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
-        values_mb: Most megabytes of single prompts' values to keep beside the measurements, for emerge to compare
-            curves by; 0: none.
         plan: Say what it would take, by a first share of the data and a few steps; nothing is kept.
     """
 
@@ -101,7 +99,6 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
-    values_mb: Annotated[int, COUNT_OR_NONE] = VALUES_MB
     plan: bool = False
 
 
@@ -143,8 +140,8 @@ class Run:
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
         progress = StepProgress(run_log, console=self.console)
         self.series = SeriesCheckpoint(options.steps, self.root)
-        watched: Any = {"values_mb": options.values_mb, "watchers": [run_log, progress]}
-        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **watched)
+        watchers: Any = [run_log, progress]
+        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
         first = [_FinishStep(), self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]

@@ -75,9 +75,6 @@ class Structured(Family):
             logits = self.logits(model, self._any_inputs(model, states))
         return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
 
-    def linear_head(self, model: Network) -> None:
-        """None: what its own call does to logits, such as soft-capping, is nobody's to say."""
-
     def _any_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
         """Of as many texts or images: the states decide, and nothing that was before them."""
         if self.vision is None:

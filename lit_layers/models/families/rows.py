@@ -306,12 +306,6 @@ class Family:
         norm = self.final_norm(model)
         return self.head(model, hidden if norm is None else norm(hidden))
 
-    def linear_head(self, model: Network) -> nn.Linear | None:
-        """The head, where all that it does to a normed state is one product with its weight, and a bias."""
-        head = model.get_output_embeddings() if self.head is language_head else None
-        is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
-        return head if is_plain and "forward" not in vars(head) else None
-
     def logits(self, model: Network, inputs: Inputs) -> Tensor:
         """What the model makes of a batch, as `read_out` makes it of the last state."""
         return self.result(self.call(model, inputs, dict(self.options)))
