@@ -51,7 +51,7 @@ def curves_of(
     settings: Settings = (),
     allow_suspect: bool = False,
 ) -> list[StepCurve]:
-    """Returns the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval or MTEB.
+    """Return the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval or MTEB.
 
     Args:
         place: a folder with measurements.jsonl; a .csv, .parquet or .jsonl file with a row a score and the columns
@@ -152,7 +152,7 @@ def _table(place: Path) -> Any:
 
 
 def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
-    """Rows of a file of results of lm-eval or of MTEB, or of a list of rows; of a folder's other files none."""
+    """Return the rows of a file of results of lm-eval or MTEB, or of a list of rows; none for other files."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -193,7 +193,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _unfiltered(metric: str) -> dict[str, str]:
-    """`acc,none` of lm-eval is `acc`, as its earlier versions wrote it; of other filters each is a column."""
+    """Return `acc` for lm-eval's `acc,none`, as its earlier versions wrote it; other filters keep their columns."""
     name, _, filtered = metric.partition(",")
     return {"metric": name} | ({"filter": filtered} if filtered not in ("", "none") else {})
 

@@ -69,7 +69,7 @@ class StepCurve:
 
     @property
     def key(self) -> tuple[str, str, int | None, str]:
-        """What it is, in whichever run."""
+        """Return what identifies the curve in any run."""
         return self.analysis, self.metric, self.layer, self.tag_text
 
     @property
@@ -78,7 +78,10 @@ class StepCurve:
 
     @property
     def title(self) -> str:
-        """As figures call it: `Coupling, k = 12`, `Accuracy, layer 3`; of a task's score the task comes first."""
+        """Return the name that figures use: `Coupling, k = 12`, `Accuracy, layer 3`.
+
+        A task's score begins with the task.
+        """
         row, tags = look_up(self.metric), dict(self.tags)
         name, kind = row.title if self.analysis or row.group else self.metric, ""
         if "of" in tags:  # what it is of comes first: rows of a figure have few characters
@@ -90,7 +93,7 @@ class StepCurve:
 
 
 def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Returns the curves that all runs have, over those of their checkpoints that all have, with each run's own.
+    """Return the curves that all runs have, over the checkpoints that all of them have, with each run's own curve.
 
     Raises:
         InputError: two runs are the same, or were measured with other settings, as `refuse_odd_seeds` says.
@@ -102,7 +105,7 @@ def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """As `over_seeds`, of any curves: single numbers of different runs may be the same everywhere."""
+    """Return what `over_seeds` does for any curves: single numbers of different runs may be the same everywhere."""
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():
@@ -116,13 +119,13 @@ def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def at_common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
-    """Returns where all curves have a value, (checkpoints,), and their values there, (curves, checkpoints)."""
+    """Return where all curves have a value, (checkpoints,), and their values there, (curves, checkpoints)."""
     common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
     return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
 
 
 def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
-    """Refuses seeds of which no mean is one number's, and no interval one over seeds.
+    """Refuse seeds whose mean would not be one number's, or whose interval would not be one over seeds.
 
     Raises:
         InputError: naming the first two runs that have the same numbers everywhere, or of which an analysis had other
@@ -145,7 +148,7 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 
 
 def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
-    """Returns the analyses of which some number was measured with several settings: the names given, by settings.
+    """Return the analyses that measured some number with several settings: the given names, by settings.
 
     Curves whose settings are unknown are of none.
     """
@@ -171,7 +174,7 @@ def text_of(tags: Tags) -> str:
 def with_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Returns the curves of a run's measurements with the values of prompts that its folder `root` keeps.
+    """Return the curves of a run's measurements with the values of prompts that its folder `root` holds.
 
     What the folder holds in place of values is told in one warning.
     """
@@ -205,7 +208,7 @@ def with_prompts(
 
 
 def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:
-    """Returns the key of the curve that a record is of."""
+    """Return the key of the curve that a record belongs to."""
     return analysis, record.metric, record.layer, text_of(_tags(record))
 
 
@@ -216,7 +219,7 @@ def _tags(record: Record) -> Tags:
 def curves_in(
     run: str, measurements: Iterable[Measurement], *, axis: AxisName = "step", everything: bool = False
 ) -> list[StepCurve]:
-    """Returns the curves of a run's measurements, those that tables of results show or `everything`.
+    """Return the curves of a run's measurements: those that tables of results show, or `everything`.
 
     Raises:
         InputError: measurements that do not say how many tokens were seen, where these are the axis.
@@ -256,7 +259,10 @@ def _stderr(record: Record) -> float:
 def curve_of_points(
     run: str, analysis: str, metric: str, layer: int | None, tags: Tags, points: Sequence[tuple[float, float, float]]
 ) -> StepCurve:
-    """Of points (step, value, standard error); errors count where every value has one; else they are counted."""
+    """Return the curve of points (step, value, standard error).
+
+    Errors are used if every value has one; otherwise they are counted.
+    """
     at, values, stderr = np.array(points, dtype=np.float64).T
     has_error = np.isfinite(stderr[np.isfinite(values)])
     return StepCurve(
@@ -273,7 +279,7 @@ def curve_of_points(
 
 
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
-    """Returns (prompts, checkpoints) of the same prompts wherever a curve has a value, NaN where a prompt has none.
+    """Return (prompts, checkpoints) of the same prompts wherever a curve has a value, NaN where a prompt has none.
 
     None where a checkpoint lacks them, or fewer than two prompts, or than half of those that have a value anywhere,
     have one everywhere.
@@ -313,7 +319,7 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Returns the statistics of each number that has 3 layers or more beside the embedding, in runs' own order.
+    """Return the statistics of each number that has 3 layers or more beyond the embedding, in the order of the runs.
 
     monotonicity_spearman, monotonicity_fraction_increasing and monotonicity_largest_drop are as `monotonicity` defines
     them (of numbers that are no score as though higher were better); plateau_layer is the first after which no step
@@ -335,7 +341,7 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
 
 
 def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
-    """Returns the statistics that all seeds have: means, with Student's intervals, at the checkpoints that all have.
+    """Return the statistics that all seeds have: means, with Student's intervals, at their common checkpoints.
 
     What of an interval lies outside the statistic's range, beyond a rank correlation of 1, is cut off.
     """
@@ -360,7 +366,7 @@ def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
 
 
 def layer_table(curves: Iterable[LayerCurve]) -> pd.DataFrame:
-    """Returns a row for each statistic of each number at each checkpoint: the columns `LAYER_COLUMNS`."""
+    """Return a row for each statistic of each number at each checkpoint, with the columns `LAYER_COLUMNS`."""
     rows = [
         (
             *(each.curve.run, each.curve.analysis, each.metric, each.tags, at, each.statistic, value, low, high),
@@ -422,7 +428,7 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
 
 
 def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> Array:
-    """Of curves (curves, layers) the statistics (curves, statistics)."""
+    """Return the statistics (curves, statistics) of curves (curves, layers)."""
     import torch
 
     from lit_layers.functional.curves import chosen_layers, monotonicities  # torch: pages load this file without it

@@ -35,8 +35,10 @@ WIDEST = 0.25  # of the axis: where a half-way point is known no better, its pla
 
 @dataclass(frozen=True)
 class Clock:
-    """Curves and their times, one for each, with the confidence of verdicts and intervals; `left_out` says why curves
-    have none, and how many."""
+    """Curves, the times of each, and the confidence of verdicts and intervals.
+
+    `left_out` counts curves without times by the reason.
+    """
 
     curves: list[StepCurve]
     times: list[EmergenceTimes]
@@ -58,7 +60,7 @@ def measure_times(
     seed: int = 0,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Clock:
-    """Returns the times of all curves; those with too few values are left out and counted.
+    """Return the times of all curves. Those with too few values are left out and counted.
 
     Curves with the values of the same prompts are drawn by the same resampled prompts, at all checkpoints.
 
@@ -102,7 +104,7 @@ _last: dict[bytes, Clock] = {}
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
-    """Returns when each metric of a run emerges, the whole model's or else the last layer's, over steps.
+    """Return when each metric of a run emerges over steps: the whole model's, or else the last layer's.
 
     The numbers are those of `lit-layers emerge`, by the values of prompts that the run keeps in its folder `root`.
     None where no curve of it has `FEWEST_CHECKPOINTS`.
@@ -122,7 +124,7 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 
 
 def times_table(clock: Clock) -> pd.DataFrame:
-    """Returns a row a curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
+    """Return one row per curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
         row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
@@ -142,21 +144,21 @@ def times_table(clock: Clock) -> pd.DataFrame:
 
 
 def of_the_model(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Returns what stands for each metric of a run, with its times."""
+    """Return the curve that stands for each metric of a run, with its times."""
     pairs = clock.of_run(run)
     kept = {curve.key for curve in whole_model([curve for curve, _ in pairs])}
     return [pair for pair in pairs if pair[0].key in kept]
 
 
 def whole_model(curves: Sequence[StepCurve]) -> list[StepCurve]:
-    """Returns what stands for each metric among the curves of a run: the whole model's, else that of the last layer."""
+    """Return the curve that stands for each metric of a run: the whole model's, else the last layer's."""
     by_metric = grouped(curves, lambda curve: (curve.analysis, curve.metric, curve.tag_text))
     depth = lambda curve: math.inf if curve.layer is None else curve.layer  # noqa: E731
     return [max(same, key=depth) for same in by_metric.values()]
 
 
 def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
-    """Returns the probability that the first is half-way before the second, over independent draws of both.
+    """Return the probability that the first is half-way before the second, over independent draws of both.
 
     `paired`: over draws of both together, which `emergence_times` with the same `counts` are. A half-way point with an
     open end lies anywhere on that side of its draw: NaN where that leaves the order open in more than `UNDECIDED`.
@@ -167,7 +169,7 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
 
 
 def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -> float:
-    """The share of draws in which the first is certainly before the second."""
+    """Return the share of draws in which the first is certainly before the second."""
     if first.open_ends[1] or second.open_ends[0]:
         return 0.0
     if paired:
@@ -177,13 +179,13 @@ def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -
 
 
 def is_before(first: Timed, second: Timed) -> tuple[float, bool]:
-    """Returns the probability that the first curve is half-way before the second, and whether they were paired."""
+    """Return the probability that the first curve is half-way before the second, and whether they were paired."""
     paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
     return probability_before(first[1], second[1], paired=paired), paired
 
 
 def few_seeds_sentence(clock: Clock) -> str:
-    """Returns how little the verdict over two or three seeds is worth; of more nothing."""
+    """Return a sentence on how weak a verdict over two or three seeds is; nothing for more seeds."""
     seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
     if seeds > FEW_SEEDS:
         return ""
@@ -195,7 +197,7 @@ def few_seeds_sentence(clock: Clock) -> str:
 
 
 def order_table(clock: Clock) -> pd.DataFrame:
-    """Returns P(a is half-way before b) for each pair of what emerges in a run, earliest first: `of_the_model`.
+    """Return P(a is half-way before b) for each two curves of `of_the_model` that emerge in a run, earliest first.
 
     NaN where open ends do not tell.
 
@@ -211,7 +213,7 @@ def order_table(clock: Clock) -> pd.DataFrame:
 
 
 def layer_order_table(clock: Clock) -> pd.DataFrame:
-    """Returns P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
+    """Return P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
     rows = []
     for run in clock.runs:
         layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].emerges]
@@ -224,13 +226,13 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
 
 
 def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Returns what emerges in a run of `of_the_model`, the earliest half-way point first."""
+    """Return the curves of `of_the_model` that emerge in a run, the earliest half-way point first."""
     emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def agreement_table(clock: Clock) -> pd.DataFrame:
-    """Returns Spearman's correlation of the half-way points of each two runs, over what emerges in both.
+    """Return Spearman's correlation of the half-way points of each two runs, over what emerges in both.
 
     Half-way points are left out where their interval is wider than `WIDEST` of the axis, or open: a score that wanders
     by more than its errors emerges anywhere. Of runs in which all that is left is half-way at the same step there is
@@ -261,7 +263,7 @@ def _is_known(curve: StepCurve, time: Any) -> bool:
 
 
 def agreement_sentence(agreement: pd.DataFrame) -> str:
-    """Returns how well the pairs of an `agreement_table` agree, in a sentence; of less than two pairs nothing."""
+    """Return a sentence on how well the pairs of an `agreement_table` agree; nothing for fewer than two pairs."""
     if len(agreement) < 2:
         return ""
     low, median, high = agreement["spearman"].quantile([0.25, 0.5, 0.75])

@@ -42,7 +42,7 @@ class MeasuringOptions:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which checkpoints are this process's, (i, n): every n-th from the i-th on.
+        """Return which checkpoints this process measures, (i, n): every n-th from the i-th on.
 
         Raises:
             InputError: a shard that is none, or beside an engine that has one process alone.
@@ -53,7 +53,7 @@ class MeasuringOptions:
 
     @property
     def weights_dtype(self) -> Literal["float32", "float64"]:
-        """What weights are converted to; with bfloat16 the view of an analysis converts its blocks."""
+        """Return what weights are converted to. With bfloat16 the view of an analysis converts its blocks."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
     @property
@@ -63,7 +63,10 @@ class MeasuringOptions:
 
 
 def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Which checkpoints are this process's: (i, n) of `i/n`; `auto` is what torchrun says, alone all of them."""
+    """Return which checkpoints this process measures: (i, n) of `i/n`.
+
+    `auto` is what torchrun says, or all of them without torchrun.
+    """
     if text == AUTO:
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return 0, 1

@@ -84,7 +84,7 @@ def analyze(
     dtype: Dtype = "float32",
     progress: Tell | None = None,
 ) -> list[Measurement]:
-    """Returns what the analyses find on one model: `analyze_series` on a series of one, whatever was measured before.
+    """Return what the analyses find on one model: `analyze_series` on a series of one, which measures everything anew.
 
     Args:
         model: a folder with config.json and weights, or the name of a model of the Hub.
@@ -112,7 +112,7 @@ def analyze_series(
     progress: Tell | None = None,
     **changed: Any,
 ) -> SeriesResult:
-    """Measures every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
+    """Measure every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
 
     The series is audited first. A checkpoint that is suspect is left out, unless `allow_suspect`; the verdict stands in
     every measurement, and where it is another than before in those that were there, too. What is known, of the same
@@ -167,7 +167,7 @@ def analyze_series(
 
 
 def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
-    """The analyses, with their blocks in bfloat16 where that is asked for."""
+    """Return the analyses, with their blocks in bfloat16 if that is asked for."""
     return [in_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 

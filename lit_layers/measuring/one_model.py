@@ -439,7 +439,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
 
 
 def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:
-    """All that decides the numbers of a measurement, and on what they were computed."""
+    """Return everything that decides the numbers of a measurement, and where they were computed."""
     device = view.device
     return {
         "weights_hash": weights_hash or hash_weights(view.model),

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def of_checkpoint(self) -> float:
-        """The seconds of one checkpoint."""
+        """Return the seconds of one checkpoint."""
         return self.around + sum(map(self.of_analysis, self.seconds))
 
     def table(self, number: int, others: Mapping[str, tuple[float, float]] | None = None) -> Iterator[dict[str, str]]:
@@ -124,7 +124,7 @@ class Target:
 
     @functools.cached_property
     def carried(self) -> str | None:
-        """The tokenizer that the checkpoints carry.
+        """Return the tokenizer that the checkpoints carry.
 
         Raises:
             InputError: it cannot be had.
@@ -133,21 +133,21 @@ class Target:
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """What config.json says; nothing where it is damaged, which is told when the model is loaded."""
+        """Return the content of config.json, empty if it is damaged, which loading the model reports."""
         return self.checkpoint.config()
 
     @property
     def length_limit(self) -> int | None:
-        """How many tokens its models take."""
+        """Return how many tokens its models take."""
         return length_limit(self.config)
 
     @property
     def sees_images(self) -> bool:
-        """Whether its models take images alone, by the config.json of transformers or of timm."""
+        """Return whether its models take only images, by the config.json of transformers or of timm."""
         return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
 
     def own_tokenizer(self) -> str:
-        """Its tokenizer: the one that was named, or that it carries.
+        """Return its tokenizer: the one that was named, or the one that it carries.
 
         Raises:
             InputError: neither.
@@ -213,7 +213,7 @@ def analyses_for(
 
 
 def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
-    """Refuses texts that are longer than what the model reads, before it is opened or downloaded."""
+    """Refuse texts that are longer than the model reads, before it is opened or downloaded."""
     for analysis in analyses:
         for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
             limit = target.length_limit
@@ -242,7 +242,7 @@ def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
 
 
 def _folder_of(series: Series) -> Path | None:
-    """Where the training that the checkpoints come from lies, if on this machine."""
+    """Return the folder of the training that the checkpoints come from, if it is on this machine."""
     if series.is_alone:
         place = Path(series.name).resolve()
         return place.parent if place.is_dir() else None
@@ -261,13 +261,13 @@ def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
 
 
 def name_of(model: str) -> str:
-    """The name of the folder or the repository; step-000001000 alone would not say of which run."""
+    """Return the name of the folder or the repository; step-000001000 alone would not name the run."""
     path = Path(model).resolve()
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
 
 
 def length_limit(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a model takes; RoBERTa's positions begin behind the number of the padding token."""
+    """Return how many tokens a model takes. RoBERTa's positions begin behind the index of the padding token."""
     named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
     limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
     behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")

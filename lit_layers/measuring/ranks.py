@@ -30,8 +30,9 @@ class OneProcess:
 
 
 def ranks_of(world_size: int, *, first: datetime.timedelta = _PATIENCE) -> "OneProcess | Ranks":
-    """Return the processes of a run, each of which calls. They have a group of their own on the CPU: results are
-    objects, and training's collectives stay undisturbed.
+    """Return the processes of a run, each of which calls.
+
+    They have a group of their own on the CPU: results are objects, and training's collectives stay undisturbed.
 
     Raises:
         InputError: if not all of them call within `first`.

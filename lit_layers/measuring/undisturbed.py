@@ -24,7 +24,7 @@ class DisturbedError(RuntimeError):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, training goes on afterwards as if nothing had.
+    """Let training go on afterwards as if nothing had happened inside.
 
     Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
     None), fixed seeds, no autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same
@@ -54,7 +54,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:
-    """What an analysis did to the model that it must not do, as a sentence."""
+    """Return, as a sentence, what an analysis did to the model that it must not do."""
     after, left = fingerprints(model), remove_new_hooks_(model, hooks)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         return f"the analysis changed {shown(changed)}: an analysis must not write to the model"
@@ -69,7 +69,7 @@ def shown(names: list[str]) -> str:
 
 @contextmanager
 def kept_gradients(model: nn.Module) -> Iterator[None]:
-    """Without this a backward pass would add to the gradients that training accumulates."""
+    """Restore gradients: a backward pass would add to those that training accumulates."""
     before = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -88,7 +88,7 @@ def kept_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_attention(model: Network) -> Iterator[None]:
-    """An analysis may switch a transformers model to eager attention, or timm's blocks to unfused."""
+    """Restore the attention: an analysis may switch a transformers model to eager, or timm's blocks to unfused."""
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     fused = [(part, part.fused_attn) for part in model.modules() if hasattr(part, "fused_attn")]
     try:
@@ -102,7 +102,7 @@ def kept_attention(model: Network) -> Iterator[None]:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Every global generator starts from a fixed seed inside and goes on from where it was afterwards."""
+    """Start every global generator from a fixed seed, and let it go on from where it was afterwards."""
     # Asking for the state of a GPU that is not in use would start it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
@@ -121,7 +121,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def plain_numbers(device: torch.device) -> Iterator[None]:
-    """Derivatives on, autocast off, float32 as it is written, whatever surrounds the analysis."""
+    """Switch derivatives on, autocast off, and float32 products to full precision, whatever surrounds the analysis."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -139,7 +139,7 @@ def plain_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def full_float32_precision() -> Iterator[None]:
-    """No TF32 and no bfloat16 in products of float32, by whichever of torch's two interfaces it was switched on."""
+    """Allow no TF32 and no bfloat16 in products of float32, by whichever interface of torch they were switched on."""
     mkldnn: Any = torch.backends.mkldnn
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -161,7 +161,7 @@ def full_float32_precision() -> Iterator[None]:
 
 
 def older_precision() -> tuple[str, bool] | None:
-    """The settings of torch's older interface; None where the newer one was used, of which it knows nothing."""
+    """Return the settings of torch's older interface; None if the newer one was used, which the older cannot read."""
     try:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:
