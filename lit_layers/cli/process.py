@@ -1,37 +1,27 @@
-"""The process of a command: how many threads it computes with, and its end.
-
-It ends by SIGTERM wherever it is, within a minute, by a second one at once; or with its exit code.
-"""
+"""The process of a command: how many threads it computes with, and its end, by SIGTERM or with its exit code."""
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import re
 import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
 from lit_layers.cli.console import verbosity
 from lit_layers.machine import processors
 
-LIMIT = 50.0  # seconds
-_ONE = 1.0  # torchrun passes on what SLURM sends to all processes, too: two signals within this time are one
-_current: "Stopping | None" = None
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
+_current: "Stopping | None" = None
 _divided: str | None = None  # what this process has set the variable to
 
 
 class Stopping:
-    """What becomes of a SIGTERM: it raises SystemExit, so that folders are left in order; once `finish_first`, it is
-    noted alone, for what listens by itself and is to be finished.
-    """
+    """Note a SIGTERM, and let the first raise SystemExit, so that folders are left in order, unless `finish_first`."""
 
     def __init__(self) -> None:
         self.asked = self.finish_first = False
@@ -50,79 +40,32 @@ def finish_first() -> None:
 
 @contextlib.contextmanager
 def stopping(*, ends_process: bool = True) -> Iterator[Stopping]:
-    """Heeds SIGTERM within; only the main thread can, so that elsewhere nothing changes.
+    """Heed SIGTERM within; only the main thread can, so that elsewhere nothing changes.
 
     Args:
-        ends_process: whether the process ends with what is within, and then has the same limit for its own end.
+        ends_process: whether the process ends with what is within, which one more SIGTERM does not interrupt.
     """
     global _current
-    state = Stopping()
-    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+    state, outer = Stopping(), _current
+    if threading.current_thread() is not threading.main_thread():
         yield state
         return
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    # Python's own handlers wait while the main thread is in foreign code, such as a long SVD; this is written at once.
-    wakeup, before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False), signal.signal(signal.SIGTERM, state.hear)
-    threading.Thread(target=_watch, args=(ear,), name="sigterm", daemon=True).start()
-    outer, _current = _current, state
+    before, _current = signal.signal(signal.SIGTERM, state.hear), state
     try:
         yield state
     finally:
         _current = outer
-        if not (state.asked and ends_process):  # the interpreter's own end may wait for threads
+        if not (state.asked and ends_process):
             signal.signal(signal.SIGTERM, before)
-            signal.set_wakeup_fd(wakeup)
-            os.close(mouth)
-
-
-def _watch(ear: int) -> None:
-    first: float | None = None
-    while True:
-        left = None if first is None else max(0.0, first + LIMIT - time.monotonic())
-        if not select.select([ear], [], [], left)[0]:
-            _end(f"SIGTERM came {LIMIT:.0f} s ago")
-        heard = os.read(ear, 64)
-        if not heard:
-            os.close(ear)
-            return
-        if signal.SIGTERM in heard:
-            if first is not None and time.monotonic() > first + _ONE:
-                _end("a second SIGTERM")
-            first = first or time.monotonic()
-
-
-def _end(why: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"\nlit-layers: {why}: ended at once; what was saved before is whole\n".encode())
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(TERMINATED)
-
-
-def _hold() -> None:
-    """Before a fork: a signal that the child gets at once must not be heard as its parent's."""
-    if _current is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _release() -> None:
-    if _current is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _forget() -> None:
-    """In a forked child, which SIGTERM ends as usual."""
-    global _current
     if _current is not None:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _release()
-        _current = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget)  # which SIGTERM ends as usual
 
 
 def end_process(code: int) -> NoReturn:
@@ -161,12 +104,13 @@ def reader_is_gone() -> bool:
 
 
 def settle(ranks: int = 1) -> None:
-    """Sets the threads of this process, and of those it starts, unless the caller did.
+    """Set the threads of this process, and of those it starts, unless the caller did.
 
     Called before torch is imported, and once more where this process is to be one of several `ranks`.
     """
     global _divided
-    if _is_asked(os.environ):
+    given = os.environ.get(VARIABLE, _divided)
+    if given != _divided and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # what torchrun sets by itself
         return
     started, allocated = ranks_here(os.environ)
     threads = processors().threads(max(started, ranks), allocated)
@@ -179,18 +123,8 @@ def settle(ranks: int = 1) -> None:
         threadpool_limits(threads)
 
 
-def _is_asked(environment: Mapping[str, str]) -> bool:
-    if VARIABLE not in environment or environment[VARIABLE] == _divided:
-        return False
-    if environment[VARIABLE] == "1" and "TORCHELASTIC_RUN_ID" in environment:
-        # torchrun sets it to 1 where its caller did not: the variables that torchrun itself was started with tell.
-        with contextlib.suppress(OSError):
-            return f"{VARIABLE}=".encode() in Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    return True
-
-
 def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """The ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
+    """Return the ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
     if "LOCAL_WORLD_SIZE" in environment:
         return int(environment["LOCAL_WORLD_SIZE"]), None
     # Such as 4(x2),1: of a step, which a batch script alone is none of.
@@ -201,13 +135,13 @@ def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
 
 
 def tell(device: object) -> None:
-    """Says on what a command computes, unless it is to be quiet."""
+    """Say on what a command computes, unless it is to be quiet."""
     if verbosity() >= 0:
         print(description(device), file=sys.stderr)
 
 
 def description(device: object) -> str:
-    """What a command computes on, in a line: `8 threads, cuda:0`."""
+    """Return what a command computes on, in a line: `8 threads, cuda:0`."""
     import torch
 
     number = torch.get_num_threads()

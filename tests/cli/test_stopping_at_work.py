@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.cli import process
 from lit_layers.cli.main import main
 from lit_layers.files import durable
 from tests.cli.test_full_disk import CASES, files, home  # noqa: F401
-from tests.cli.test_stopping import FOR_EVER, in_foreign_code, terminate
+from tests.cli.test_stopping import FOR_EVER, terminate
 from tests.support.forked import run_forked
 
 pytestmark = [
@@ -44,21 +43,20 @@ def given_to(name: str, home: Path, folder: Path) -> Path:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
-@pytest.mark.parametrize("signals", [(0.1,), (0.1, 1.5)], ids=["one", "two"])
 @pytest.mark.parametrize("writes", [1, 3], ids=["first file", "third file"])
-def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, home, expected, tmp_path):  # noqa: F811
-    """One signal while it waits, as on a slow disk; two while it is deaf, as in a long call of a library."""
+def test_a_command_ends_as_it_writes_and_loses_nothing(name, writes, home, expected, tmp_path):  # noqa: F811
+    """The signal comes while it waits, as on a slow disk."""
     case, folder = CASES[name], given_to(name, home, tmp_path)
     given, calls = files(folder), []
 
     def slow(path: Path) -> None:
         calls.append(path)
         if len(calls) == writes:
-            terminate(*signals)
-            time.sleep(FOR_EVER) if len(signals) == 1 else in_foreign_code()
+            terminate(0.1)
+            time.sleep(FOR_EVER)
 
     def slowly() -> int:  # in the fork alone: what it imports is imported here, too
-        durable.sync, process._ONE, process.LIMIT = slow, 0.2, FOR_EVER
+        durable.sync = slow
         return main(case.argv(home, folder))
 
     code = run_forked(slowly)
@@ -68,7 +66,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, signals, writes, ho
     whole = expected(name)
     tables = [place for place in left if place in whole and place.endswith((".csv", ".parquet"))]
     assert all(left[place] == whole[place] for place in tables), "a table is whole or not there"
-    if len(signals) == 1 and name != "prepare":  # which knows that of its progress by name
+    if name != "prepare":  # which knows that of its progress by name
         drafts = [place for place in left if ".draft" in place]
         assert not drafts
     assert run_forked(lambda: main(case.to_go_on(home, folder))) == 0

@@ -1,8 +1,6 @@
 """A process computes with its share of the cores, or with as many threads as its caller says."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -42,19 +40,19 @@ def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch)
         assert (os.environ[process.VARIABLE], made[-2:]) == (str(expected), [expected, expected])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="what a process was started with is read from /proc")
-@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "1"), ("2", "2")])
-def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, tmp_path):
-    program = "from lit_layers.cli import process; from lit_layers.machine import Processors; import os\n"
-    program += "process.processors = lambda: Processors(6, 6); process.settle(); print(os.environ['OMP_NUM_THREADS'])"
-    agent = "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
-    agent += f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
-    environment.pop(process.VARIABLE, None)
-    environment |= {process.VARIABLE: given} if given else {}
-    done = subprocess.run([sys.executable, "-c", agent], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "3"), ("2", "2")])
+def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, monkeypatch):
+    monkeypatch.setattr(process, "processors", lambda: Processors(6, 6))
+    monkeypatch.setattr(process, "_divided", None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("threadpoolctl.threadpool_limits", lambda _: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv(process.VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(process.VARIABLE)
+    process.settle()
+    assert os.environ[process.VARIABLE] == expected
 
 
 def test_a_data_loaders_worker_has_one_thread():
