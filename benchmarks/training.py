@@ -32,7 +32,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from rich.console import Console
 from rounds import Row, add_options, finish, ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -275,7 +274,8 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool, ba
     lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
     with tempfile.TemporaryDirectory() as root, open(os.devnull, "w") as nowhere:
         run_log = RunLog(root)
-        progress = StepProgress(run_log, console=Console(file=nowhere, force_terminal=bar))
+        progress = StepProgress(run_log, nowhere)
+        progress.status.is_live = bar
         turns = TakeTurns(size, turn)
         trainer = L.Trainer(
             **DEFAULTS,

@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 36_264
-CHARACTERS = 1_721_000
+LINES = 35_636
+CHARACTERS = 1_695_800
 FILES = 203
 FILES_IN_A_FOLDER = 16
 

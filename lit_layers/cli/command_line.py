@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from importlib.metadata import version
-from types import ModuleType
 
 from lit_layers.cli import INTERRUPTED, READER_GONE, REFUSED, TERMINATED, process
 from lit_layers.cli.console import one_line, without_verbosity
@@ -31,28 +30,13 @@ GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when the
 
 
 def run(argv: list[str], *, is_own_process: bool) -> int:
-    """Runs the command that the words begin with, or answers for all of them, and returns the exit code."""
-    try:
-        argv = without_verbosity(argv)
-    except InputError as error:
-        return _refuse(str(error))
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_help())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        print(f"lit-layers {version('lit_layers')}")
-        return 0
-    command, rest = argv[0], argv[1:]
-    if command in STAGES:
-        command, rest = "fit", [*rest, f"--stage={command}"]
-    if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
-        return _refuse(f"unknown command {command!r}; {hint}")
-    if command != "fit":  # their progress bars would write over ours
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    """Run the command that the words begin with, or answer for all of them, and return the exit code."""
     with stopping(ends_process=is_own_process) as stop:
         try:
-            code = run_verb(command, rest)
+            command, *rest = _answered(without_verbosity(argv))
+            code = run_verb(command, rest) if command else 0
+        except InputError as error:
+            code = _refuse(str(error))
         except BrokenPipeError:
             if not reader_is_gone():
                 raise
@@ -60,49 +44,53 @@ def run(argv: list[str], *, is_own_process: bool) -> int:
         except SystemExit:
             if not stop.asked:
                 raise
-            code = TERMINATED
     if stop.asked:
-        print(f"lit-layers {command}: ended by SIGTERM", file=sys.stderr)
+        print("lit-layers: ended by SIGTERM", file=sys.stderr)
     return TERMINATED if stop.asked else code
 
 
-def _imported(name: str) -> ModuleType:
-    """A verb's module. What is imported stays: to look for garbage in it takes a fifth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
+def _answered(argv: list[str]) -> list[str]:
+    """Return the command and its words; for help and version, which are printed, an empty one."""
+    command, rest = (argv or ["--help"])[0], argv[1:]
+    if command in ("-h", "--help", "-V", "--version"):
+        print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
+        return [""]
+    if command in STAGES:
+        command, rest = "fit", [*rest, f"--stage={command}"]
+    if command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
+        raise InputError(f"unknown command {command!r}; {hint}")
+    if command != "fit":  # their progress bars would write over ours
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return [command, *rest]
 
 
 def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int:
-    """Runs one command inside of what is under way, and returns its exit code: its mistakes are printed.
+    """Run one command inside of what is under way, print its mistakes, and return its exit code.
 
     Raises:
-        InputError, OSError: a disk takes no more, which with `passes_full` ends the command around this one, too.
+        InputError, OSError: a full disk, which with `passes_full` also ends the command around this one.
     """
     try:
         process.settle()
-        verb = getattr(_imported(f"lit_layers.cli.verbs.{command}"), command)
-        # its parser takes a quarter of a second to load, which `lit-layers --help` does without
-        from lit_layers.cli import options
-
+        gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the time
+        try:
+            verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
+            # its parser takes a quarter of a second to load, which `lit-layers --help` does without
+            from lit_layers.cli import options
+        finally:
+            gc.enable()
         return verb(**options.Recipe(verb, rest).arguments())
-    except InputError as error:
-        if passes_full and is_full(error):
+    except (InputError, OSError) as error:
+        full = is_full(error)
+        if full and passes_full:
             raise
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
-        return _refuse(str(error), command)
-    except OSError as error:
-        full = is_full(error)  # what a write says of it names no file
-        if passes_full and full:
-            raise
+        if isinstance(error, InputError):
+            return _refuse(str(error), command)
         if error.filename is None and not full:  # not about a file that was named
             raise
-        where = "" if error.filename is None else str(error.filename)[:200]
-        where = f"cannot write {where}".rstrip() if full else where
+        where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
         return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         then = ": run the same command again to go on" if command in GO_ON else ""
@@ -117,19 +105,14 @@ def _refuse(sentence: str, command: str | None = None) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: lit-layers COMMAND [options]",
-            "",
-            "How structure emerges, layer by layer, while a transformer trains.",
-            "",
-            *lines,
-            "",
-            "To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.",
-            "lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).",
-            "validate, test and predict take the options of fit: lit-layers test RECIPE --ckpt_path FILE.ckpt",
-            "fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<9}  {what}" for name, what in COMMANDS.items())
+    return f"""usage: lit-layers COMMAND [options]
+
+How structure emerges, layer by layer, while a transformer trains.
+
+{commands}
+
+To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.
+lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).
+validate, test and predict take the options of fit: lit-layers test RECIPE --ckpt_path FILE.ckpt
+fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder."""

@@ -1,31 +1,28 @@
 """What a command shows: tables, and on standard error how far a measurement has come, unless -q or -v changes it."""
 
-import io
 import logging
-import math
+import shutil
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lit_layers.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Task
-
     from lit_layers.series import Audit
 
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
-LINE = 60.0  # seconds between two lines where no bar can be seen
+REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a status, and between two lines where there is no terminal
 _STEPS = 6  # of a finding, at each end
 _verbosity = 0
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
 
 def without_verbosity(words: Sequence[str]) -> list[str]:
-    """A command line without its -q or -v, which hold from here on, for this command.
+    """Return a command line without its -q or -v, which hold from here on, for this command.
 
     Raises:
         InputError: both are there.
@@ -46,7 +43,7 @@ def without_verbosity(words: Sequence[str]) -> list[str]:
 
 
 def verbosity() -> int:
-    """-1: results, warnings and refusals alone. 0: also bars, or lines now and then. 1: lines of all that is done, and
+    """-1: only results, warnings and refusals. 0: also bars, or lines now and then. 1: lines of all that is done, and
     tracebacks of what failed.
     """
     return _verbosity
@@ -63,32 +60,21 @@ def note(sentence: str) -> None:
 
 
 def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
-    """Prints a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[*map(str, names)], *([one_line(str(row.get(name, ""))) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [str.ljust if name in (names[0], *text) else str.rjust for name in names]
     if title:
         print(title)
-    table = Table(box=None, pad_edge=False)
-    rows = list(rows)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    for name in columns:
-        is_text = name in (columns[0], *text)
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        table.add_row(*(one_line(str(row.get(name, ""))) for name in columns))  # of a name: a row is a line
-    shown = io.StringIO()  # rich ends the process itself where its own stream is no longer read
-    console = Console(file=shown, highlight=False, markup=False, color_system=None)  # names may look like markup
-    # What is not read on a terminal has whole lines; a narrow terminal wraps them itself: no number is cut.
-    width, console.width = console.width, 10_000
-    if sys.stdout is not None and sys.stdout.isatty():
-        console.width = max(width, console.measure(table).minimum)
-    console.print(table)
-    print(*(line.rstrip() for line in shown.getvalue().splitlines()), sep="\n")
+    for line in lines:
+        cells = (align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def show_audit(result: "Audit") -> None:
-    """Prints the verdict, what it does not cover, and a table of what was found."""
+    """Print the verdict, what it does not cover, and a table of what was found."""
     from lit_layers.series.auditing import UNSEEN
 
     noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
@@ -97,16 +83,9 @@ def show_audit(result: "Audit") -> None:
     print(f"not checked at this level: {UNSEEN[result.level]}")
     if unread := [name for name, level in result.levels.items() if level != "weights"]:
         print(f"not checked: weights of {_some(unread)}")
-    rows = [
-        {
-            "finding": f"note: {finding.kind}" if finding.note else finding.kind,
-            "steps": _some(finding.steps or finding.names),
-            "what it means": finding.message,
-        }
-        for finding in sorted(result.findings, key=lambda finding: finding.note)
-    ]
-    if rows:
-        show_table(rows, text=("steps", "what it means"))
+    for finding in sorted(result.findings, key=lambda finding: finding.note):
+        kind = f"note: {finding.kind}" if finding.note else finding.kind
+        print(kind, _some(finding.steps or finding.names), one_line(finding.message), sep="  ")
 
 
 def _some(steps: Any) -> str:
@@ -116,46 +95,51 @@ def _some(steps: Any) -> str:
     return ", ".join(words)
 
 
+class Status:
+    """A line of text that a terminal shows in place of the line before, and a log file once in `every` seconds."""
+
+    def __init__(self, stream: TextIO, every: float = LINE) -> None:
+        self.stream, self.is_live = stream, stream.isatty() and verbosity() == 0
+        self.every, self.last = (REDRAWN, 0.0) if self.is_live else (every, time.monotonic())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next text is shown."""
+        return verbosity() >= 0 and time.monotonic() - self.last >= self.every
+
+    def show(self, text: str) -> None:
+        if not self.is_due:
+            return
+        self.last, text = time.monotonic(), one_line(text)
+        if self.is_live:
+            self.clear()
+            print(text[: shutil.get_terminal_size().columns - 1], end="", file=self.stream, flush=True)
+        else:
+            print(text, file=self.stream)
+
+    def clear(self) -> None:
+        if self.is_live:
+            print("\r\x1b[2K", end="", file=self.stream, flush=True)
+
+
 @contextmanager
-def bar(
-    opening: str, *, hidden: bool = False, console: "Console | None" = None, transient: bool = False
-) -> Iterator[Show]:
-    """A function of what is done, of how much (None: as before), and what is next, which draws it.
+def bar(opening: str, *, hidden: bool = False) -> Iterator[Show]:
+    """Yield a function of what is done, of how much (None: as before), and what is next, which shows it and the time.
 
-    Drawn on standard error where no console is given; a transient bar leaves nothing.
-    Where no bar can be seen (a log file, -v), a line a minute says the same.
+    In a terminal it is a line at the bottom of standard error; in a log file, and with -v, a line a minute.
     """
-    from rich import progress
-    from rich.console import Console
+    status, started = Status(sys.stderr), time.monotonic()
+    done, total, what = 0, 0, opening
 
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-    )
-    times, console = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn()), console or Console(stderr=True)
-    says_lines = not hidden and (verbosity() > 0 or (verbosity() == 0 and not console.is_terminal))
-    # A bar would be written over by lines; of one that is to leave nothing, rich leaves an empty line in a log.
-    hidden, last = hidden or verbosity() != 0 or (transient and not console.is_terminal), console.get_time()
-    # Drawn after each block and not by a thread of its own.
-    options: Any = {"console": console, "auto_refresh": False, "disable": hidden, "transient": transient}
-    # Of the last 30 s, checkpoints that take longer tell no time that is left.
-    options["speed_estimate_period"] = math.inf
-    with progress.Progress(*columns, *times, **options) as drawn:
-        task = drawn.add_task(opening, total=None)
+    def show(now: int | None, of: int | None, then: str) -> None:
+        nonlocal done, total, what
+        done, total, what = done if now is None else now, of or total, then or what
+        so_far = time.monotonic() - started
+        left = f", about {timedelta(seconds=int(so_far / done * (total - done)))} left" if 0 < done < total else ""
+        if not hidden:
+            status.show(f"{done} of {total} after {timedelta(seconds=int(so_far))}{left}: {what}")
 
-        def show(done: int | None, total: int | None, what: str) -> None:
-            nonlocal last
-            changes: dict[str, Any] = {"description": one_line(what)} if what else {}
-            drawn.update(task, total=total, completed=done, refresh=True, **changes)
-            if says_lines and console.get_time() - last >= LINE:
-                last = console.get_time()
-                console.print(_line(drawn.tasks[0]), highlight=False, markup=False, soft_wrap=True)
-
+    try:
         yield show
-
-
-def _line(task: "Task") -> str:
-    so_far, left = (timedelta(seconds=int(each or 0)) for each in (task.elapsed, task.time_remaining))
-    ends = f", about {left} left" if task.time_remaining else ""
-    return f"{task.completed:.0f} of {task.total or 0:.0f} after {so_far}{ends}: {task.description}"
+    finally:
+        status.clear()

@@ -3,28 +3,27 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
+import torch
+from torch import distributed
+
+from lit_layers import records
 from lit_layers.cli import FAILED, process
 from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.errors import refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.measuring import AUTO, MeasuringOptions
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from lit_layers.measuring.offline import SeriesResult
-    from lit_layers.measuring.plan import Make
-    from lit_layers.records import Measurement
-    from lit_layers.series import Series
-
-ROUNDING = ("bf16_difference", "bf16_largest_difference")
+from lit_layers.measuring.offline import SeriesResult, analyze_series, silent
+from lit_layers.measuring.plan import Make, analyses_for, plan_of, root_of
+from lit_layers.records import Measurement
+from lit_layers.series import OneModel, Series, open_series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,6 @@ class Outcome:
 
     def read(self) -> "list[Measurement]":
         """All that the root holds."""
-        from lit_layers import records
-
         return records.read(self.root / "measurements.jsonl")
 
     def measurements(self) -> "list[Measurement]":
@@ -61,16 +58,10 @@ class Outcome:
 
     def write(self, folder: str, files: "Mapping[str, pd.DataFrame | list[dict[str, Any]]]") -> None:
         """Writes files into a folder of the root, as `records.write_files`, and prints their paths."""
-        from lit_layers import records
-
         print(*records.write_files(self.root / folder, files), sep="\n")
 
     def tell(self) -> bool:
-        """Prints which analyses have other settings than the curves, how far those in bfloat16 are from float32, what
-        failed, and the file; returns whether any failed.
-        """
-        for line in _roundings(self.measurements()):
-            print(line)
+        """Print which analyses have other settings than the curves, what failed, and the file; return if any did."""
         _, others = divided(self.read())
         mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in self.result.settings}
         for analysis, name in sorted(mine):
@@ -87,20 +78,6 @@ class Outcome:
     def _sentence(self, failed: "Measurement") -> str:
         where = failed.run if failed.step is None else f"step {failed.step}"
         return f"{failed.analysis}{'' if self.steps is not None else f' at {where}'}: {failed.error}"
-
-
-def _roundings(measurements: "Sequence[Measurement]") -> Iterator[str]:
-    """Yields how far the sample of each analysis in bfloat16 lies from float32, over all its layers and steps."""
-    for name in dict.fromkeys(each.analysis for each in measurements):
-        checked = [r for each in measurements if each.analysis == name for r in each.records if r.tags.get("of")]
-        mean, largest = ([r for r in checked if r.metric == metric] for metric in ROUNDING)
-        if mean and largest:
-            mean, most = max(mean, key=lambda r: r.value), max(r.value for r in largest)
-            share = " (relative)" if mean.tags["of"] == "embedding" else ""
-            yield (
-                f"{name}: in bfloat16; its {mean.tags['of']}{share} differs from float32 by up to {mean.value:.2g} on "
-                f"average over a sample of {mean.n}, and by {most:.2g} at most"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +126,6 @@ class Checkpoints(MeasuringOptions):
         Raises:
             InputError: there is none, or an option does not fit it.
         """
-        from lit_layers.series import OneModel, open_series
-
         if not self.are_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
         steps = "all" if self.steps is None else self.steps
@@ -164,21 +139,20 @@ def measured(
     tell: Callable[[Outcome], bool],
     *,
     tokenizer: str | None = None,
+    beside_training: bool = False,
 ) -> int:
     """Measure the model, or each series that is meant, have `tell` print each result, and return the exit code.
 
-    `tell` returns whether anything failed. With --plan only say what it takes.
+    `tell` returns whether anything failed. With --plan only say what it takes. While a training goes on, it is called
+    again and again.
 
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
     """
-    hidden = options.is_hidden
+    hidden = options.is_hidden or beside_training
     take_own_gpu(options.device, os.environ)
     if not hidden and not options.plan:
         process.tell(options.device)
-    from lit_layers.measuring.offline import analyze_series, silent
-    from lit_layers.measuring.plan import analyses_for, plan_of, root_of
-
     failed = False
     for series in everything:
         about: Any = {"root": root_of(series, options.root, is_only=len(everything) == 1), "tokenizer": tokenizer}
@@ -190,7 +164,8 @@ def measured(
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
             at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=at_work, **about)
-            result = analyze_series(series, analyses, options, root=about["root"], progress=show)
+            placed: Any = {"root": about["root"], "beside_training": beside_training}
+            result = analyze_series(series, analyses, options, progress=show, **placed)
         if not hidden and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
@@ -199,7 +174,7 @@ def measured(
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
         failed |= tell(Outcome(root=about["root"], result=result, steps=steps))
     sys.stdout.flush()  # torchrun may end this process as soon as another one ends
-    if options.shard == AUTO and not options.plan:
+    if options.shard == AUTO and not options.plan and not beside_training:
         wait_for_the_others(os.environ)
     return FAILED if failed else 0
 
@@ -208,8 +183,6 @@ def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:
     """Makes `cuda` mean a GPU of its own for each process of torchrun on a machine."""
     if device == "cpu" or "LOCAL_RANK" not in environment:
         return
-    import torch
-
     if torch.cuda.is_available():  # fewer GPUs than processes are shared
         torch.cuda.set_device(int(environment["LOCAL_RANK"]) % torch.cuda.device_count())
 
@@ -218,8 +191,6 @@ def wait_for_the_others(environment: Mapping[str, str]) -> None:
     """Returns when every process of torchrun is done: it ends all of them once one has ended with an error."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
-    from torch import distributed
-
     distributed.init_process_group("gloo", timeout=timedelta(days=30))
     distributed.barrier()
     distributed.destroy_process_group()

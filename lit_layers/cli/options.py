@@ -2,106 +2,103 @@
 
 A parameter without a default is required, the docstring has its words, and `Annotated[int, COUNT]` its range. A
 dataclass among the parameters stands for its fields: options that several functions share.
+
+jsonargparse reads, checks and refuses, in its own words except for mistakes that people make: an unknown command, an
+unknown option, an unknown key in a recipe, an option that is missing, a value of another type, a number out of range,
+an empty value, a misspelt class, a class that a recipe may not name, and a recipe that is not there or no YAML.
 """
 
+import argparse
+import contextlib
 import dataclasses
+import difflib
 import functools
+import importlib
 import inspect
 import re
 import tempfile
-from argparse import Action
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import docstring_parser
-from jsonargparse import SUPPRESS, ActionConfigFile, DefaultHelpFormatter, Namespace
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from lit_layers.cli.console import QUIET, VERBOSE
-from lit_layers.cli.recipes import (
-    HELP,
-    RecipeParser,
-    blaming_classes,
-    find_recipe,
-    placed,
-    placed_path,
-    recipe_file,
-    trust_code,
-)
+from lit_layers.cli.recipes import CLASSES, find_recipe, trust_code
 from lit_layers.errors import InputError, refused
-from lit_layers.schema import Range, refuse_outside
+from lit_layers.schema import refuse_outside
 
 T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-WRITTEN = ("export", "pictures", "json", "cache", "offload")  # besides its root
+Pairs = dict[str, Any] | str  # read by `pairs`
+_ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
+_REWORDED = (
+    (r"^unrecognized arguments: (--[^\s=]+).*", r"unknown option \1"),
+    (r"^Group '(.+?)' does not accept option '(.+?)'.*", r"unknown key \1.\2 in the recipe"),
+    (r"^Option '(.+?)' is not accepted.*", r"unknown key \1 in the recipe"),
+    (r"^Unexpected config: ?(.*)", r"expected a recipe of KEY: VALUE lines, got \1"),
+    (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
+    (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
+    (r"^((?:[\w.]+: )*).*Importing '([^']+)' is not allowed.*", rf"\1a recipe names no \2: {CLASSES}"),
+    (r"(?: - Expected a path .*)?Does not validate .*?\[(.*?)\] Err.* value: ?(.*)", r"expected one of \1, got \2"),
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"Expected a typing\.Literal\[", "Expected a one of ["),
+    (r"(?:typing\.Literal|Literal|(?<=one of ))\[(.*?)\]", r"\1"),
+    (r"Expected an? (.*?)\. Got value: ?(.*)", r"expected \1, got \2"),
+    (r" Subclass types expect.*", ""),
+    (r"got ?$", "got ''"),
+)  # fmt: skip
 
 
 class Names(tuple[str, ...]):
     """Names: a list in a recipe, with commas between them on a command line."""
 
     def __str__(self) -> str:
-        return ",".join(self)
-
-
-class Numbers(tuple[int, ...]):
-    """Whole numbers of at least 0: a list in a recipe, with commas between them on a command line."""
-
-    def __str__(self) -> str:
         return ",".join(map(str, self))
 
 
-class Pairs(tuple[tuple[str, str], ...]):
-    """Names with a value each: a mapping in a recipe, NAME=VALUE,... on a command line."""
-
-    def __str__(self) -> str:
-        return ",".join(map("=".join, self))
+class Numbers(Names):
+    """Whole numbers of at least 0, in the same way."""
 
 
-def _names(value: Any) -> Names:
-    parts = [part.strip() for part in (value.split(",") if isinstance(value, str) else value)]
-    if isinstance(value, Mapping) or not (names := [part for part in parts if part]):
-        raise ValueError(f"expected names such as a,b, got {value}")
-    return Names(dict.fromkeys(names))
-
-
-def _numbers(value: Any) -> Numbers:
+def _read(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    if not parts or not all(re.fullmatch(r"\s*[0-9]+\s*", str(part)) for part in parts):
-        raise ValueError(f"expected numbers such as 1,5,9, got {value}")
-    return Numbers(dict.fromkeys(map(int, parts)))
+    read = dict.fromkeys(convert(text) for part in parts if (text := str(part).strip()))
+    if not read or isinstance(value, Mapping) or any(isinstance(each, int) and each < 0 for each in read):
+        raise ValueError(f"expected {kind.__name__.lower()} with commas between, got {value}")
+    return kind(read)
 
 
-def _pairs(value: Any) -> Pairs:
-    """What has no = of its own belongs to the value before it, which has a comma: `run=GPT-2, seed 1`."""
-    if not isinstance(value, str | Mapping):
-        raise ValueError(f"expected NAME=VALUE,..., got {value}")
-    pairs: list[tuple[str, str]] = []
-    for part in value.split(",") if isinstance(value, str) else [f"{name}={each}" for name, each in value.items()]:
-        name, equals, text = part.partition("=")
-        if not equals and pairs:
-            pairs[-1] = pairs[-1][0], f"{pairs[-1][1]},{part}".strip(", ")
-        elif not (name.strip() and text.strip()):
-            raise ValueError(f"expected NAME=VALUE,..., got {part.strip()!r}")
-        else:
-            pairs.append((name.strip(), text.strip()))
-    return Pairs(pairs)
+def pairs(name: str, value: Pairs) -> dict[str, str]:
+    """Return names with a value each: of a mapping in a recipe, of NAME=VALUE,... on a command line.
+
+    Raises:
+        InputError: a part without a name or a value.
+    """
+    words = [] if isinstance(value, Mapping) else re.split(r",(?=[^,=]+=)", value)  # of run=GPT-2, seed 1 one
+    parts = value.items() if isinstance(value, Mapping) else [word.split("=", 1) for word in words]
+    read = {str(each[0]).strip(): str(each[-1]).strip() for each in parts}
+    if any(len(each) < 2 for each in parts) or not all([*read, *read.values()]):
+        raise InputError(f"{name}: expected NAME=VALUE,..., got {value}")
+    return read
 
 
 def _path(value: Any) -> Path:
-    if not str(value).strip():  # which would be the working directory, or a folder that nobody sees
+    if not str(value).strip():  # which would be the working directory
         raise ValueError(f"expected a file or folder, got {str(value)!r}")
-    return Path(value)
+    return Path(value).expanduser()  # a shell leaves the ~ of `--root=~/run`
 
 
-register_type(Path, str, _path, type_check=isinstance)
-register_type(Names, list, _names)
-register_type(Numbers, list, _numbers)
-register_type(Pairs, dict, _pairs)
+register_type(Path, str, _path, (ValueError, RuntimeError), isinstance)
+register_type(Names, list, functools.partial(_read, Names, str))
+register_type(Numbers, list, functools.partial(_read, Numbers, int))
 
 
 class Recipe:
@@ -116,13 +113,8 @@ class Recipe:
     def __init__(self, verb: Callable[..., Any], argv: list[str]) -> None:
         if verb.__name__ == "fit":
             names = [*takewhile(lambda word: not word.startswith("-"), argv)]
-            argv = [*(f"--config={find_recipe(name)}" for name in names), *argv[len(names) :]]
-        self.verb = verb
-        self.takes_classes = any("analyses" in inspect.signature(part).parameters for part in _parts(verb))
-        self.argv = trust_code(argv) if self.takes_classes else argv
-        self.parser = parser_of(verb, epilog=f"--code PACKAGE: {HELP}." if self.takes_classes else None)
-        if self.argv[:1] in (["-h"], ["--help"]) and self.argv[1:] in [[name] for name in self.parser.classes]:
-            self.parser.shown, self.argv = self.argv[1], self.argv[:1]
+            argv = [*(f"--config={name}" for name in names), *argv[len(names) :]]
+        self.verb, self.argv, self.parser = verb, trust_code(argv), parser_of(verb)
 
     @functools.cached_property
     def options(self) -> Namespace:
@@ -130,95 +122,89 @@ class Recipe:
         return self.read()
 
     def read(self, **defaults: Any) -> Namespace:
-        """What it says.
+        """Return what it says.
 
         Raises:
             InputError: an option that is unknown, missing, out of range or of another kind than its type says.
         """
         self.parser.set_defaults(**defaults)
-        options = _parsed(self.parser, self.argv)
+        with _sentences():
+            options = self.parser.parse_args(self.argv)
         for action in self.parser._actions:
-            name, kind, value = action.dest, getattr(action, "_typehint", None), options.get(action.dest)
-            is_written = name in ("root", *WRITTEN)
-            words = self.typed(name) if is_written or kind == str | None else []
-            if words and value is None and words[-1] != "null":  # YAML reads ~ and --- as nothing: here they are words
-                options[name] = value = words[-1]
-            if is_written and str(value).startswith("~"):  # a shell leaves it so behind `--root=`
-                raise InputError(f"{name}: expected a whole path, got {str(value)!r}, with ~ not written out")
+            name, value = action.dest, options.get(action.dest)
             if isinstance(value, str) and not value.strip() and name != "separator":  # a variable that is not set
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            _refuse_out_of_range(action, value)
-        return self.checked(options)
-
-    def typed(self, name: str) -> list[str]:
-        """The values that the command line, and no recipe, gives an option; of a flag the word behind it."""
-        values = []
-        for word, following in pairwise([*self.argv, ""]):
-            option, sign, value = word.partition("=")
-            if option.replace("-", "_") == f"__{name}":
-                values.append(value if sign else following)
-        return values
-
-    def checked(self, options: Namespace) -> Namespace:
-        """Options whose classes reach only where they may."""
-        self._placed(options)
-        for name in WRITTEN:
-            value = options.get(name)
-            if value is not None and value != self.parser.get_default(name):
-                roots: list[Any] = [*filter(None, [*(options.get("runs") or []), options.get("root")])] or ["."]
-                options[name] = type(value)(placed_path(name, str(value), roots, self.argv))
+            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # of a recipe
+                raise InputError(f"{name}: expected true or false, got {value!r}")
+            allowed = getattr(action, "allowed", None)
+            if allowed is not None and isinstance(value, int | float | tuple):
+                refuse_outside("", {name: allowed}, {name: min(value) if isinstance(value, tuple) else value})
         return options
 
-    def _placed(self, options: Namespace) -> Namespace:
-        return placed(options, options.root or "checkpoints", self.argv) if self.takes_classes else options
+    def typed(self, name: str) -> list[str]:
+        """Return the values that the command line, and no recipe, gives an option."""
+        words = [(*word.split("=", 1), following)[:2] for word, following in pairwise([*self.argv, ""])]
+        return [value for option, value in words if option == f"--{name}"]
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the verb."""
+        """Return the arguments of the verb."""
         return arguments(self.verb, {**vars(self.options), "recipe": self})
 
     def group(self, kind: type[T], options: Namespace) -> T:
-        """The options of a group, as its dataclass."""
+        """Return the options of a group, as its dataclass."""
         return kind(**arguments(kind, vars(options)))
 
     def instantiated(self) -> Any:
-        """The options, with all classes that they name instantiated.
+        """Return the options, with all classes that they name instantiated.
 
         Raises:
             InputError: what a class refuses.
         """
-        options = self._placed(self.options)
-        with blaming_classes(made=True):
-            return self.parser.instantiate_classes(options)
+        with _sentences():
+            return self.parser.instantiate_classes(self.options)
 
     def made(self, name: str, options: Namespace) -> Any:
-        """What an option names by class, instantiated, and nothing else."""
-        alone = self.parser.get_defaults()
-        alone[name] = self._placed(options)[name]
-        with blaming_classes(made=True):
-            return self.parser.instantiate_classes(alone)[name]
+        """Return what an option names by class, instantiated, and nothing else."""
+        only = self.parser.get_defaults()
+        only[name] = options[name]
+        with _sentences():
+            return self.parser.instantiate_classes(only)[name]
 
 
-def parser_of(verb: Callable[..., Any], *, epilog: str | None = None) -> RecipeParser:
-    """A parser with an option for each parameter of a verb, and `--config` for recipes."""
+class RecipeParser(ArgumentParser):
+    """Says what is wrong in one sentence, not after fifty lines of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        keys = [*self.get_defaults(skip_validation=True).keys(branches=True)]
+        is_verb = self.prog.startswith("lit-layers ")  # else of a class, whose keys are few
+        others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
+        raise InputError(one_sentence(message, keys, ex, others=others)) from ex
+
+    def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
+            raise TypeError(f"{key}: expected a list, got {value}")
+        return super()._check_value_key(action, value, key, *args, **kwargs)
+
+    def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
+        if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
+            return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
+        return super()._get_values(action, arg_strings)
+
+
+def parser_of(verb: Callable[..., Any]) -> RecipeParser:
+    """Return a parser with an option for each parameter of a verb, and `--config` for recipes."""
     doc = docstring_parser.parse(inspect.getdoc(verb) or "")
     parser = RecipeParser(
         prog=verb.__name__ if _is_group(verb) else f"lit-layers {verb.__name__}",
         description=" ".join(filter(None, [doc.short_description, doc.long_description])),
-        epilog=epilog,
-        formatter_class=HelpFormatter,
         exit_on_error=False,
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
-    _add_options(parser, verb)
-    parser.add_argument(
-        "-c",
-        "--config",
-        action=_RecipeFile,
-        help="a YAML recipe with values for these options; of several, later ones win",
-    )
-    parser._actions[-1].help = "print the recipe that these options make, and end"
-    heeded: Any = {"action": _Heeded, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS}
+    parser.usage = " ".join([parser.prog, *_add_options(parser, verb), "[options]"])
+    words = "a YAML recipe with values for these options; of several, later ones win"
+    parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
+    heeded: Any = {"action": "store_true", "default": argparse.SUPPRESS}  # before a verb reads its options
     parser.add_argument(*QUIET, help="print only results, warnings and refusals", **heeded)
     parser.add_argument(*VERBOSE, help="print a line for everything that is done, and tracebacks of failures", **heeded)
     return parser
@@ -228,17 +214,11 @@ class _RecipeFile(ActionConfigFile):
     """A recipe, by its file or its name in the package."""
 
     def __call__(self, parser: Any, options: Any, value: Any, word: str | None = None) -> None:
-        super().__call__(parser, options, recipe_file(value), word)
-
-
-class _Heeded(Action):
-    """An option for the help alone: the command heeded it before its verb reads the others."""
-
-    def __call__(self, *_: Any, **__: Any) -> None: ...
+        super().__call__(parser, options, str(find_recipe(value)), word)
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function among options, those of a group as an instance of its dataclass."""
+    """Return the arguments of a function among options, those of a group as an instance of its dataclass."""
     kinds = {name: each.annotation for name, each in inspect.signature(function, eval_str=True).parameters.items()}
     return {
         name: kind(**arguments(kind, options)) if _is_group(kind) else options[name] for name, kind in kinds.items()
@@ -246,157 +226,110 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
 
 
 def given(group: Any) -> dict[str, Any]:
-    """The options of a group that are not at their defaults."""
+    """Return the options of a group that are not at their defaults."""
     values = {field.name: (getattr(group, field.name), field.default) for field in dataclasses.fields(group)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _parsed(parser: RecipeParser, argv: list[str]) -> Any:
-    """What a command line and its recipes say.
-
-    Raises:
-        InputError: a recipe that is no YAML, not UTF-8, or with a `${...}` for nothing.
-    """
-    try:
-        with blaming_classes(made=False):
-            return parser.parse_args(_spelt(parser, argv))
-    except (OmegaConfBaseException, YAMLError) as error:
-        sentence = " ".join(str(error).partition("\n    full_key:")[0].split())
-        sentence = sentence.removeprefix("InputError raised while resolving interpolation: ")
-        option = getattr(error, "full_key", None)
-        raise InputError(f"{option}: {sentence}" if option else sentence) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"config: a recipe is not UTF-8 ({error}): convert it with iconv") from error
-
-
-def _parts(verb: Callable[..., Any]) -> list[Any]:
-    """A verb and the groups among its parameters."""
-    return [verb, *filter(_is_group, inspect.get_annotations(verb, eval_str=True).values())]
-
-
-def _add_options(parser: Any, function: Callable[..., Any]) -> None:
-    """Adds an option for each parameter of a function, or each field of a dataclass, to a parser."""
-    doc, *inherited = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
-    words = {each.arg_name: each.description for part in (*inherited, doc) for each in part.params}
+def _add_options(parser: Any, function: Callable[..., Any]) -> Iterator[str]:
+    """Add an option for each parameter of a function, or each field of a dataclass, and yield what must be given."""
+    docs = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
+    words = {each.arg_name: each.description for part in docs[::-1] for each in part.params}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        (kind, allowed), default = _with_range(parameter.annotation), parameter.default
-        if get_origin(kind) is list and default is not parameter.empty:  # of a dataclass a factory
-            default = []
-        is_required = default is parameter.empty
+        kind, default, allowed = parameter.annotation, parameter.default, None
+        if get_origin(kind) is Annotated:
+            kind, allowed = get_args(kind)
+        is_required, about = default is parameter.empty, {"help": " ".join((words.get(name) or "").split())}
         if kind is Recipe:
             continue
         if _is_group(kind):
-            _add_options(parser, kind)
+            yield from _add_options(parser, kind)
             continue
-        if isinstance(allowed, type):
-            _add_options_of(parser, name, allowed, default, get_args(parameter.annotation)[2])
+        if isinstance(allowed, type):  # whose own options these are
+            parser.add_class_arguments(allowed, name, instantiate=False, fail_untyped=False, sub_configs=True)
+            parser.set_defaults({f"{name}.{option}": value for option, value in default.items()})
             continue
         if inspect.isclass(kind) and not issubclass(kind, _PLAIN):
-            shown: dict[str, Any] = {"as_group": False, "help": words[name], "metavar": "CLASS"}
+            shown: Any = {"as_group": False, "metavar": "CLASS", **about}
             parser.add_subclass_arguments(kind, name, fail_untyped=False, required=is_required, **shown)
             continue
-        options: dict[str, Any] = {"type": kind, "help": " ".join((words[name] or "").split())}
+        options: dict[str, Any] = {"type": kind, **about}
         if not is_required:
-            options["default"] = default
-        parts = [part for part in get_args(kind) if part is not type(None)]
-        if type(None) in get_args(kind) and inspect.isabstract(parts[0]):
-            options["type"] = parts[0]  # named by its class; what is wrong with that is said of one kind, not of two
-        if len(parts) == 1 and get_origin(parts[0]) is Literal:
-            options["metavar"] = f"{{{','.join(get_args(parts[0]))}}}"
+            options["default"] = [] if get_origin(kind) is list else default  # of a dataclass a factory
         if kind is bool and default is False:
-            options = {"action": "store_true", "help": options["help"]}
-        if parameter.kind is parameter.KEYWORD_ONLY or _is_group(function):
-            names = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
-            options |= {"required": True} if is_required else {}
-        else:
-            names = [name]
-            if get_origin(kind) is list:
-                options |= {"type": get_args(kind)[0], "nargs": "*"}
-            elif not is_required:
-                options["nargs"] = "?"
-        action = parser.add_argument(*names, **options)
-        action.allowed, action.is_needed = allowed, is_required  # `required` is unset as it parses
+            options = {"action": "store_true", **about}
+        is_positional = parameter.kind is not parameter.KEYWORD_ONLY and not _is_group(function)
+        if is_positional and get_origin(kind) is list:
+            options |= {"type": get_args(kind)[0], "nargs": "*"}
+        elif is_positional and not is_required:
+            options["nargs"] = "?"
+        elif is_required and not is_positional:
+            options["required"] = True
+        action = parser.add_argument(name if is_positional else f"--{name}", **options)
+        action.allowed = allowed
         if action.nargs == "*":
             action.required, action.default = False, []
-
-
-def _add_options_of(parser: RecipeParser, name: str, kind: type, defaults: Any, ranges: Mapping[str, Range]) -> None:
-    """Adds the options of a class, as `--name.option`: `Annotated[Mapping, Class, ranges] = defaults`."""
-    parser.classes += (name,)
-    words = f"--help {name}: the options of {kind.__name__}, --{name}.OPTION."
-    parser.epilog = " ".join(filter(None, [words, parser.epilog]))
-    parser.add_class_arguments(kind, name, instantiate=False, fail_untyped=False, sub_configs=True)
-    parser.set_defaults({f"{name}.{option}": value for option, value in defaults.items()})
-    action: Any
-    for action in parser._actions:
-        if action.dest.startswith(f"{name}."):
-            action.allowed = ranges.get(action.dest.removeprefix(f"{name}."))
-
-
-def _with_range(kind: Any) -> tuple[Any, Any]:
-    return get_args(kind)[:2] if get_origin(kind) is Annotated else (kind, None)
-
-
-def _refuse_out_of_range(action: Action, value: Any) -> None:
-    """Refuse a number outside the range that its option was declared with; words and times have none.
-
-    Raises:
-        InputError: naming it, what is expected and what came.
-    """
-    allowed = getattr(action, "allowed", None)
-    if allowed is not None and not isinstance(value, str | Mapping | Namespace):
-        refuse_outside("", {action.dest: allowed}, {action.dest: min(value) if isinstance(value, tuple) else value})
+        if is_positional or is_required:
+            yield name if is_positional else f"--{name} {name.upper()}"
 
 
 def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
-def _spelt(parser: RecipeParser, argv: list[str]) -> list[str]:
-    """The command line with an option for several words, given several times, as jsonargparse has it: `--option+`."""
-    lists = {
-        option
-        for option, action in parser._option_string_actions.items()
-        if getattr(action, "_typehint", None) in (list[str], list[str] | None)
-    }
-    parts = [word.partition("=") for word in argv]
-    return [f"{option}{'+' if option in lists else ''}{equals}{value}" for option, equals, value in parts]
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """Turn what a recipe, a class that it names or the user's own code raises into a sentence."""
+    try:
+        yield
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"config: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        chain: list[BaseException] = [error]  # jsonargparse wraps what a module or a constructor says
+        while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(inner)
+        if said := next((each for each in chain if isinstance(each, InputError)), None):
+            raise said from None
+        if isinstance(error, OSError):
+            raise
+        frame = traceback.extract_tb(chain[-1].__traceback__)[-1]
+        words = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())}"
+        raise InputError(f"{frame.filename}, line {frame.lineno}: {words}") from error
 
 
-class HelpFormatter(DefaultHelpFormatter):
-    """Shows the default of an option where the signature has one, and no types: the words say what is meant."""
+def one_sentence(
+    message: str, keys: Sequence[str] = (), error: BaseException | None = None, *, others: str = "see --help"
+) -> str:
+    """Return jsonargparse's message on one line, in plainer words for the mistakes that people really make.
 
-    def _format_action_invocation(self, action: Any) -> str:
-        value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
-        spellings = {each.replace("-", "_").rstrip("+"): each for each in reversed(action.option_strings)}
-        options = ", ".join(reversed(spellings.values()))
-        if value.startswith("\b"):  # jsonargparse would have a terminal take the blank before it back
-            return options + value.removeprefix("\b")
-        return f"{options} {value}".rstrip() if options else super()._format_action_invocation(action)
-
-    def _get_help_string(self, action: Any) -> str:
-        if "." in action.dest:  # of a class of a library, whose words leave that to the type
-            return super()._get_help_string(action) or ""
-        words = (super()._get_help_string(action) if action.help is None else action.help) or ""
-        if extra := getattr(action, "extra_help", str)():
-            words = f"{words.removesuffix('.')} ({_class_names(extra.lstrip(', '))})"
-        default = action.default
-        if default in (None, [], SUPPRESS) or action.nargs == 0 or not str(default) or "(default" in words:
-            return words
-        return f"{words} (default: %(default)s)"
-
-
-def _class_names(extra: str) -> str:
-    """Return the classes of the package by the names that recipes may call them by, without those that are private."""
-    _, is_list, paths = extra.partition("known subclasses: ")
-    if not is_list:
-        return extra
-    public = [path for path in paths.split(", ") if not path.startswith("lit_layers.") or path.count(".") == 2]
-    return f"classes: {', '.join(sorted(re.sub(r'^lit_layers[.].*[.]', '', path) for path in public))}"
+    If the parser of a class inside has refused something, that is the cause of `error`, and says it best.
+    """
+    text = " ".join(message.split())
+    where = re.match(r'Parser key "([^"]+)"', text)
+    while error is not None and not isinstance(error, InputError) and error.__cause__ is not None:
+        error = error.__cause__
+    if where and isinstance(error, InputError):
+        return f"{where[1]}: {error}"
+    if where and error is not None and "'class_path': " in text:  # of all kinds of value that it could be a class
+        said = "" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: "
+        text = f"{where[1]}: {said}{' '.join(str(error).split())}"
+    for pattern, words in _REWORDED:
+        text = re.sub(pattern, words, text)
+    text = text.replace("NoneType", "null")
+    text = text if len(text) <= 400 else f"{text[:400]} ..."
+    if unknown := re.match(r"unknown (?:option --|key )(\S+)", text):
+        near = difflib.get_close_matches(unknown[1], keys, n=1)
+        dashes = "--" if "--" in text else ""
+        return f"{text}; did you mean {dashes}{near[0]}?" if near else f"{text}; {others}"
+    if misspelt := re.search(r"import path string: ([A-Za-z]\w*)$|has no attribute '(\w+)'$", text):
+        names = [each for room in _ROOMS for each in importlib.import_module(room).__all__ if each[0].isupper()]
+        near = difflib.get_close_matches(misspelt[1] or misspelt[2], names, n=1)
+        text += f"; did you mean {near[0]}?" if near else ""
+    return text
 
 
 def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]]) -> None:
-    """Refuses options that do not go with the others: a case says which ones, whether it applies, and why.
+    """Refuse options that do not go with the others: a case says which ones, whether it applies, and why.
 
     Raises:
         InputError: naming the first.
@@ -407,21 +340,19 @@ def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], b
 
 
 def refuse_unwritable(name: str, folder: Path) -> None:
-    """Refuses, before anything is computed for it, a folder to be that is a file or where nothing can be written.
+    """Refuse, before anything is computed for it, a folder to be that is a file or where nothing can be written.
 
     Raises:
         InputError: naming the option, and the file or why.
     """
     with refused(f"{name}: cannot write to {folder}"):
         there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
-        if not there.is_dir():
-            raise InputError(f"{name}: expected a folder, {there} is a file")
         with tempfile.TemporaryFile(dir=there):
             pass
 
 
 def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
-    """Refuses a folder whose results, by their names without endings, would take the place of a file that is read.
+    """Refuse a folder whose results, by their names without endings, would take the place of a file that is read.
 
     Raises:
         InputError: naming the file.

@@ -158,7 +158,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("--data published --tags k=3", "tags: a table has none: leave it out"),
         ("models --score scores.csv:arc", "metric: expected --metric"),
         ("models --metric coupling", "score: expected --score"),
-        ("models --metric coupling --tags k12 --score scores.csv:arc", "expected NAME=VALUE,..., got 'k12'"),
+        ("models --metric coupling --tags k12 --score scores.csv:arc", "tags: expected NAME=VALUE,..., got k12"),
         ("models --metric coupling --tags k=12 --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
         ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
         (
@@ -175,7 +175,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
-        ("--data published --root scores.csv", "root: expected a folder, scores.csv is a file"),
+        ("--data published --root scores.csv", "root: cannot write to scores.csv: not a directory"),
         ("--data published --given size", "given: no column 'size'"),
         ("--data published --take mean", "take: expected one of 'last', 'highest', 'lowest', null, got mean"),
     ],

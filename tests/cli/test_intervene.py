@@ -139,7 +139,6 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys
     ids = EvalText(str(home / "corpus.jsonl"), str(home / "model"), num_sequences=6, num_tokens=24).windows()
     model = load(home / "model")
     table = cells(said, "Interventions, Loss (nats")
-    assert table["blocks changed"] == ["0", "1", "3"]
     for (variant, middle), order in ORDERS.items():
         with torch.no_grad(), running_order(model, order):
             logits = model(ids).logits[:, :-1]
@@ -148,9 +147,9 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys
         assert the(found, "variant_loss", **tags).value == pytest.approx(loss, rel=1e-5)
         right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
         assert the(found, "variant_accuracy", **tags).value == pytest.approx(right)
-        line = "full model" if middle is None else variant
+        line = "baseline" if middle is None else variant
         assert table[line][0 if middle != 3 else 1] == f"{loss:.3f}"
-    assert table.keys() >= {"middle repeat", "reverse", "random", "looped parallel, k = 3"}
+    assert table.keys() >= {"middle_repeat", "reverse", "random", "looped_parallel"}
     assert (tmp_path / "report.html").stat().st_size > 10_000
     for path in ("intervene/variants.csv", "report.html", "measurements.jsonl"):
         assert str(tmp_path / path) in said
@@ -179,13 +178,15 @@ def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch, capsys):
 
 
 def test_orders_of_ones_own_are_measured_and_named(home, tmp_path, capsys):
-    own = ["--schedule", "1 2 4", "--schedule", "1 (2,3,4)", "--variants", "skip", "--middles", "1"]
+    own = ["--schedule", "1 2 4; 1 (2,3,4)", "--variants", "skip", "--middles", "1"]
     assert with_text(home, tmp_path, *own) == 0
     found = found_in(tmp_path)["interventions"]
     assert {record.tags["variant"] for record in found} == {"baseline", "skip", "custom"}
     skip = the(found, "variant_loss", variant="skip").value
     assert the(found, "variant_loss", variant="custom", schedule="1 2 4").value == pytest.approx(skip)
-    assert {"custom, 1 2 4", "custom, 1 (2,3,4)"} <= cells(capsys.readouterr().out, "Interventions, Loss").keys()
+    said = capsys.readouterr().out
+    assert "custom    1 2 4 " in said
+    assert "custom    1 (2,3,4) " in said
 
 
 def test_a_series_is_measured_step_by_step(home, tmp_path, capsys):
@@ -194,7 +195,7 @@ def test_a_series_is_measured_step_by_step(home, tmp_path, capsys):
     assert [(m.step, m.error) for m in records.read(tmp_path / "measurements.jsonl")] == [(0, None), (100, None)]
     table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
     assert set(table["step"]) == {0, 100}
-    assert cells(capsys.readouterr().out, "Interventions, Loss").keys() == {"blocks changed", "full model", "skip"}
+    assert cells(capsys.readouterr().out, "Interventions, Loss").keys() == {"variant", "baseline", "skip"}
 
 
 def test_a_classifier_of_images_is_judged_by_their_labels(home, tmp_path, capsys):
@@ -212,7 +213,7 @@ def test_a_classifier_of_images_is_judged_by_their_labels(home, tmp_path, capsys
             losses += F.cross_entropy(logits, batch["labels"], reduction="none").tolist()
         assert the(found, "variant_accuracy", variant=variant).value == pytest.approx(sum(hits) / 40)
         assert the(found, "variant_loss", variant=variant).value == pytest.approx(sum(losses) / 40, rel=1e-5)
-    assert cells(capsys.readouterr().out, "Interventions, Accuracy").keys() == {"blocks changed", "full model", "skip"}
+    assert cells(capsys.readouterr().out, "Interventions, Accuracy").keys() == {"variant", "baseline", "skip"}
 
 
 @pytest.mark.parametrize("kind", ["vit", "model"])
@@ -260,7 +261,7 @@ def test_scores_are_those_of_the_choices_in_that_order(home, tmp_path, capsys):
     said = capsys.readouterr().out
     table = cells(said, "Intervene: median over tasks, ")
     for variant, values in left.items():
-        assert table[variant][0].split(" ")[0] == f"{statistics.median(values):.3f}"
+        assert table[variant][-1] == f"{statistics.median(values):.3f}"
     assert "arc_challenge, winogrande" in said
 
 
@@ -338,7 +339,7 @@ def test_speed_is_that_of_every_variant_against_the_full_model(home, tmp_path, c
         assert the(found, "relative_latency", variant=variant).value > 0
         assert the(found, "throughput", variant=variant).value > 0
         assert the(found, "peak_memory", variant=variant).value > 0
-    assert cells(capsys.readouterr().out, "Intervene: speed")["full model"][0] == "1.000"
+    assert cells(capsys.readouterr().out, "Intervene: speed")["baseline"][0] == "1.000"
 
 
 def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(home, tmp_path, capsys):
@@ -357,7 +358,7 @@ def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(ho
     assert (tmp_path / "out" / "intervene" / "finetuned_arc_challenge" / "skip_M_3" / "model" / "config.json").is_file()
     printed = capsys.readouterr().out
     assert "Intervene: finetune arc challenge, Task score (share)" in printed
-    assert "\nskip, after fine-tuning " in printed
+    assert re.search("skip +after ", printed)
 
 
 def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys, monkeypatch):
@@ -394,18 +395,14 @@ WRONG = [
     ("model", "CORPUS --schedule '1 (,2)'", "expected block numbers in a parallel group, got (,2)"),
     ("model", "CORPUS --schedule '1 () 2'", "a parallel group is empty: name its blocks, as in (3,4,5)"),
     ("model", "CORPUS --schedule '1 9'", "block: expected 1..4, got 9"),
-    ("model", "CORPUS --schedule ' '", "expected at least one step, as in 1 2 (3,4,5) 6, got none"),
+    ("model", "CORPUS --schedule ' '", "schedule: expected a name or a path, got ' '"),
     ("model", "--loops 0", "loops: expected at least 1, got 0"),
     ("model", "--seeds x", "seeds: expected one of Numbers, null, got x"),
     ("model", "--middles all,1", "middles: expected one of Numbers, 'all', got all,1"),
     ("model", "--limit 0", "limit: expected at least 1, got 0"),
     ("model", "--corpus ' '", "corpus: expected a name or a path, got ' '"),
     ("model", "--images digits --tasks lambada", "tasks: is for language models, and --images was given: leave it out"),
-    ("model", "--num_images 3", "num_images: is for --images: leave it out"),
-    ("model", "--num_sequences 3", "num_sequences: is for --corpus: leave it out"),
     ("model", "CORPUS --limit 3", "limit: is for --tasks: leave it out"),
-    ("model", "--tasks lambada --num_tokens 9", "num_tokens: is for --corpus or --speed: leave it out"),
-    ("model", "--speed --folder H/data", "folder: is for --tasks or --glue or --finetune: leave it out"),
     ("model", "--tasks ,", "tasks: expected one of Names, null, got ,"),
     ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda'; did you mean lambada"),
     ("model", "--tasks lambada --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
@@ -435,8 +432,8 @@ WRONG = [
     ("vit", "--images H/nowhere", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
     ("vit", "--images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
     ("vit", "--images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
-    ("model", "CORPUS --num_tokens 601", "num_tokens: H/model takes at most 600 tokens, got 601"),
-    ("run", "CORPUS --num_tokens 33 --allow_suspect", "num_tokens: run takes at most 32 tokens, got 33"),
+    ("model", "CORPUS --num_tokens 601", "num_tokens: H/model reads at most 600 tokens, got 601"),
+    ("run", "CORPUS --num_tokens 33 --allow_suspect", "num_tokens: run reads at most 32 tokens, got 33"),
     ("model", "--speed --num_tokens 601", "num_tokens: the model takes at most 600 tokens, got 601"),
     ("model", "--steps 1 --revision main", "revision: is for one model, and"),
     ("model", "CORPUS --revision main", "revision: H/model is a local folder and has no revision 'main': leave it out"),

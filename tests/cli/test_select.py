@@ -151,7 +151,8 @@ def test_the_choice_is_printed_and_with_the_costs_on_the_page(selected):
     assert re.search(rf"\n{layer} +\d\.\d{{4}} +\d\.\d{{4}} to \d\.\d{{4}} +\d+% +<- chosen", said)
     assert f"majority class alone: {found['baseline']:.4f}" in said
     gap = found["test_difference_to_last"]
-    assert f"test, layer {layer} less layer 3: {gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f}" in said
+    paired = f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})"
+    assert f"test, layer {layer} less layer 3, the same rows: {paired}" in said
     assert said.splitlines()[-1] == str(cut)
     page = (cut / "README.md").read_text()
     assert re.search(rf"\| layer +\| +{layer} of 3 \|", page)
@@ -326,7 +327,7 @@ def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys
     gap = (hits[other] - hits[best]).mean().item()
     assert rows[other]["difference_to_reference"] == pytest.approx(gap, abs=1e-9)
     assert rows[other]["reference"] == best
-    assert f"less {best}" in said
+    assert "difference_to_reference" in said
     assert all((out / name).stat().st_size for name in ("models.png", "deep/layers.png"))
 
 
@@ -368,22 +369,20 @@ OWN = "--text title --label mood"
         (f"{M} --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
         (f"{M} --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
         (f"{M} --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
-        (f"{M} --task songs.csv {OWN} --folder data", "folder: is for tasks of the catalogue, and songs.csv is"),
         (f"{M} --task songs.csv --text {{title --label mood", "text: '{title' is no format"),
-        (f"{M} --task banking77 --label mood", "label: is for files of your own, and banking77 is of the catalogue"),
+        (f"{M} --task banking77 --label mood", "label: is for files of your own: leave it out"),
         (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, and this task is a"),
         (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         (f"{M} --task emotion --folder data", "emotion"),
-        (f"{M} --task banking77 --root file", "root: expected a folder, file is a file"),
-        (f"{M} --task banking77 --root file/deep", "root: expected a folder, "),
-        (f"{M} --task banking77 --export file", "export: expected a folder, file is a file"),
+        (f"{M} --task banking77 --root file", "root: cannot write to file: not a directory"),
+        (f"{M} --task banking77 --root file/deep", "root: cannot write to file/deep: not a directory"),
+        (f"{M} --task banking77 --export file", "export: cannot write to file: not a directory"),
         (
             f"{M} --task banking77 --export taken",
             "taken is there already: choose another folder, or allow to overwrite",
         ),
         (f"{M} --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
         (f"{M} --task banking77 --root new --export new", "root: new is where the export goes: name another folder"),
-        (f"{M} --task banking77 --overwrite", "overwrite: is for --export DIR, which was not given: leave it out"),
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
         (f"{M} --task banking77 --tolerance nan", "tolerance: expected float, got nan"),
         (f"{M} --task banking77 --tolerance some", "tolerance: expected float, got some"),
@@ -405,7 +404,6 @@ OWN = "--text title --label mood"
         (f"{M} --task banking77 --revision main", "revision: run/step-000000400 is a local folder and has no revision"),
         (f"{M} --images digits", "images: run/step-000000400 is a model of texts (GPT2LMHeadModel): name its texts"),
         ("vit --task banking77 --folder data", "task: vit is a vision model (VisionTransformer): name its images"),
-        ("vit --images digits --max_tokens 9", "max_tokens: is for texts, and --images was given: leave it out"),
         ("vit --images nothing", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
         ("vit --images digits --num_train 1", "num_train: expected 2 to 1442 images, got 1"),
         ("mute --task banking77 --folder data", "tokenizer: mute carries none; name one with --tokenizer"),

@@ -1,7 +1,7 @@
 import pytest
 
 from lit_layers.cli.main import main
-from lit_layers.cli.recipes import one_sentence
+from lit_layers.cli.options import one_sentence
 
 OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
 
@@ -16,7 +16,7 @@ OPTIONS = ["trainer.max_steps", "trainer.max_epochs", "model.lr", "steps"]
         ),
         (
             "Option 'kk' is not accepted",
-            "unknown key kk in the recipe",
+            "unknown key kk in the recipe; see --help",
         ),
         ("Parser key \"model.lr\":\n  Expected a <class 'float'>. Got value: a", "model.lr: expected float, got a"),
         ("Parser key \"x\":\n  Expected a typing.Literal['a', 3]. Got value: b", "x: expected one of 'a', 3, got b"),
@@ -50,18 +50,18 @@ CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
 @pytest.mark.parametrize(
     ("recipe", "words", "sentence"),
     [
-        ("model: {class_path: LitCausalML}", [], "'LitCausalML'}; did you mean LitCausalLM?"),
+        ("model: {class_path: LitCausalML}", [], "string: LitCausalML; did you mean LitCausalLM?"),
         (
             "analyses: [{class_path: lit_layers.analyses.Couplings}]",
             [],
             "'lit_layers.analyses' has no attribute 'Couplings'; did you mean Coupling?",
         ),
         ("", ["--wandb.nonsense", "3"], "wandb: unknown key nonsense in the recipe"),
-        ("", ["--wandb.mode", "maybe"], "wandb.mode: expected one of 'auto', 'online', 'offline', 'disabled', got may"),
+        ("", ["--wandb.mode", "maybe"], "wandb: mode: expected one of 'auto', 'online', 'offline', 'disabled', got"),
         (
             "wandb: {class_path: lit_layers.report.WandbMirror, init_args: {mode: no}}",
             [],
-            "wandb.mode: expected one of",
+            "wandb: mode: expected one of",
         ),
         (
             f"model: {{{MODEL}, init_args: {{nonsense: 3}}}}",
@@ -72,7 +72,7 @@ CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
         (
             f"trainer: {{callbacks: [{{{CALLBACK}, init_args: {{on_fit_start: {{class_path: os.system}}}}}}]}}",
             [],
-            "trainer.callbacks.on_fit_start: a recipe names no os.system: only lit_layers, torch",
+            "trainer.callbacks: on_fit_start: a recipe names no os.system: only lit_layers, torch",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What classes that a recipe may name would write, fetch or start: nothing outside the recipe's root, unasked."""
+"""What classes that a recipe may name would fetch, start or send: nothing."""
 
 import copy
 import sys
@@ -8,36 +8,21 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import Namespace
 
 from lit_layers.cli.main import main
-from lit_layers.cli.recipes import placed
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
 from tests.cli.conftest import corpus  # noqa: F401 - a fixture
 from tests.cli.test_fit import RECIPE
 from tests.hostile.test_recipes import refused, spec
 
-CALLBACKS, LOGGERS, TRAINING = "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lit_layers.training"
-SCORES = "lit_layers.tasks.benchmark_scores"
+CALLBACKS, LOGGERS = "lightning.pytorch.callbacks", "lightning.pytorch.loggers"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
-CLIMBING = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run", filename="../run/x")  # from wherever dirpath is
-FINETUNED = {"task": "arc_challenge", "batch_size": 1, "num_tokens": 8}
-PLACES = {  # each wrote there
-    "trainer.default_root_dir": "OUTSIDE",
-    "trainer.callbacks.dirpath": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE"),
-    "trainer.callbacks.filename": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="ROOT", filename="../../outside/x"),
-    "trainer.callbacks.root": spec(f"{TRAINING}.run_log.RunLog", root="OUTSIDE", mirror=None),
-    "trainer.logger.save_dir": spec(f"{LOGGERS}.CSVLogger", save_dir="OUTSIDE"),
-    "trainer.logger.name": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", name="OUTSIDE"),
-    "trainer.logger.version": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", version="~/x"),
-    "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
-    "trainer.logger.settings.base_url": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
-    "trainer.logger.settings.api_key": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
-    "analyses.root": spec(f"{TRAINING}.finetuning.TaskFinetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
-    "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
-}  # fmt: skip
+ADDRESSES = {
+    "settings": spec(WANDB, save_dir="ROOT", settings={"base_url": "http://e"}),
+    "api_key": spec(f"{LOGGERS}.CometLogger", api_key="a" * 40),
+}
 FETCHING = {
     "data": [spec("lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", data_dir="ROOT")],
     "model": [spec("lightning.pytorch.demos.transformer.LightningTransformer")],
@@ -66,97 +51,27 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-def test_a_recipe_writes_to_its_root_and_reaches_no_address(write, tmp_path, downloaded, capsys):
-    for place, value in PLACES.items():
-        key = place.rpartition(".")[0] if place.startswith("analyses") else place
-        value = [value] if key.split(".")[-1] == "analyses" or place.startswith("trainer.callbacks") else value
-        said = refused(["fit", "--config", write(key, value)], capsys)
-        assert said.startswith(
-            f"{place}: a recipe reaches only its root and folders that the command line names, got "
-        ), said
-    assert {path.name for path in tmp_path.iterdir()} <= {"recipe.yaml", "downloaded"}
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_a_logger_of_a_recipe_has_no_address_and_no_key(name, write, downloaded, capsys):
+    said = refused(["fit", "--config", write("trainer.logger", ADDRESSES[name])], capsys)
+    assert f"{name}: a recipe names no address and no key: set a variable of " in said
+    assert "a" * 40 not in said
     assert not any(downloaded.iterdir())
 
 
 def test_what_fetches_or_starts_something_is_named_on_the_command_line(write, downloaded, capsys, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("it asked the network"))
     for place, (value,) in FETCHING.items():
-        said = refused(["fit", "--config", write(place, [value] if "callbacks" in place else value)], capsys)
-        assert said.startswith(f"{place}: a recipe names no "), said
-        assert said.endswith("and your own code, with --code PACKAGE"), said
+        words = ["fit", "--config", write(place, [value] if "callbacks" in place else value)]
+        assert "a recipe names no " in refused(words, capsys)
     assert not any(downloaded.iterdir())
 
 
-def test_no_program_is_advised_and_none_is_imported_for_the_sentence():
+def test_no_program_is_imported_for_the_sentence(write, capsys):
     for named in ("os.system", "antigravity.fly", "torch.hub.load"):
-        options = Namespace(model=spec("lit_layers.training.LitCausalLM", config=spec(named)))
-        with pytest.raises(
-            InputError, match=f"names no {named}, which could .*: only classes .*, with --code PACKAGE$"
-        ):
-            placed(options, "checkpoints", [])
+        said = refused(["fit", "--config", write("trainer.callbacks", [spec(named)])], capsys)
+        assert f"a recipe names no {named}: only " in said
     assert "antigravity" not in sys.modules
-
-
-def test_analyze_writes_no_further(tmp_path, capsys):
-    file = tmp_path / "recipe.yaml"
-    analysis = yaml.safe_dump({"analyses": [PLACES["analyses.results"]]})
-    file.write_text(analysis.replace("OUTSIDE", str(tmp_path / "outside")))
-    said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
-    assert said.startswith("analyses.results: a recipe reaches only its root"), said
-
-
-def test_a_relative_place_lies_below_the_root_and_a_default_is_not_judged(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "link").symlink_to(tmp_path)
-    deepspeed = {"stage": 2, "nvme_path": "/local_nvme", "config": {"any": [{"thing": "x"}]}}
-    for typed in ([], [f"--trainer.callbacks.dirpath={tmp_path}/typed", "--trainer.logger.save_dir", "s3://mine"]):
-        options = Namespace(
-            trainer=Namespace(
-                default_root_dir="out",
-                strategy=spec("lightning.pytorch.strategies.DeepSpeedStrategy", **deepspeed),
-                profiler=spec("lightning.pytorch.profilers.PyTorchProfiler", dirpath="prof", filename="a/b"),
-                callbacks=[spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run/ckpts", filename="{step}")],
-                logger=[
-                    spec(WANDB, project="x", save_dir="."),
-                    spec(f"{LOGGERS}.CSVLogger", save_dir="logs", name="a/b"),
-                    {**spec(WANDB), "dict_kwargs": {"dir": Path("deep/er")}},
-                ],
-            ),
-            analyses=[spec("lit_layers.analyses.Probe", task="/data/task.csv")],
-            model=spec("lit_layers.training.LitCausalLM", init_from="/models/gpt2"),
-        )
-        trainer = placed(options, "run", typed).trainer
-        assert trainer.default_root_dir == "run/out"
-        assert trainer.strategy["init_args"] == deepspeed
-        assert trainer.profiler["init_args"] == {"dirpath": "run/prof", "filename": "a/b"}
-        assert trainer.callbacks[0]["init_args"]["dirpath"] == "run/ckpts"
-        places = [{**each.get("init_args", {}), **each.get("dict_kwargs", {})} for each in trainer.logger]
-        assert [place.get("save_dir", place.get("dir")) for place in places] == ["run", "run/logs", Path("run/deep/er")]
-        assert options.trainer.default_root_dir == "out", "the recipe stays as it was written"
-        with pytest.raises(InputError, match=r"^trainer.callbacks.filename: a recipe reaches only its root and"):
-            placed(Namespace(trainer=Namespace(callbacks=[CLIMBING])), "run", typed)
-        for place in ("link/x", "../x", str(tmp_path / "typed"), "~/x", "file:///tmp/x", "s3://mine", "a/../../x"):
-            options.trainer.logger[1]["init_args"]["save_dir"] = place
-            if any(place in word for word in typed):
-                assert placed(options, "run", typed).trainer.logger[1]["init_args"]["save_dir"] == place
-            else:
-                with pytest.raises(InputError, match=r"^trainer.logger.save_dir: a recipe reaches only its root and"):
-                    placed(options, "run", typed)
-
-
-@pytest.mark.slow
-def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write, corpus, tmp_path, capsys):  # noqa: F811
-    logger = spec(f"{LOGGERS}.CSVLogger", save_dir="${root}/logs", name="a")
-    checkpoint = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE/x", filename="last", every_n_train_steps=1)
-    recipe = write("trainer.callbacks", [checkpoint])
-    content = yaml.safe_load(Path(recipe).read_text())
-    content["trainer"] |= {"logger": logger, "enable_checkpointing": True, "profiler": "simple"}
-    Path(recipe).write_text(yaml.safe_dump(content))
-    named = ["--trainer.default_root_dir", str(tmp_path / "outside")]
-    assert main(["fit", "--config", recipe, "--corpus", str(corpus), *named]) == 0
-    assert (tmp_path / "run" / "logs" / "a" / "version_0" / "metrics.csv").is_file()
-    assert (tmp_path / "outside" / "x" / "last.ckpt").is_file()
 
 
 def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, monkeypatch):

@@ -87,7 +87,7 @@ def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_pa
 
 
 def test_recipes_that_cannot_be_read_are_refused_and_numbers_are_read_as_python_writes_them(tmp_path):
-    with pytest.raises(InputError, match="File does not exist"):
+    with pytest.raises(InputError, match="no recipe .*none.yaml"):
         read_recipe(TaskFinetuningRecipe, tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(InputError, match="Problems parsing config"):

@@ -1,23 +1,22 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
+import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli import FAILED
 from lit_layers.cli.console import note
-from lit_layers.cli.measuring import Checkpoints, Outcome, measured, take_own_gpu, wait_for_the_others
+from lit_layers.cli.measuring import Checkpoints, Outcome, measured, wait_for_the_others
 from lit_layers.cli.options import Recipe, given, refuse_beside
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.follow import follow as follow_folder
-from lit_layers.measuring.offline import analyze_series
-from lit_layers.measuring.plan import Target, analyses_for, root_of
+from lit_layers.measuring.plan import Target
 from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
@@ -45,11 +44,6 @@ class AnalysisOptions:
     metrics: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
 
-    @property
-    def named_tokenizer(self) -> str | None:
-        """The tokenizer, where one was named."""
-        return None if self.tokenizer == OWN_TOKENIZER else self.tokenizer
-
 
 def analyze(
     recipe: Recipe,
@@ -74,30 +68,26 @@ def analyze(
         patience: with follow: end when nothing came for so many seconds
     """
     command = Command(recipe)
+    tokenizer = None if chosen.tokenizer == OWN_TOKENIZER else chosen.tokenizer
     if follow or patience is not None:
-        return _follow(command, checkpoints, chosen.named_tokenizer, patience)
-    everything, tokenizer = command.series(checkpoints), chosen.named_tokenizer
-    return measured(everything, checkpoints, command.analyses, _tell, tokenizer=tokenizer)
+        return _follow(command, checkpoints, tokenizer, patience)
+    return measured(command.series(checkpoints), checkpoints, command.analyses, _tell, tokenizer=tokenizer)
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:
     """Measure a folder of checkpoints again whenever one came."""
-    folder, failed = Path(str(command.options.model)), [False]
+    folder, codes = Path(str(command.options.model)), [0]
     if not folder.is_dir() or options.steps is not None or options.plan:
         raise InputError(f"follow: expected a folder, without --steps and --plan, got {folder}")
-    take_own_gpu(options.device, os.environ)
 
     def measure(steps: list[int]) -> None:
         everything = command.series(replace(options, steps=steps))
-        for series in everything:
-            root = root_of(series, options.root, is_only=len(everything) == 1)
-            analyses = analyses_for(series, command.analyses, root=root, tokenizer=tokenizer)
-            result = analyze_series(series, analyses, options, root=root, beside_training=True)
-            failed.append(_tell(Outcome(root=root, result=result)))
+        about: Any = {"tokenizer": tokenizer, "beside_training": True}
+        codes.append(measured(everything, options, command.analyses, _tell, **about))
 
     follow_folder(folder, measure, patience)
     wait_for_the_others(os.environ)
-    return FAILED if failed[-1] else 0
+    return codes[-1]
 
 
 class Command:
@@ -115,15 +105,11 @@ class Command:
         if options.metrics is not None and options.analyses:
             raise InputError("metrics and analyses: expected one of them, got both: leave one out")
         self._names = None if options.metrics is None else [*metric_names.named(options.metrics.split(","))]
-        self._is_told = False
-
-    @property
-    def wants_own_tokenizer(self) -> bool:
-        """Whether no tokenizer was named."""
-        return self.options.tokenizer == OWN_TOKENIZER
+        self._is_own = options.tokenizer == OWN_TOKENIZER
+        self._say: Callable[[str], None] = functools.cache(note)  # once
 
     def series(self, checkpoints: Checkpoints) -> list[Series]:
-        """The model, or each series that is meant.
+        """Return the model, or each series that is meant.
 
         Raises:
             InputError: none, several, or options that are for the other of a model and a series.
@@ -149,16 +135,15 @@ class Command:
             InputError: a target without a tokenizer, where one is needed.
         """
         options, trained, names = self.options, target.trained, self._names
-        is_open = self.wants_own_tokenizer and options.corpus == OWN_CORPUS and not options.analyses and not names
+        is_open = self._is_own and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses"):
             return self._of_training(target.name, trained["analyses"])
         if not options.analyses and target.sees_images:
             raise InputError(
-                f"analyses: {target.name} is a model of images: name what to measure, by --analyses or a recipe such "
-                "as recipes/analyses/images.yaml"
+                f"analyses: {target.name} is a model of images: name what to measure, e.g. --config analyses/images"
             )
         defaults = {"corpus": trained.get("corpus") or CORPUS}
-        if self.wants_own_tokenizer:
+        if self._is_own:
             named = None if target.series.is_alone else trained.get("tokenizer")
             named = named or target.carried
             if named is None and (not options.analyses or OWN_TOKENIZER in str(options.analyses)):
@@ -168,19 +153,14 @@ class Command:
         if made := self._recipe.made("analyses", options):
             return made
         if options.corpus == CORPUS and trained.get("corpus") != CORPUS:
-            self._say_once(f"it reads the library of Python {platform.python_version()}; --corpus names other text")
+            self._say(f"it reads the library of Python {platform.python_version()}; --corpus names other text")
         return _usual(names or USUAL, options.corpus, options.tokenizer, target.length_limit)
-
-    def _say_once(self, sentence: str) -> None:
-        if not self._is_told:
-            note(sentence)
-        self._is_told = True
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
         try:
-            options = self._recipe.checked(self._recipe.parser.parse_object({"analyses": analyses}, self.options))
-            return self._recipe.made("analyses", options)
+            given = self._recipe.parser.parse_object({"analyses": analyses}, self.options)
+            return self._recipe.made("analyses", given)
         except InputError as error:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
@@ -193,7 +173,7 @@ def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None)
 
 
 def _tell(outcome: Outcome) -> bool:
-    """Prints how much was measured, and where it is; whether anything failed."""
+    """Print how much was measured, and where it is, and return whether anything failed."""
     result = outcome.result
     measurements = [measurement for measurement in result.measurements if measurement.error is None]
     for each in measurements if outcome.steps is not None else ():

@@ -1,24 +1,34 @@
 """`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, Pairs, given, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, Pairs, given, pairs, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.correlate import correlate as correlate_models
+from lit_layers.correlate import correlate_layers, published, read_layers
+from lit_layers.correlate.correlation_page import (
+    OverTag,
+    Table,
+    coefficient_table,
+    covariate_table,
+    influence_text,
+    over_tag,
+    write_models,
+)
+from lit_layers.correlate.findings import Findings, LayerFindings
+from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks, write_layers
+from lit_layers.correlate.layer_tables import LayerTables
+from lit_layers.correlate.model_table import ModelTable, read_file, table_of_models
+from lit_layers.correlate.run_models import read_run_models, split
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
-if TYPE_CHECKING:
-    from lit_layers.correlate.correlation_page import OverTag, Table
-    from lit_layers.correlate.findings import Findings, LayerFindings
-    from lit_layers.correlate.layer_tables import LayerTables
-    from lit_layers.correlate.model_table import ModelTable
-
-NONE = Pairs()
-WRITTEN = {False: ("models", "correlation", "over"), True: ("layers", "correlations", "selection", "curves")}  # names
+TABLES = (".csv", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +51,7 @@ class OverModels:
 
     data: Literal["published"] | None = None
     metric: str | None = None
-    tags: Pairs = NONE
+    tags: Pairs | None = None
     over: str | None = None
     layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
@@ -88,99 +98,84 @@ def correlate(
         seed: seed of the resamples
         root: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
-    models_given, layers_given = given(over_models), given(over_layers)
-    if models_given and layers_given:
-        first, second = next(iter(models_given)), next(iter(layers_given)).replace("_", "-")
-        raise InputError(
-            f"{first}: --{first} belongs to a correlation over models, --{second} to one over layers: leave one out"
-        )
-    root = root or Path("layer_correlation" if layers_given else "correlation")
-    if not layers_given:
-        _check(models, over_models, step)
+    of_models, of_layers = given(over_models), given(over_layers)
+    if of_models and of_layers:
+        first, second = next(iter(of_models)), next(iter(of_layers))
+        raise InputError(f"{first}: is for a correlation over models, and --{second} for one over layers: leave it out")
+    root = root or Path("layer_correlation" if of_layers else "correlation")
+    files = [path for path in models if path.suffix in TABLES]
+    if not of_layers:
+        _check(models, files, over_models, step)
+    elif files:
+        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
+    if missing := [name for name in ("metrics", "scores") if of_layers and name not in of_layers]:
+        raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
     refuse_unwritable("root", root)
-    read = [*models, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
-    refuse_replacing(root, read, WRITTEN[bool(layers_given)])
-    if layers_given:
-        return _over_layers(models, over_layers, step=step, resamples=resamples, seed=seed, root=root)
-    from lit_layers.correlate import correlate
-    from lit_layers.correlate.correlation_page import write_models
-
+    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
+    written = ("models", "correlation", "over", "layers", "correlations", "selection", "curves")
+    refuse_replacing(root, read, written)
     options = {"resamples": resamples, "seed": seed}
-    table, over = _tables(models, over_models, step, options)
-    findings = correlate(table, given=over_models.given or (), group=over_models.group, **options)
-    paths = write_models(table, findings, root, over=over)
-    _show_models(table, findings)
-    for model, why in over.left_out.items() if over is not None else ():
-        print(f"left out over {over.tag}: {model}: {why}")  # pyright: ignore
-    print(*paths, sep="\n")
-    return 0
+    if of_layers:
+        return _over_layers(models, over_layers, step, options, root)
+    return _over_models(models, over_models, step, options, root)
 
 
-def _check(models: list[Path], options: OverModels, step: int | None) -> None:
+def _check(models: list[Path], files: list[Path], options: OverModels, step: int | None) -> None:
     if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
     if missing := [name for name in ("metric", "score") if getattr(options, name) is None and not options.data]:
         raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
-    is_published = options.data is not None
+    if files and len(models) > 1:
+        raise InputError(f"models: expected one file alone, got {files[0]} and {len(models) - 1} more")
     cases = [
-        (("metric", "score", "baseline"), is_published, "the published table has its own"),
-        (("tags", "over", "layer", "step"), is_published or _is_file(models), "a table has none"),
+        (("metric", "score", "baseline"), options.data is not None, "the published table has its own"),
+        (("tags", "over", "layer", "step"), options.data is not None or bool(files), "a table has none"),
     ]
     refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
 
 
-def _is_file(paths: list[Path]) -> bool:
-    files = [path for path in paths if path.suffix in (".csv", ".parquet")]
-    if files and len(paths) > 1:
-        raise InputError(f"models: expected one file alone, got {files[0]} and {len(paths) - 1} more")
-    return bool(files)
+def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:
+    """Print coefficients, write the page, the tables and the pictures, and return 0."""
+    table, over = _tables(models, options, step, resampling)
+    findings = correlate_models(table, given=options.given or (), group=options.group, **resampling)
+    paths = write_models(table, findings, root, over=over)
+    _show_models(table, findings)
+    for model, why in {} if over is None else over.left_out.items():
+        print(f"left out over {options.over}: {model}: {why}")
+    print(*paths, sep="\n")
+    return 0
 
 
 def _tables(
-    models: list[Path], options: OverModels, step: int | None, resampling: Mapping[str, int]
+    models: list[Path], options: OverModels, step: int | None, resampling: Any
 ) -> "tuple[ModelTable, OverTag | None]":
-    """The table of the models, and where it is asked for what the correlation is at each value of a tag."""
-    from lit_layers.correlate import published
-    from lit_layers.correlate.correlation_page import over_tag
-    from lit_layers.correlate.model_table import read_file, table_of_models
-    from lit_layers.correlate.run_models import read_run_models
-
-    if options.metric is None or options.score is None:  # `_check` let this pass with --data alone
+    """Return the table of the models, and where it is asked for the correlation at each value of a tag."""
+    if options.data is not None:
         return published(), None
     columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
-    if _is_file(models):
+    if models[0].suffix in TABLES:
         return read_file(models[0], **columns), None
-    read, tags = read_run_models(models), {name: _number(value) for name, value in options.tags}
+    tags: Any = {name: _number(value) for name, value in pairs("tags", options.tags or {}).items()}
+    read, columns["source"] = read_run_models(models), ", ".join(map(str, models))
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
-    columns["source"] = ", ".join(map(str, models))
     if options.over is None:
         return table_of_models(read, tags=tags, **columns), None
-    tag, values = _values(options.over)
+    tag, _, words = options.over.partition("=")
+    values = [_number(word.strip()) for word in words.split(",") if word.strip()]
+    if not (tag and values):
+        raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {options.over!r}")
     over = over_tag(read, tag, values, tags=tags, **resampling, **columns)
     return table_of_models(read, tags={tag: values[0], **tags}, **columns), over
 
 
-def _values(text: str) -> tuple[str, list[str | int | float]]:
-    """A tag and its values, of `TAG=VALUE,VALUE,...`."""
-    tag, equals, values = (part.strip() for part in text.partition("="))
-    numbers = [_number(part.strip()) for part in values.split(",") if part.strip()]
-    if not (tag and equals and numbers):
-        raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {text!r}")
-    return tag, numbers
-
-
 def _number(text: str) -> str | int | float:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
 def _show_models(table: "ModelTable", findings: "Findings") -> None:
-    from lit_layers.correlate.correlation_page import coefficient_table, covariate_table, influence_text
-
     title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
     show_table(_rows(coefficient_table(table, findings)), title)
     if (covariates := covariate_table(findings)) is not None:
@@ -194,39 +189,23 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
         print(f"left out: {model}: {why}")
 
 
-def _rows(table: "Table", small_text: str = " ({})") -> Iterator[dict[str, str]]:
-    """The rows of a table of the page: what stands small there in brackets, a strong row with a star."""
+def _rows(table: "Table") -> Iterator[dict[str, str]]:
+    """Yield the rows of a table of the page: what stands small there in brackets, a strong row with a star."""
     for group in table.groups:
         if group.heading:
             yield {table.columns[0]: group.heading}
         for row in group.rows:
-            name, *cells = [text + (small_text.format(small) if small else "") for text, small in row.cells]
+            name, *cells = [f"{text} ({small})" if small else text for text, small in row.cells]
             texts = [f"{'* ' if row.strong else ''}{name}", *cells]
             yield dict(zip(table.columns, texts, strict=False))
 
 
-def _over_layers(
-    models: list[Path], options: OverLayers, *, step: int | None, resamples: int, seed: int, root: Path
-) -> int:
-    """Prints coefficients and choices of layers, writes the page, the tables and the pictures, and returns 0."""
-    if not options.metrics or not options.scores:
-        name = "scores" if options.metrics else "metrics"
-        raise InputError(f"{name}: expected --{name}; see `lit-layers correlate --help`")
-    if files := [path for path in models if path.suffix in (".csv", ".parquet")]:
-        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
-    from lit_layers.correlate import correlate_layers, read_layers
-    from lit_layers.correlate.layer_page import write_layers
-    from lit_layers.correlate.run_models import split
-
-    tables = read_layers(
-        models,
-        metrics=split(options.metrics if isinstance(options.metrics, str) else ",".join(options.metrics)),
-        scores=options.scores,
-        metrics_file=options.metrics_file,
-        step=step,
-        with_layer_0=options.with_layer_0,
-    )
-    findings = correlate_layers(tables, resamples=resamples, seed=seed)
+def _over_layers(models: list[Path], options: OverLayers, step: int | None, resampling: Any, root: Path) -> int:
+    """Print coefficients and choices of layers, write the page, the tables and the pictures, and return 0."""
+    about: Any = {name: getattr(options, name) for name in ("scores", "metrics_file", "with_layer_0")}
+    metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
+    tables = read_layers(models, metrics=metrics, step=step, **about)
+    findings = correlate_layers(tables, **resampling)
     paths = write_layers(tables, findings, root)
     _show_layers(tables, findings)
     print(*paths, sep="\n")
@@ -234,22 +213,13 @@ def _over_layers(
 
 
 def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
-    from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks
-
-    title = f"Metrics against {in_sentence(tables.score_title)} over layers"
     coefficients = correlation_table(tables, findings)
-    show_table(_rows(coefficients, "\n{}"), title)
-    for group in coefficients.groups:
-        print(f"{group.heading}: {group.note}")
+    show_table(_rows(coefficients), f"Metrics against {in_sentence(tables.score_title)} over layers")
+    print(*(f"{group.heading}: {group.note}" for group in coefficients.groups), sep="\n")
     title = "\nLayers chosen without labels (* chosen on held-out models or tasks)"
-    show_table(_rows(choice_table(tables, findings), "\n{}"), title)  # ten columns share the line
-    print()
+    show_table(_rows(choice_table(tables, findings)), title)
     for model, metric, tasks, why in missing_tasks(tables, findings):
         print(f"{model}, {metric}: left out {tasks}: {why}")
-    for model in findings.models:
-        for note in model.notes:
-            print(f"{model.model}: {note}")
-    print(findings.basis)
-    print("Best single and best per task are chosen on the test scores themselves.")
-    for name, why in findings.left_out.items():
-        print(f"left out: {name}: {why}")
+    notes = [f"{model.model}: {note}" for model in findings.models for note in model.notes]
+    left_out = [f"left out: {name}: {why}" for name, why in findings.left_out.items()]
+    print("", *notes, findings.basis, *left_out, sep="\n")

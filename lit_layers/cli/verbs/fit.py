@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import lightning as L
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from rich.console import Console
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
-from lit_layers.cli.console import Show, bar, show_table, verbosity
+from lit_layers.cli.console import Status, show_table, verbosity
 from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.process import finish_first
 from lit_layers.errors import InputError
@@ -34,12 +34,12 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
 from lit_layers.schedule import Schedule
-from lit_layers.schema import COUNT, MANY, RUN_FILE, SEED, Range
+from lit_layers.schema import COUNT, MANY, RUN_FILE, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
-from lit_layers.training.run_folder import Origin, axis_step, kept, origin_of, planned_steps, save_step
+from lit_layers.training.run_folder import Origin, axis_step, kept, origin_of, planned_steps
 from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -51,14 +51,10 @@ from lit_layers.training.trainer import (
     refuse_another_order,
 )
 
-# Seconds between two drawings of the bar, and between two lines where there is no terminal.
-REDRAWN, LINE = 0.1, 20.0
-
+LINE = 20.0  # seconds between two lines where there is no terminal
 TRAINER = {
     "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),
-    "max_epochs": Range(-1, MANY, whole=True),
     "accumulate_grad_batches": COUNT,
-    "gradient_clip_val": Range(0, MANY),  # a negative one turns every gradient round
 }
 
 
@@ -86,7 +82,7 @@ class RunOptions:
         plan: Say what it would take, by a first share of the data and a few steps; nothing is kept.
     """
 
-    root: str
+    root: Path
     if_exists: Literal["refuse", "overwrite"] = "refuse"
     resume: str | None = None
     ckpt_path: Path | None = None
@@ -110,11 +106,10 @@ class Run:
 
     def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
         self.options = options = _instantiated(recipe)
-        self.root, self.module, self.datamodule = Path(options.root), options.model, options.data
+        self.root, self.module, self.datamodule = options.root, options.model, options.data
         if is_first_rank():
             held.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
-        self.console = Console(quiet=verbosity() < 0)
-        # Told by hashes on the first rank alone: the others read what that one found whole.
+        # The first rank alone hashes the checkpoints: the others read what that one found whole.
         self.resume_from = _point(options, hashed=is_first_rank())
         goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
@@ -122,23 +117,20 @@ class Run:
         given = yaml.safe_load(text)
         if goes_on:
             run_folder.refuse_another_run(self.root, given)
+            has_begun = getattr(self.module, "init_from", None)
+            if has_begun and (begun := kept(self.root, run_folder.origin_in(self.root))):
+                self.module.beginning = begun
         going: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
         self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **going)
-        if (
-            goes_on
-            and getattr(self.module, "init_from", None)
-            and (begun := kept(self.root, run_folder.origin_in(self.root)))
-        ):
-            self.module.beginning = begun
         self.trainer = self._trainer(dict(options.trainer))
 
     def _trainer(self, given: dict[str, Any]) -> L.Trainer:
-        """Callbacks in this order: the folder is ready, scalars are noted, weights are on disk, then they are measured,
-        and the checkpoint to resume from knows all that.
+        """Return a trainer whose callbacks come in this order: the folder is ready, scalars are noted, weights are on
+        disk, then they are measured, and the checkpoint to resume from knows all that.
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
-        progress = StepProgress(run_log, console=self.console)
+        progress = StepProgress(run_log)
         self.series = SeriesCheckpoint(options.steps, self.root)
         watchers: Any = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
@@ -154,18 +146,25 @@ class Run:
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
-            self.console.print(process.description(trainer.strategy.root_device), highlight=False)
+            say(process.description(trainer.strategy.root_device))
         return trainer
 
 
+def say(sentence: str) -> None:
+    """Print a line, unless the command is to be quiet."""
+    if verbosity() >= 0:
+        print(sentence)
+
+
 def _instantiated(recipe: Recipe) -> Any:
+    refuse_outside("trainer.", TRAINER, vars(recipe.options.trainer))
     options = recipe.instantiated()
     use_optimizer_(options.model, options.optimizer, options.lr_scheduler)
     return options
 
 
 def _point(options: Any, **about: bool) -> ResumePoint | None:
-    point = None if options.resume is None else resume_point(Path(options.root), options.resume, **about)
+    point = None if options.resume is None else resume_point(options.root, options.resume, **about)
     return lightning_point(options.ckpt_path) if point is None and options.ckpt_path is not None else point
 
 
@@ -203,7 +202,7 @@ def fit(
     recipe: Recipe,
     *,
     seed_everything: Annotated[int, SEED] = 0,
-    trainer: Annotated[Mapping[str, Any], L.Trainer, TRAINER] = DEFAULTS,
+    trainer: Annotated[Mapping[str, Any], L.Trainer] = DEFAULTS,
     model: L.LightningModule,
     data: L.LightningDataModule,
     options: RunOptions,
@@ -217,6 +216,8 @@ def fit(
         model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
         data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
+    if not isinstance(trainer, Namespace):
+        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
     quieten()
     L.seed_everything(seed_everything, workers=True)
     if options.stage != "fit":
@@ -236,28 +237,25 @@ def fit(
 
 
 class _Rehearsal(L.Callback):
-    """Measures a share of the data on the untrained model, saves it once, and stops after the steps that are timed."""
+    """Measures a share of the data on the untrained model, and stops after the steps that are timed."""
 
     NUM_STEPS = 4  # the first one warms up
 
-    def __init__(self, options: Any, folder: Path) -> None:
-        self.options, self.folder, self.plan, self.saving = options, folder, Plan({}), (0.0, 0)
+    def __init__(self, analyses: Sequence[Analysis]) -> None:
+        self.analyses, self.plan, self.num_bytes = analyses, Plan({}), 0
         self.began, self.seconds = dict[int, float](), dict[int, float]()  # by optimizer steps before and after
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model: Any = getattr(pl_module, "model", pl_module)
-        for analysis in self.options.analyses:
+        for analysis in self.analyses:
             analysis.check(LayeredModel(model))
 
         def measure(analyses: Sequence[Analysis]) -> list[Measurement]:
             found = outcomes(model, analyses, weights_hash=weights_hash(model))
             return [outcome.measurement(run="plan", step=0) for outcome in found]
 
-        self.plan = sampled(self.options.analyses, measure)
-        started = time.perf_counter()
-        save_step(model, self.folder, 0, tokenizer=None)
-        num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        self.saving = time.perf_counter() - started, num_bytes
+        self.plan = sampled(self.analyses, measure)
+        self.num_bytes = sum(weight.nbytes for weight in model.state_dict().values())
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.began.setdefault(trainer.global_step, time.perf_counter())
@@ -274,10 +272,10 @@ class _Rehearsal(L.Callback):
 
 def _plan(options: Any) -> int:
     """Print what the run would take, by a first share of it in a temporary folder."""
-    given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None}
+    given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None, "logger": False}
     with tempfile.TemporaryDirectory() as folder:
-        rehearsal = _Rehearsal(options, Path(folder))
-        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None, "logger": False}, folder)
+        rehearsal = _Rehearsal(options.analyses)
+        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None}, folder)
         trainer.fit(options.model, datamodule=options.data)
     timed = [*rehearsal.seconds.values()][1:]
     if len(timed) < _Rehearsal.NUM_STEPS - 1 or not trainer.is_global_zero:
@@ -286,8 +284,8 @@ def _plan(options: Any) -> int:
     if steps is None:
         raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
     training, count = steps * min(timed), len([*Schedule(options.steps).until(first + steps, first)])
-    seconds, num_bytes = (count * part for part in rehearsal.saving)
-    show_table(plan.table(count, {"training": (training, 0.0), "saving": (seconds, num_bytes)}), str(options.root))
+    others = {"training": (training, 0.0), "checkpoints": (0.0, float(count * rehearsal.num_bytes))}
+    show_table(plan.table(count, others), str(options.root))
     print(*plan.notes(), f"measuring takes {count * plan.of_checkpoint / training:.1%} of training", sep="\n")
     return 0
 
@@ -306,14 +304,14 @@ def _blaming_options() -> Iterator[None]:
 
 
 def _train(run: Run) -> int:
-    """Runs the training, then leaves what can be read, whatever ended it; returns the exit code."""
+    """Run the training, then leave what can be read, whatever ended it, and return the exit code."""
     started, code, last_step = time.perf_counter(), 1, 0
     try:
         point, origin = run.resume_from, getattr(run.module, "origin", Origin())
         end = origin.step + run.trainer.max_steps
         has_ended = run.folder.resume and point is not None and point.step >= end
         if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
-            run.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+            say(sentence)
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
             point = _point(run.options)
         if point is not None and run.folder.resume and point.step >= end:
@@ -346,7 +344,7 @@ def _train(run: Run) -> int:
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
-    """Facts, failures, page, mirror. A trouble here is told and hides neither the run's own end nor the rest."""
+    """Write facts, failures, page and mirror. A trouble here hides neither the run's end nor the rest."""
     finish_first()
     root, mirror = run.root, run.mirror
     try:
@@ -371,87 +369,69 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
 
 
 class StepProgress(L.Callback):
-    """A live bar in a terminal; elsewhere (a log file, CI) a line now and then.
+    """A live line in a terminal; elsewhere (a log file, CI) a line now and then.
 
     Args:
-        run_log: where the last known loss and speed are read: the bar itself never waits for the device.
+        run_log: where the last known loss and speed are read: this never waits for the device.
     """
 
-    def __init__(self, run_log: RunLog, *, console: Console | None = None) -> None:
-        self.run_log = run_log
-        self.console = console or Console()
-        self._bar = contextlib.ExitStack()
-        self._show: Show | None = None
-        self._last_shown = 0.0
-        self._now = ""
-        self._time = TimeLeft()
-        self._told_step: int | None = None
+    def __init__(self, run_log: RunLog, stream: TextIO | None = None) -> None:
+        self.run_log, self.status, self._time = run_log, Status(stream or sys.stdout, LINE), TimeLeft()
+        self.status.last = -LINE
+        self._now, self._told_step = "", -1
 
     def measuring(self, step: int, analysis: str) -> None:
         self._time.measuring(step, analysis)
         self._now = ", ".join(filter(None, [f"measuring {analysis} at step {step}", self._time.words()]))
-        if self._show is None and (self._time.expected or 0.0) >= LONG and step != self._told_step:
+        if self.status.is_live:
+            self.status.show(f"step {step} {self._values()}")
+        elif (self._time.expected or 0.0) >= LONG and step != self._told_step:
             self._told_step = step
-            self.console.print(self._now, highlight=False, markup=False)
-        if self._show is not None:
-            self._show(step, None, self._status())
+            self._say(self._now)
 
     def measured(self, measurement: Measurement) -> None:
         self._time.measured(measurement)
-        self._now = ""
-        words: Any = {"highlight": False, "markup": False}  # an error's own brackets are text
-        step, analysis = measurement.step, measurement.analysis
+        self._now, step, analysis = "", measurement.step, measurement.analysis
         if measurement.error is not None:
-            self.console.print(f"{analysis} failed at step {step}: {measurement.error}", style="red", **words)
-        elif self._show is None:
-            self.console.print(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s", **words)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero and self.console.is_terminal and verbosity() == 0:
-            self._show = self._bar.enter_context(bar("", console=self.console, transient=True))
-            self._show(0, trainer.max_steps if trainer.max_steps > 0 else None, "")
+            self._say(f"{analysis} failed at step {step}: {measurement.error}")
+        elif not self.status.is_live:
+            self._say(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        now = time.monotonic()
-        if not trainer.is_global_zero or now - self._last_shown < (LINE if self._show is None else REDRAWN):
-            return
-        self._last_shown = now
-        if self._show is not None:
-            self._show(trainer.global_step, None, self._status())
-        else:
-            self.console.print(f"step {trainer.global_step}/{trainer.max_steps} {self._status()}", highlight=False)
+        if trainer.is_global_zero and self.status.is_due:
+            self.status.show(f"step {trainer.global_step}/{trainer.max_steps} {self._values()}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._bar.close()
-        self._show = None
+        self.status.clear()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+        self.status.clear()
 
-    def _status(self) -> str:
+    def _say(self, sentence: str) -> None:
+        self.status.clear()
+        if verbosity() >= 0:
+            print(sentence, file=self.status.stream)
+
+    def _values(self) -> str:
+        forms = {
+            "loss": "loss {:.3f}",
+            "tokens_per_second": "{:,.0f} tokens/s",
+            "images_per_second": "{:,.0f} images/s",
+        }
+        forms = {f"train/{name}": form for name, form in forms.items()} | {"train/mfu": "MFU {:.1%}"}
+        forms |= {"validation/loss": "validation {:.3f}"}
         shown = self.run_log.shown
-        parts = [self._now]
-        if "train/loss" in shown:
-            parts.append(f"loss {shown['train/loss']:.3f}")
-        if "validation/loss" in shown:
-            parts.append(f"validation {shown['validation/loss']:.3f}")
-        for unit in ("tokens", "images"):
-            if (speed := shown.get(f"train/{unit}_per_second")) is not None:
-                parts.append(f"{speed:,.0f} {unit}/s")
-        if "train/mfu" in shown:
-            parts.append(f"MFU {shown['train/mfu']:.1%}")
-        return "  ".join(part for part in parts if part)
+        return "  ".join(filter(None, [self._now, *(form.format(shown[n]) for n, form in forms.items() if n in shown)]))
 
 
 def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> str | None:
-    """What is said of a run that does not begin at its beginning, or has ended already."""
+    """Return what is said of a run that does not begin at its beginning, or has ended already."""
     if point is not None and has_ended:
         return f"trained up to step {point.step:,} already: the run in {point.state.parent.parent.parent} is kept"
     if point is not None:
         return f"resumed at step {point.step} from {point.state.parent}"
     if not origin.source:
         return None
-    commit = f" (commit {origin.source['commit'][:12]})" if "commit" in origin.source else ""
     seen = "unknown" if origin.tokens is None else f"{origin.tokens:,}"
     place = f"step {origin.step:,}, tokens seen {seen}" if origin.step else "its step is unknown, the axis begins at 0"
-    return f"begins with the weights of {origin.source['init_from']}{commit}: {place}; the optimizer starts afresh"
+    return f"begins with the weights of {origin.source['init_from']}: {place}; the optimizer starts afresh"

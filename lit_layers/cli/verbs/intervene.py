@@ -1,31 +1,27 @@
 """`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from lit_layers import analyses, records
+from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.speed import Speed
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
+from lit_layers.data.batches import EvalText
+from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import tag_text
-from lit_layers.functional.block_schedules import (
-    LOOPS,
-    NAMES,
-    OF_BLOCKS,
-    OF_MIDDLES,
-    PUBLISHED_LOOPS,
-    SEEDS,
-    VARIANTS,
-)
+from lit_layers.functional import block_schedules as orders
+from lit_layers.measuring.plan import Target
 from lit_layers.metrics import headlines, look_up, sentence
+from lit_layers.plots import with_task_medians
+from lit_layers.report import write_report
 from lit_layers.schema import COUNT
-
-if TYPE_CHECKING:
-    from lit_layers.analyses.base import Analysis
-    from lit_layers.measuring.plan import Target
+from lit_layers.tasks.benchmark_scores import BenchmarkScores, refuse_no_task
 
 T = TypeVar("T")
 RESULTS = "intervene"
@@ -34,14 +30,6 @@ ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTED = Annotated[int | None, COUNT]
 OF_TEXTS = ("tasks", "corpus", "glue", "finetune", "folder", "limit", "max_new_tokens")
-NEEDS = {  # an option: what it belongs to
-    **dict.fromkeys(("num_images", "image_size", "normalisation"), ("images",)),
-    **dict.fromkeys(("limit", "max_new_tokens"), ("tasks",)),
-    "num_sequences": ("corpus",),
-    "states": ("corpus", "images"),
-    "folder": ("tasks", "glue", "finetune"),
-    "num_tokens": ("corpus", "speed"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +40,7 @@ class Interventions:
         tokenizer: name or folder of the tokenizer (default: the model's own)
         variants: which orders of blocks: all, or names with commas between: baseline, middle_repeat, skip, parallel,
             reverse, random, looped_parallel, skip_one, switch, or repeat_one, which all leaves out
-        schedule: an order of your own, such as '1 2 (3,4,5) (3,4,5) 6'; may be given several times
+        schedule: an order of your own, such as '1 2 (3,4,5) (3,4,5) 6', or several with ; between
         middles: how many middle blocks are changed: all possible numbers, or some, such as 1,5,9
         seeds: seeds of the random orders (default: 0 to 9)
         loops: how often looped_parallel runs the middle (default: 2 to 8)
@@ -79,7 +67,7 @@ class Interventions:
 
     tokenizer: str | None = None
     variants: Names = ALL
-    schedule: list[str] | None = None
+    schedule: list[str] | str | None = None
     middles: Annotated[Numbers | Literal["all"], COUNT] = "all"
     seeds: Numbers | None = None
     loops: Annotated[Numbers | None, COUNT] = None
@@ -100,26 +88,38 @@ class Interventions:
     glue: Path | None = None
 
     def settled(self, recipe: Recipe) -> "Interventions":
-        """With the tasks that are usual, where nothing says what is measured.
+        """Return them with the tasks that are usual, where nothing says what is measured.
 
         Raises:
             InputError: an option that names what is not there, or does not fit the others.
         """
-
         options = given(self)
-        if unknown := next((one for one in options.get("variants", ()) if one not in NAMES), None):
-            raise InputError(f"variants: there is no {unknown!r}; choose all, or from {', '.join(NAMES)}")
-        refuse_beside(OF_TEXTS, [(options, self.images is not None, "is for language models, and --images was given")])
+        if unknown := next((one for one in options.get("variants", ()) if one not in orders.NAMES), None):
+            raise InputError(f"variants: there is no {unknown!r}; choose all, or from {', '.join(orders.NAMES)}")
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
         chosen = options.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
         settled = self if chosen else dataclasses.replace(self, tasks=TASKS)
-        cases = []
-        for name, owners in NEEDS.items():
-            cases.append(([name], not given(settled).keys() & {*owners}, f"is for --{' or --'.join(owners)}"))
+        cases = [
+            (OF_TEXTS, self.images is not None, "is for language models, and --images was given"),
+            (("states",), self.corpus is None and self.images is None, "is for --corpus or --images"),
+            (("limit", "max_new_tokens"), settled.tasks is None, "is for --tasks"),
+        ]
         refuse_beside(options, cases)
         return settled
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The orders, as analyses take them."""
+        custom = self.schedule.split(";") if isinstance(self.schedule, str) else self.schedule or ()
+        return {
+            "variants": orders.VARIANTS if self.variants == ALL else tuple(self.variants),
+            "middles": None if self.middles == "all" else tuple(self.middles),
+            "seeds": tuple(self.seeds or orders.SEEDS),
+            "loops": tuple(self.loops or orders.LOOPS),
+            "custom": tuple(custom),
+        }
 
 
 def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
@@ -140,11 +140,9 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     recipes = _training_recipes(options)
     if options.tasks:
-        from lit_layers.tasks.benchmark_scores import refuse_no_task
-
         for task in options.tasks:
             refuse_no_task(task, options.folder)
-    make = lambda target: [*_analyses(model, options, recipes, target)]  # noqa: E731
+    make = functools.partial(_analyses, model, options, recipes)
     return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
 
 
@@ -162,7 +160,7 @@ def _training_recipes(options: Interventions) -> dict[str, Any]:
 
 
 def read_recipe(kind: type[T], path: str | Path) -> T:
-    """The options of training in a YAML file, checked by their types.
+    """Return the options of training in a YAML file, checked by their types.
 
     Raises:
         InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
@@ -174,49 +172,37 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
         raise InputError(f"recipe: {str(error).removeprefix('recipe: ')}") from error
 
 
-def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "Iterator[Analysis]":
-    """What tells most first, so that a page can be looked at while the rest is under way."""
+def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "list[Analysis]":
+    """Return first what tells most, so that a page can be looked at while the rest is under way."""
     _refuse_another_kind(options, target)
-    results, folder = target.root / RESULTS, options.folder
-    chosen: dict[str, Any] = {
-        "variants": VARIANTS if options.variants == ALL else tuple(options.variants),
-        "middles": None if options.middles == "all" else tuple(options.middles),
-        "seeds": tuple(options.seeds or SEEDS),
-        "loops": tuple(options.loops or LOOPS),
-        "custom": tuple(options.schedule or ()),
-    }
+    results, chosen, made = target.root / RESULTS, options.chosen, list[Any]()
     if options.corpus is not None or options.images is not None:
-        from lit_layers import analyses
-
         batches = _images(options) if options.corpus is None else _texts(options, target)
-        yield analyses.Interventions(batches=batches, **chosen)
+        made.append(analyses.Interventions(batches=batches, **chosen))
         if options.states:
             of_middle = {name: value for name, value in chosen.items() if name != "custom"}
-            of_middle["variants"] = tuple(name for name in chosen["variants"] if name in OF_MIDDLES)
-            yield analyses.OrderStates(batches=batches, **of_middle)
+            of_middle["variants"] = tuple(name for name in chosen["variants"] if name in orders.OF_MIDDLES)
+            made.append(analyses.OrderStates(batches=batches, **of_middle))
     chosen["tell"] = target.tell
     for task in options.tasks or ():
-        from lit_layers.tasks.benchmark_scores import BenchmarkScores
-
         limits: Any = {"limit": options.limit, "max_new_tokens": options.max_new_tokens}
-        limits["folder"] = None if task.endswith(".yaml") else folder
-        tokenizer = target.own_tokenizer()
-        yield BenchmarkScores(task=task, tokenizer=tokenizer, results=results / "scores", **limits, **chosen)
+        limits["folder"] = None if task.endswith(".yaml") else options.folder
+        about: Any = {"tokenizer": target.own_tokenizer(), "results": results / "scores", **limits}
+        made.append(BenchmarkScores(task=task, **about, **chosen))
     if options.speed:
-        from lit_layers.analyses.speed import Speed
-
-        length: dict[str, Any] = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
-        yield Speed(**_timed(chosen), **length)
+        length: Any = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
+        made.append(Speed(**_timed(chosen), **length))
     if (recipe := recipes.get("finetune")) is not None:
         from lit_layers.training.finetuning import TaskFinetuning
 
-        of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": folder}
-        yield TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen)
+        of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": options.folder}
+        made.append(TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen))
     if (recipe := recipes.get("glue")) is not None:
         from lit_layers.training.glue import GlueScores
 
-        places: Any = {"model": model, "root": results, "folder": folder, "tokenizer": target.own_tokenizer()}
-        yield from (GlueScores(task=task, recipe=recipe, **places, **chosen) for task in recipe.tasks)
+        places: Any = {"model": model, "root": results, "folder": options.folder, "tokenizer": target.own_tokenizer()}
+        made += [GlueScores(task=task, recipe=recipe, **places, **chosen) for task in recipe.tasks]
+    return made
 
 
 def _refuse_another_kind(options: Interventions, target: "Target") -> None:
@@ -229,104 +215,61 @@ def _refuse_another_kind(options: Interventions, target: "Target") -> None:
 
 
 def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Variants of different cost: any order of all blocks takes what reverse does, one loop count tells of others."""
-    names = [name for name in chosen["variants"] if name not in ("random", *OF_BLOCKS)]
-    loops = (PUBLISHED_LOOPS,) if PUBLISHED_LOOPS in chosen["loops"] else chosen["loops"][:1]
+    """Return variants of different cost: any order of all blocks takes what reverse does, one loop count tells all."""
+    names = [name for name in chosen["variants"] if name not in ("random", *orders.OF_BLOCKS)]
+    published = orders.PUBLISHED_LOOPS
+    loops = (published,) if published in chosen["loops"] else chosen["loops"][:1]
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
 
 
-def _texts(options: Any, target: "Target") -> Any:
-    from lit_layers.data.batches import EvalText
-
-    limit = target.length_limit
-    if None not in (options.num_tokens, limit) and options.num_tokens > limit:
-        raise InputError(f"num_tokens: {target.name} takes at most {limit} tokens, got {options.num_tokens}")
-    num_tokens = options.num_tokens or min(128, limit or 128)
-    number = options.num_sequences
-    return EvalText(options.corpus, target.own_tokenizer(), num_sequences=number, num_tokens=num_tokens)
+def _texts(options: Interventions, target: "Target") -> Any:
+    num_tokens = options.num_tokens or min(128, target.length_limit or 128)
+    counts: Any = {"num_sequences": options.num_sequences, "num_tokens": num_tokens}
+    return EvalText(str(options.corpus), target.own_tokenizer(), **counts)
 
 
-def _images(options: Any) -> Any:
-    from lit_layers.data.images import EvalImages
-
-    chosen = {name: getattr(options, name) for name in ("num_images", "image_size", "normalisation")}
-    return EvalImages(options.images, **chosen)
+def _images(options: Interventions) -> Any:
+    about: Any = {name: getattr(options, name) for name in ("num_images", "image_size", "normalisation")}
+    return EvalImages(str(options.images), **about)
 
 
 def _tell(outcome: Outcome) -> bool:
-    """Prints what the root holds of the variants (of some steps, if they are named), writes all; whether any failed."""
-    from lit_layers import records
-    from lit_layers.plots import with_task_medians
-    from lit_layers.report import write_report
-
-    complete, shown = outcome.complete()
+    """Print what the root holds of the variants (of some steps, if they are named), write all, and return whether any
+    failed.
+    """
+    complete, found = outcome.complete()
     if complete:
-        medians = with_task_medians(records.frame(shown))
-        for title, rows in _tables(medians.frame):
-            show_table(_rows(rows), title)
-        print(*medians.notes.values(), *_notes(medians.frame), sep="\n")
-        outcome.write(RESULTS, {"variants.csv": _exported(with_task_medians(records.frame(complete)).frame)})
+        medians = with_task_medians(records.frame(found))
+        _show(medians.frame)
+        print(*medians.notes.values(), sep="\n")
+        table = with_task_medians(records.frame(complete)).frame
+        rows = table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
+        outcome.write(RESULTS, {"variants.csv": rows.dropna(axis="columns", how="all")})
         print(write_report(outcome.root, settings=outcome.settings))
-    has_failed = any(record.metric == records.FAILED for each in shown for record in each.records)
+    has_failed = any(record.metric == records.FAILED for each in found for record in each.records)
     return outcome.tell() or has_failed
 
 
-def _notes(table: Any) -> Iterator[str]:
-    """Yields which tasks have no normalised score, and which variants failed: a sentence each."""
-    import pandas as pd
+def _show(table: Any) -> None:
+    """Print a table a score, with a row a variant and a column a number of blocks changed: 0 for the full model.
 
-    from lit_layers import records
-
-    if "undefined" in table:
-        for analysis in table[table["undefined"].notna()]["analysis"].unique():
-            yield f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing"
+    Of several steps these are the last, without single seeds and single blocks; then which variants failed, and which
+    tasks have no normalised score.
+    """
+    table = table.assign(**{name: table.get(name) for name in ("variant", "middle", "seed", "error", "undefined")})
+    table["middle"] = table["middle"].fillna(0).astype(int)
+    steps = table["step"].isna() | (table["step"] == table["step"].max())
+    is_usual = table["variant"].notna() & ~table["variant"].isin(orders.OF_BLOCKS) & table["seed"].isna() & steps
+    names = [name for name in TAGS if name in table]
+    rows = table[is_usual & table["metric"].isin([*headlines()])].astype(dict.fromkeys(names, object))
+    rows = rows.fillna(dict.fromkeys(names, ""))
+    for (analysis, metric), part in rows.groupby(["analysis", "metric"], sort=False):
+        tags = [name for name in names if (part[name] != "").any()]
+        wide = part.pivot_table(index=tags, columns="middle", values="value", sort=False).sort_index(axis="columns")
+        cells = wide.map(lambda value: "" if value != value else f"{value:.3f}").reset_index()
+        show_table(cells.to_dict("records"), f"{sentence(analysis)}, {look_up(metric).with_unit}", text=tags)
     for row in table[table["metric"] == records.FAILED].to_dict("records"):
-        place = "" if pd.isna(row.get("middle")) else f" of {int(row['middle'])} blocks"
-        yield f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})"
-
-
-def _exported(table: Any) -> Any:
-    """Every number of every variant, without the columns that nothing has a value in."""
-    from lit_layers import records
-
-    rows = _of_variants(table).dropna(axis="columns", how="all")
-    tags = [name for name in rows if name not in records.COLUMNS]
-    columns = ("run", "step", "analysis", "metric", *tags, "layer", "value", "stderr", "low", "high", "n")
-    return rows[[name for name in columns if name in rows]]
-
-
-def _of_variants(table: Any) -> Any:
-    return table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
-
-
-def _tables(table: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the title and rows of each score; of several steps the last, without single seeds and single blocks."""
-    from lit_layers.figures.tables import MEDIAN
-
-    rows = _of_variants(table)
-    if rows.empty:
-        return
-    if rows["step"].notna().any():
-        rows = rows[rows["step"] == rows["step"].max()]
-    rows = rows[~rows["variant"].isin(OF_BLOCKS)]
-    rows = rows[rows["seed"].isna()] if "seed" in rows else rows
-    has_median = (rows["analysis"] == MEDIAN).any()
-    for analysis in rows["analysis"].unique():
-        for metric in headlines():
-            part = rows[(rows["analysis"] == analysis) & (rows["metric"] == metric)]
-            if not part.empty and not (has_median and metric == "normalized_score" and analysis != MEDIAN):
-                yield f"{sentence(analysis)}, {look_up(metric).with_unit}", part
-
-
-def _rows(table: Any) -> Iterator[dict[str, str]]:
-    """Yield a row a variant, with a column a number of blocks changed: 0 for the full model and orders of your own."""
-    import pandas as pd
-
-    tags = [name for name in TAGS if name in table]
-    table = table.assign(blocks=table["middle"].fillna(0).astype(int) if "middle" in table else 0)
-    for values, group in table.groupby(tags, dropna=False, sort=False):
-        variant, *others = ((name, value) for name, value in zip(tags, values, strict=True) if pd.notna(value))
-        named = "full model" if variant[1] == "baseline" else str(variant[1]).replace("_", " ")
-        cells = {str(row["blocks"]): f"{row['value']:.3f}" for row in group.to_dict("records")}
-        order = {str(number): cells.get(str(number), "") for number in sorted(table["blocks"].unique())}
-        yield {"blocks changed": ", ".join([named, *filter(None, [tag_text(dict(others))])])} | order
+        place = f" of {row['middle']} blocks" if row["middle"] else ""
+        print(f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})")
+    for analysis in table[table["undefined"].notna()]["analysis"].unique():
+        print(f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing")

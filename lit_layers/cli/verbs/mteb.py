@@ -1,21 +1,22 @@
 """`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
 import functools
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from lit_layers.cli.console import show_table
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
+from lit_layers.measuring.plan import Target
 from lit_layers.schema import COUNT, COUNT_OR_NONE
-
-if TYPE_CHECKING:
-    from lit_layers.analyses.base import Analysis
-    from lit_layers.measuring.plan import Target
-    from lit_layers.tasks.catalogue import ScoredTask
-    from lit_layers.tasks.mteb_scores import Averages
+from lit_layers.tasks.catalogue import DOMAINS, LOCAL, ScoredTask, resolve
+from lit_layers.tasks.embeddings import sentence_encoder
+from lit_layers.tasks.mteb_scores import Averages, averages, mteb_analyses, score_table
+from lit_layers.tasks.mteb_tasks import Sources, mteb_version
 
 TASKS = Names(("layerwise32",))
 
@@ -58,11 +59,6 @@ def mteb(
         seed: seed of mteb's random draws; 42 is mteb's own
     """
     checkpoints.are_series(model)
-    from lit_layers.tasks.catalogue import LOCAL, resolve
-    from lit_layers.tasks.embeddings import sentence_encoder
-    from lit_layers.tasks.mteb_scores import mteb_analyses
-    from lit_layers.tasks.mteb_tasks import Sources, mteb_version
-
     mteb_version()  # before anything is loaded: it may not be installed
     sources = Sources(folder)
     own = sources.own_tasks()
@@ -71,39 +67,24 @@ def mteb(
     if LOCAL in tasks and folder is None:
         raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
     resolved = resolve(tasks, domains=domains, local=sources.local_names(), own=own)
-
     follow = modules or ("last" if pooling is None else "none")
+    options: dict[str, Any] = {"states": states, "max_tokens": max_tokens, "seed": seed}
+    options |= {"metrics": metrics, "pooling": pooling or "mean"}
+    options |= {"layers": None if layers == "all" else tuple(sorted(layers)), "sources": sources}
+    options["modules"] = "all" if follow == "all" else "last"
 
     def analyses(target: "Target") -> "list[Analysis]":
+        about: dict[str, Any] = {name: getattr(target, name) for name in ("root", "tell")}
+        about |= {"tokenizer": target.own_tokenizer(), "model_limit": target.length_limit}
         encoder = None if follow == "none" else sentence_encoder(target.checkpoint.source.read)
-        return mteb_analyses(
-            resolved,
-            tokenizer=target.own_tokenizer(),
-            root=target.root,
-            sources=sources,
-            layers=None if layers == "all" else tuple(sorted(layers)),
-            encoder=encoder,
-            modules="all" if follow == "all" else "last",
-            pooling=pooling or "mean",
-            states=states,
-            max_tokens=max_tokens,
-            seed=seed,
-            metrics=metrics,
-            model_limit=target.length_limit,
-            tell=target.tell,
-        )
+        return mteb_analyses(resolved, encoder=encoder, **about, **options)
 
     tell = functools.partial(_tell, resolved)
     return measured(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
 
 
 def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
-    """Prints what the root holds of these tasks (and steps, if some are named), writes all; whether anything failed."""
-    import pandas as pd
-
-    from lit_layers import records
-    from lit_layers.tasks.mteb_scores import averages, score_table
-
+    """Print what the root holds of these tasks (and steps, if some are named), write all; return whether any failed."""
     chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
     if shown := [each for each in of_call if each.analysis in chosen]:
@@ -113,49 +94,30 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
         frame = records.frame(scored)
         means = averages(frame, expected=names)
         curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
-        files = {
-            "scores.csv": score_table(frame).rename(columns=_layer_name),
-            "averages.csv": pd.concat(curves),
-        }
-        outcome.write("mteb", files)
+        scores = score_table(frame).rename(columns=_layer_name)
+        outcome.write("mteb", {"scores.csv": scores, "averages.csv": pd.concat(curves)})
     return outcome.tell()
 
 
 def _show(means: "Averages") -> None:
-    """Prints a row for each task, each domain and all; values are percent."""
-    from lit_layers.tasks.catalogue import DOMAINS
-
-    layers = means.curve["layer"].tolist()
-    rows = [_row(row["task"], row["score"], [row[layer] for layer in layers], layers) for row in _tasks(means)]
-    domains = [row["domain"] for row in _tasks(means)]
-    groups = {f"{name}: mean of {domains.count(name)}": name for name in DOMAINS if name in means.curve}
-    for name, column in {**groups, f"all: mean of {len(rows)}": "average"}.items() if rows else ():
-        rows.append(_row(name, "", means.curve[column].tolist(), layers))
+    """Print a row for each task, each domain and all, in percent. The best layer is one from 1 on."""
+    layers, domains = means.curve["layer"].tolist(), means.scores["domain"].tolist()
+    values: Any = 100 * means.scores.set_index("task")[layers]
+    means_of = {f"{name}: mean of {domains.count(name)}": name for name in DOMAINS if name in means.curve}
+    for name, column in {**means_of, f"all: mean of {len(domains)}": "average"}.items() if domains else ():
+        values.loc[name] = (100 * means.curve[column]).tolist()
+    later, last = [layer for layer in layers if layer > 0], layers[-1]
+    best = {"best layer": values[later].max(axis=1), "at": values[later].idxmax(axis=1)} if later else {}
+    shown = pd.DataFrame({"layer 0": values.get(0), **best, f"layer {last}": values[last]})
     title = means.run if means.step is None else f"{means.run}, step {means.step}"
-    options = (f"{name} {value}" for name, value in means.options.items())
-    show_table(rows, f"{title} ({', '.join([means.pooling, means.states, *options])}), percent", text=("score",))
-    if rows:
+    options = [means.pooling, means.states, *(f"{name} {value}" for name, value in means.options.items())]
+    print(
+        f"{title} ({', '.join(options)}), percent", shown.to_string(float_format="{:.2f}".format, na_rep="-"), sep="\n"
+    )
+    if domains:
         print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
     if means.missing:
         print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")
-
-
-def _tasks(means: "Averages") -> list[dict[Any, Any]]:
-    return means.scores.to_dict("records")
-
-
-def _row(name: str, score: str, values: list[float], layers: list[int]) -> dict[str, str]:
-    """The best layer is one from 1 on, of several the first; the last is the last that was asked for."""
-    percent = dict(zip(layers, values, strict=True))
-    best, last = max((layer for layer in layers if layer > 0), key=lambda layer: percent[layer]), layers[-1]
-    places = {
-        "layer 0": percent.get(0, math.nan),
-        "best layer": percent[best],
-        "at": best,
-        f"layer {last}": percent[last],
-    }
-    texts = {place: "-" if math.isnan(value) else f"{100 * value:.2f}" for place, value in places.items()}
-    return {"": name, "score": score, **texts, "at": str(best)}
 
 
 def _layer_name(column: Any) -> Any:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from lit_layers.cli.console import verbosity
 
+SEPARATOR = "<|endoftext|>"
+
 
 def prepare(
     *,
@@ -12,7 +14,7 @@ def prepare(
     root: Path,
     max_documents: int | None = None,
     column: str | None = None,
-    separator: str | None = None,
+    separator: str = SEPARATOR,
     validation: float | None = None,
 ) -> int:
     """Tokenize a corpus into memory-mapped shards.
@@ -37,7 +39,7 @@ def prepare(
         tokenizer,
         root,
         column=column,
-        separator=separator,
+        separator=None if separator == SEPARATOR else separator,
         validation=validation,
         max_documents=max_documents,
         progress=verbosity() >= 0,

@@ -3,15 +3,16 @@
 import hashlib
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lit_layers import records, run_data
 from lit_layers.cli.console import note
 from lit_layers.cli.options import Names
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
-
-if TYPE_CHECKING:
-    from lit_layers.report.side_by_side import SideBySide
+from lit_layers.report import MirrorAside, WandbMirror, rendering, side_by_side, write_report
+from lit_layers.report.template import write_page
+from lit_layers.report.wandb_workspace import place_of, save, workspace_of
 
 
 def report(
@@ -43,26 +44,19 @@ def report(
         settings: where an analysis was measured with several settings (options, data), draw these, by the names that
             the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
     """
-    from lit_layers import run_data
-    from lit_layers.report import MirrorAside, write_report
-
     chosen = settings or ()
     if len(runs) > 1:
         of_one = {"wandb": wandb, "workspace": workspace}
         if alone := next((name for name, on in of_one.items() if on), None):
             raise InputError(f"{alone}: expected one run, got {len(runs)}")
-        from lit_layers.report.side_by_side import read_side_by_side
-
         about: Any = {"seeds": seeds, "group": group, "settings": chosen, "allow_suspect": allow_suspect}
-        return _side_by_side(read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
+        return _side_by_side(side_by_side.read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
     if group is not None or (seeds and workspace is None):
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (folder,) = runs
     if workspace is not None:
-        from lit_layers.report.wandb_workspace import place_of
-
         place_of(workspace)  # before anything is written
     run = run_data.read_run(folder, settings=chosen)
     if not allow_suspect:
@@ -72,14 +66,10 @@ def report(
     for sentence in run_data.other_settings(run):
         note(f"other settings: {sentence}; --settings NAME draws them")
     if export is not None:
-        from lit_layers import records
-
         records.export(records.frame(run.measurements), export)
         print(export)
     if pictures is not None:
-        from lit_layers.report.rendering import write_pictures
-
-        print(*write_pictures(folder, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
+        print(*rendering.write_pictures(folder, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
     print(write_report(folder, root, allow_suspect=allow_suspect, settings=chosen))
     if wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
@@ -88,33 +78,24 @@ def report(
         mirror.finish()
         print(mirror.closing_line())
     if workspace is not None:
-        from lit_layers.report.wandb_workspace import save, workspace_of
-
         print(save(workspace_of(folder, workspace, seeds=seeds), workspace))
     return 0
 
 
-def _side_by_side(content: "SideBySide", out: Path, export: Path | None, pictures: Path | None) -> int:
-    from lit_layers.report.side_by_side import last_values, page_of, write_pictures
-    from lit_layers.report.template import write_page
-
+def _side_by_side(content: side_by_side.SideBySide, out: Path, export: Path | None, pictures: Path | None) -> int:
     for sentence in content.notes:
         note(sentence)
     if export is not None:
-        from lit_layers import records
-
-        records.export(last_values(content), export)
+        records.export(side_by_side.last_values(content), export)
         print(export)
     if pictures is not None:
-        print(*write_pictures(content, pictures), sep="\n")
-    print(write_page(page_of(content), out))
+        print(*side_by_side.write_pictures(content, pictures), sep="\n")
+    print(write_page(side_by_side.page_of(content), out))
     return 0
 
 
 def _mirror(about: dict[str, Any]) -> Any:
     """A mirror with the options that the run's own had, where it had one."""
-    from lit_layers.report import WandbMirror
-
     options = (about.get("config", {}).get("wandb") or {}).get("init_args")
     parameters = inspect.signature(WandbMirror).parameters
     return WandbMirror(**{name: value for name, value in (options or {}).items() if name in parameters})

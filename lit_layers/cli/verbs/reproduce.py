@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import yaml
 
@@ -14,9 +14,7 @@ from lit_layers.cli.options import Recipe
 from lit_layers.cli.recipes import find_recipe
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-
-if TYPE_CHECKING:
-    from lit_layers.papers import PaperRecipe, Step
+from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
 
 STEPS = "steps"  # folder of the options of each step
 _STOPPED = 128  # exit codes above: Ctrl-C, SIGTERM
@@ -42,8 +40,6 @@ def reproduce(
         plan: say what its commands would cost, and measure nothing
         compare: only compare what has been measured
     """
-    from lit_layers.papers import read_recipe
-
     if plan and compare:
         raise InputError("plan: --compare was given, which measures nothing either: leave one out")
     file = find_recipe(file)
@@ -104,8 +100,6 @@ def _run(commands: Iterable[tuple[list[str], Container[str]]], *, plan: bool, en
 
 
 def _compare(recipe: "PaperRecipe", root: Path, *, reduced: bool) -> None:
-    from lit_layers.papers import PAPERS, compare, write_comparison
-
     rows = compare(recipe, root, reduced=reduced)
     notes = [recipe.shows]
     if recipe.differs:

@@ -1,33 +1,41 @@
 """`lit-layers select`: the layer that is enough for a task, and the model cut there."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
+
+from lit_layers.analyses.probes.probe_fits import ProbeOptions
+from lit_layers.analyses.states import at_least_float32
 from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.correlate import run_models
 from lit_layers.errors import InputError, whole_path
 from lit_layers.identity import variant_of
+from lit_layers.measuring.offline import device_of
+from lit_layers.measuring.plan import name_of
 from lit_layers.metrics import look_up
+from lit_layers.models.costs import layer_latencies
+from lit_layers.models.saved import load
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Measurement
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
-
-if TYPE_CHECKING:
-    from lit_layers.models.view import LayeredModel
-    from lit_layers.records import Measurement
-    from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures
-    from lit_layers.select.selection import Selection
-    from lit_layers.series.checkpoint_sources import ModelFiles
-    from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.select.choosing import BY, Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
+from lit_layers.select.export import refuse_taken
+from lit_layers.select.selection import Candidate, Selection, comparison_table, write_comparison
+from lit_layers.series import OneModel
+from lit_layers.series.checkpoint_sources import ModelFiles
+from lit_layers.tasks.catalogue import TASKS, unknown_task
+from lit_layers.tasks.embeddings import sentence_encoder
+from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.task_files import SUFFIXES, is_local
 
 WITHOUT_TOLERANCE = ("knee", "best")
-OF_TEXTS = ("folder", "tokenizer", "max_tokens", "cache")
-OF_IMAGES = ("num_train", "num_test")
 OF_FILES = ("text", "label", "regression")
 MEASUREMENTS = "measurements.jsonl"
-OF_CLASSES, OF_NUMBERS = ("c", "max_iterations"), ("penalty",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,24 +100,13 @@ class SelectOptions:
     rounds: Annotated[int, COUNT] = 20
 
     def checked(self) -> "ProbeTask | None":
-        """The task of texts; None for images.
+        """Return the task of texts; None for images.
 
         Raises:
             InputError: options that are out of range or do not fit together.
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
-        options, sees_images = given(self), self.images is not None
-        cases = [
-            (OF_TEXTS + OF_FILES, sees_images, "is for texts, and --images was given"),
-            (OF_IMAGES, not sees_images, "is for --images, and a task of texts was given"),
-            (("keep_lm_head", "overwrite"), self.export is None, "is for --export DIR, which was not given"),
-            (("tolerance",), self.rule in WITHOUT_TOLERANCE, f"the rule {self.rule} has none"),
-        ]
-        refuse_beside(options, cases)
-        below = self.rule == "fraction_of_last"
-        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
-        refuse_outside("", {"tolerance": tolerance}, vars(self))
         for name, folder in {"root": self.root, "export": self.export, "cache": self.cache}.items():
             if folder is not None:
                 refuse_unwritable(name, Path(folder))
@@ -117,46 +114,39 @@ class SelectOptions:
             refuse_replacing(self.root, [self.task], ("models", "layers"))
         if self.root and self.export and self.root.resolve().is_relative_to(self.export.resolve()):
             raise InputError(f"root: {self.root} is where the export goes: name another folder")
-        task = None if self.task is None else self._task(self.task)
-        is_regression = task is not None and task.kind == "regression"
-        if is_regression and below and self.by is None:
-            raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
+        task = None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
+        is_regression, is_own = (
+            task is not None and task.kind == "regression",
+            task is not None and self.task not in TASKS,
+        )
         cases = [
-            (OF_CLASSES, is_regression, "is for classifications, and this task is a regression"),
-            (OF_NUMBERS, not is_regression, "is for regressions, and this task is a classification"),
-        ]
-        refuse_beside(options, cases)
-        return task
-
-    def _task(self, name: str) -> "ProbeTask":
-        """A task of the catalogue; else one file, of which test and validation are cut off, or a folder of such."""
-        from lit_layers.tasks.catalogue import TASKS, unknown_task
-        from lit_layers.tasks.probe_task import ProbeTask
-        from lit_layers.tasks.task_files import SUFFIXES, is_local
-
-        of_catalogue = name in TASKS
-        if not of_catalogue and not is_local(name):
-            raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
-        cases = [
-            (OF_FILES, of_catalogue, f"is for files of your own, and {name} is of the catalogue"),
-            (("folder",), not of_catalogue, f"is for tasks of the catalogue, and {name} is a file of your own"),
+            (("num_train", "num_test"), task is not None, "is for --images, and a task of texts was given"),
+            (("tolerance",), self.rule in WITHOUT_TOLERANCE, f"the rule {self.rule} has none"),
+            (OF_FILES, not is_own, "is for files of your own"),
+            (("c", "max_iterations"), is_regression, "is for classifications, and this task is a regression"),
+            (("penalty",), not is_regression, "is for regressions, and this task is a classification"),
         ]
         refuse_beside(given(self), cases)
-        if of_catalogue:
-            return TASKS[name]
+        below = self.rule == "fraction_of_last"
+        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
+        refuse_outside("", {"tolerance": tolerance}, vars(self))
+        if is_regression and below and self.by is None:
+            raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
+        return task
+
+    def _own_task(self, name: str) -> "ProbeTask":
+        """Return the task of one file, of which test and validation are cut off, or of a folder of such."""
+        if not is_local(name):
+            raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
         path = whole_path(name)
         if not path.exists():
             raise InputError(f"task: expected labelled texts in {path}, which does not exist")
         splits = {file.stem for file in path.iterdir()} if path.is_dir() else set()
-        task = ProbeTask(
-            path.resolve().name if path.is_dir() else path.stem,
-            str(path),
-            kind="regression" if self.regression else "classification",
-            text=self.text or "text",
-            label=self.label or "label",
-            test="test" if "test" in splits else None,
-            validation="validation" if "validation" in splits else None,
-        )
+        about: Any = {each: each for each in ("test", "validation") if each in splits}
+        about |= {"kind": "regression" if self.regression else "classification"}
+        columns: Any = {"text": self.text or "text", "label": self.label or "label"}
+        name = path.resolve().name if path.is_dir() else path.stem
+        task = ProbeTask(name, str(path), **{"test": None, "validation": None, **about, **columns})
         task.check()
         return task
 
@@ -171,8 +161,6 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     """
     models = [model, *others]
     texts, names = options.checked(), _names(models, options)
-    from lit_layers.select.export import refuse_taken
-
     if options.export is not None:
         refuse_taken(options.export, options.overwrite)
     for each in models:
@@ -194,39 +182,26 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
 
 
 def _names(models: list[str], options: SelectOptions) -> list[str]:
-    """What the models are called in tables and folders.
+    """Return what the models are called in tables and folders.
 
     Raises:
         InputError: of several models, options that are for one, or two that have one name.
     """
-    from lit_layers.measuring.plan import name_of
-
     names = [name_of(model) for model in models]
-    if len(models) > 1:
-        refuse_beside(
-            given(options), [(("export", "revision"), True, f"is for one model, and {len(models)} are named")]
-        )
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(
-                f"models: two are called {twice}: name each once, or compare them in folders of other names"
-            )
+    is_one = f"is for one model, and {len(models)} are named"
+    refuse_beside(given(options), [(("export", "revision"), len(models) > 1, is_one)])
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"models: two are called {twice}: name each once, or compare them in folders of other names")
     return names
 
 
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
-    """The layer chosen for a model."""
-    from lit_layers.analyses.probes.probe_fits import ProbeOptions
-    from lit_layers.models.costs import layer_latencies
-    from lit_layers.select.choosing import BY, choose
-    from lit_layers.select.selection import Selection
-    from lit_layers.series.checkpoint_sources import ModelFiles
-
+    """Return the layer chosen for a model."""
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
-    measured = None
-    if options.by is not None and options.by not in BY["classification" if texts is None else texts.kind]:
-        measured = _measured(options.by, model, options.revision)
+    by, measured = options.by, None
+    if by is not None and by not in BY["classification" if texts is None else texts.kind]:
+        by, measured = _measured(by, model, options.revision)
     with bar("opening the model") as show:
-        show(0, 1, "opening the model")
         files = ModelFiles(model, revision=options.revision)
         view, task, tokenizer = _opened(files, options, texts)
 
@@ -234,87 +209,61 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             show(0, 1, f"features of {part}")
             return task.features(part)
 
-        choice = choose(
-            features,
-            task.targets,
-            num_classes=task.num_classes,
-            rule=options.rule,
-            tolerance=options.tolerance,
-            by=options.by if measured is None else measured[0],
-            measured=None if measured is None else measured[1],
-            options=ProbeOptions(**numbers),
-            progress=show,
-        )
-        show(1, 1, "probes of all layers fitted and scored")
+        about: Any = {"rule": options.rule, "tolerance": options.tolerance, "by": by, "measured": measured}
+        about |= {"num_classes": task.num_classes, "options": ProbeOptions(**numbers), "progress": show}
+        choice = choose(features, task.targets, **about)
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
-    return Selection(
-        name=name,
-        files=files,
-        revision=options.revision,
-        view=view,
-        task=task,
-        tokenizer=tokenizer,
-        choice=choice,
-        tolerance=None if options.rule in WITHOUT_TOLERANCE else options.tolerance,
-        seconds=seconds,
-    )
+    tolerance = None if options.rule in WITHOUT_TOLERANCE else options.tolerance
+    found: Any = {"view": view, "task": task, "tokenizer": tokenizer, "choice": choice, "seconds": seconds}
+    return Selection(name=name, files=files, revision=options.revision, tolerance=tolerance, **found)
 
 
 def _measured(by: str, model: str, revision: str | None) -> "tuple[str, dict[int, Score]]":
-    """The metric that is meant, and its value at each layer, of what was measured of a checkpoint: in the folder of its
-    run, or where `lit-layers analyze` writes unless told otherwise.
+    """Return the metric that is meant, and its value at each layer, of what was measured of a checkpoint: in the folder
+    of its run, or where `lit-layers analyze` writes by default.
 
     Raises:
         InputError: no measurements, a metric that is none of theirs or has no better direction, several that are meant.
     """
-    from lit_layers.correlate.run_models import (
-        MetricQuery,
-        candidates,
-        nearest,
-        plainest_variant,
-        read_run_models,
-    )
-    from lit_layers.measuring.plan import name_of
-    from lit_layers.select.choosing import Score
-
-    query = MetricQuery.of(by, "by")
+    query = run_models.MetricQuery.of(by, "by")
     if look_up(query.name).better is None:
         raise InputError(f"by: expected a metric with a better direction (docs/metrics.md), and {query.name} has none")
-    folder = Path(model).resolve()
+    folder, then = Path(model).resolve(), f"measure it by lit-layers analyze {model}"
     roots = [root for root in (folder.parent, Path("checkpoints") / name_of(model)) if (root / MEASUREMENTS).is_file()]
     if not roots:
-        raise InputError(f"by: {query.name} was not measured of {model}: measure it by lit-layers analyze {model}")
+        raise InputError(f"by: {query.name} was not measured of {model}: {then}")
     numbers = re.fullmatch(r"(?:step|checkpoint)-?(\d+)", folder.name)
     step = int(numbers[1]) if numbers else None
-    runs = read_run_models(roots[:1])
+    runs = run_models.read_run_models(roots[:1])
     if step is not None and len(runs) > 1:  # as on the page of a run: others in its folder are not of it
         runs = [run for run in runs if run.name == run.about.get("run", roots[0].name)]
-    at, beside = [each for run in runs for each in run.measurements if each.step == step], roots[0] == folder.parent
+    at = [each for run in runs for each in run.measurements if each.step == step]
+    beside = roots[0] == folder.parent
     at = [each for each in at if step is not None or _is_of(each, model, revision, beside=beside)]
     if not at:
-        raise InputError(f"by: {roots[0]} has no measurements of {model}: measure it by lit-layers analyze {model}")
-    of_metric = [(name, record) for name, record in candidates(at, query) if record.layer is not None]
-    matching = [(name, record) for name, record in of_metric if query.fits(record.tags)]
-    names = sorted({name for name, _ in matching})
+        raise InputError(f"by: {roots[0]} has no measurements of {model}: {then}")
+    of_layers = [(name, record) for name, record in run_models.candidates(at, query) if record.layer is not None]
+    of_layers = [(name, record) for name, record in of_layers if query.fits(record.tags)]
+    names = sorted({name for name, _ in of_layers})
     if len(names) != 1:
-        near = nearest(by, sorted({f"{each.analysis}/{record.metric}" for each in at for record in each.records}))
+        near = run_models.nearest(by, sorted({f"{m.analysis}/{record.metric}" for m in at for record in m.records}))
         raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{near}")
-    variants = [variant_of(record.tags) for _, record in matching]
-    variant = plainest_variant(variants, f"{names[0]}/{query.name}", option="by", example=f"{query.name}[{{}}]")
+    variants = [variant_of(record.tags) for _, record in of_layers]
+    about: Any = {"option": "by", "example": f"{query.name}[{{}}]"}
+    variant = run_models.plainest_variant(variants, f"{names[0]}/{query.name}", **about)
     curve: dict[int, Score] = {}
-    for _, record in matching:
-        if record.layer is not None and variant_of(record.tags) == variant:
+    for (_, record), of in zip(of_layers, variants, strict=True):
+        if record.layer is not None and of == variant:
             ends = (record.value if end is None else end for end in (record.low, record.high))
             curve[record.layer] = Score(record.value, *ends)
     return query.name, curve
 
 
 def _is_of(measured: "Measurement", model: str, revision: str | None, *, beside: bool) -> bool:
-    """Whether a model without steps is the one that was measured; one that lies beside may have moved with the file."""
-    named = str(measured.provenance.get("checkpoint", measured.run))
-    one, other = Path(named), Path(model)
-    is_same = one.resolve() == other.resolve() or (beside and one.name == other.resolve().name)
+    """Return whether a model without steps is the one that was measured; one that lies beside may have moved."""
+    one, other = Path(str(measured.provenance.get("checkpoint", measured.run))).resolve(), Path(model).resolve()
+    is_same = one == other or (beside and one.name == other.name)
     return is_same and measured.provenance.get("revision") in (None, revision or "main")
 
 
@@ -324,8 +273,6 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     Raises:
         InputError: none of them has a layer: what is wrong with the first.
     """
-    from lit_layers.select.selection import Candidate, comparison_table, write_comparison
-
     task = Path(str(options.images)).name if texts is None else texts.name
     root = options.root or results_folder("models", task)
     candidates, left_out = [], {}
@@ -341,53 +288,21 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     if not candidates:
         raise InputError(f"{models[0]}: {left_out[names[0]]}")
     paths = write_comparison(candidates, left_out, task, root)
-    _show_models(comparison_table(candidates, {}), task)
+    print(comparison_table(candidates, {}).set_index("model").T.to_string(float_format="{:.4g}".format, na_rep=""))
     for name, why in left_out.items():
         print(f"left out: {name}: {why}")
     print(*paths, sep="\n")
     return 1 if left_out else 0
 
 
-def _show_models(table: Any, task: str) -> None:
-    """Prints a row a model; an interval stands behind its number."""
-
-    def text(row: Any, name: str, form: str = ".4f") -> str:
-        value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-        return "" if math.isnan(value) else f"{value:{form}} ({low:{form}} to {high:{form}})"
-
-    first = table.iloc[0]
-    rows = [
-        {
-            "model": row["model"],
-            "layer": f"{row['layer']} of {row['num_layers']}",
-            "validation": f"{row['validation']:.4f}",
-            "test": text(row, "test"),
-            "less its last layer": text(row, "difference_to_last", "+.4f"),
-            f"less {row['reference']}": text(row, "difference_to_reference", "+.4f"),
-            "ms": f"{row['milliseconds']:.3g}",
-            "of the whole": f"{row['milliseconds'] / row['milliseconds_last']:.0%}",
-        }
-        for row in table.to_dict("records")
-    ]
-    show_table(rows, f"{task}: {first['test_metric']} at the layer chosen for each model")
-    judged = "validation score" if first["metric"] == first["test_metric"] else first["metric"]
-    print(f"{first['reference']} has the best {judged}; differences are paired over the test rows.")
+def _interval(score: "Score", form: str = ".4f") -> str:
+    return f"{score.value:{form}} ({score.low:{form}} to {score.high:{form}})"
 
 
 def _opened(
     files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
     """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
-    import torch
-
-    from lit_layers.analyses.states import at_least_float32
-    from lit_layers.measuring.offline import device_of
-    from lit_layers.models.saved import load
-    from lit_layers.models.view import LayeredModel
-    from lit_layers.select.choosing import of_images, of_texts
-    from lit_layers.series import OneModel
-    from lit_layers.tasks.embeddings import sentence_encoder
-
     model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
@@ -411,7 +326,7 @@ def _opened(
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
-    """Prints the scores, the choice and the notes."""
+    """Print the scores, the choice and the notes."""
     rows = [
         {
             "layer": layer,
@@ -426,17 +341,12 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
     show_table(rows, f"{task.name}: {choice.metric} {'as measured' if measured else 'on validation rows'}")
     if not measured:
         print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
-    of = f" {choice.test_metric}" if measured else ""
+    test, last = f"test {choice.test_metric}" if measured else "test", choice.num_layers
     for layer, score in sorted(choice.test.items()):
-        print(f"test{of}, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
-    if choice.layer != choice.num_layers:
-        gap = choice.difference
-        print(
-            f"test{of}, layer {choice.layer} less layer {choice.num_layers}: {gap.value:+.4f} "
-            f"({gap.low:+.4f} to {gap.high:+.4f}, the same rows)"
-        )
-    for note in task.notes:
-        print(note)
+        print(f"{test}, layer {layer}: {_interval(score)}")
+    if choice.layer != last:
+        print(f"{test}, layer {choice.layer} less layer {last}, the same rows: {_interval(choice.difference, '+.4f')}")
+    print(*task.notes, sep="\n")
 
 
 def results_folder(model: str, task: str) -> Path:
