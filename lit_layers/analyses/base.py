@@ -291,16 +291,17 @@ class Analysis(ABC):
         return hash_of(_hash_tokenizers(self.config()))
 
     def data_hash(self) -> str | None:
-        """Return a hash of the data that is measured, over every field with a `content_hash()`; None without such a
-        field."""
+        """Return a hash of the measured data, over every field with a `content_hash()`; None if there is none."""
         parts = [
             value.content_hash() for value in vars(self).values() if callable(getattr(value, "content_hash", None))
         ]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
 
     def tokenizer_hash(self) -> str | None:
-        """Return a hash of the tokenizer that made the data, over every field with a `tokenizer_hash()`; None without
-        one. Hashes of several tokenizers are joined by commas."""
+        """Return a hash of the data's tokenizer, over every field with a `tokenizer_hash()`; None if there is none.
+
+        Hashes of several tokenizers are joined by commas.
+        """
         hashes = [
             value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
         ]
@@ -358,8 +359,10 @@ def _tokenizer_hash(place: str) -> str:
 
 
 def describe(value: Any, *, in_data: bool = False) -> Any:
-    """Return `value` as plain JSON data: an object is its class path and public fields, an array outside data is its
-    hash."""
+    """Return `value` as plain JSON data.
+
+    An object is its class path and public fields, an array outside data is its hash.
+    """
     nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, str | int | float | bool):

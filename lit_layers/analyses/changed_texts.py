@@ -178,8 +178,7 @@ class Invariance(Analysis):
         return self._encoded[limit]
 
     def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
-        """Return which layers are measured, and the prompts (kept,) all of whose views have a vector at each of
-        them."""
+        """Return which layers are measured, and the prompts (kept,) whose views all have a vector at each of them."""
         layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
             raise nothing_defined(self.name)
@@ -224,8 +223,10 @@ class Invariance(Analysis):
         return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
 
     def _values(self, vectors: Tensor) -> dict[_Metric, float]:
-        """Return the values of one layer's vectors (views, prompts, dim) by metric and normalization; NaN if
-        undefined."""
+        """Return the values of one layer's vectors (views, prompts, dim) by metric and normalization.
+
+        An undefined value is NaN.
+        """
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
         values: dict[tuple[str, Normalization], float] = {("infonce", "raw"): loss}

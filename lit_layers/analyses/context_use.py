@@ -238,8 +238,9 @@ class InContext(Analysis):
 
 @dataclass(kw_only=True)
 class NgramAgreement(Analysis):
-    """`ngram_divergence` of every layer: KL from the unigrams, bigrams and trigrams of a corpus (tag `order`) to its
-    readout, the model's own norm and head.
+    """`ngram_divergence` of every layer: KL from a corpus' n-grams (tag `order`) to the layer's readout.
+
+    The readout is the model's own norm and head.
 
     Of `num_tokens` tokens of each prompt, evenly spread from the second on, then the mean over prompts, with intervals;
     means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1, has at each token the n-gram of

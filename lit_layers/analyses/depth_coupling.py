@@ -119,8 +119,10 @@ class Coupling(Analysis):
         return sorted({functional.num_directions(k, model.dim) for k in self.k})
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
-        """Return the options of a preset. The script for images takes the blocks' own outputs, without the final norm,
-        of the first image of its batch."""
+        """Return the options of a preset.
+
+        The script for images takes the blocks' own outputs, without the final norm, of the first image of its batch.
+        """
         of_images = {"states": "resid", "token": "last_patch", "num_prompts": 1}
         return {**self.PRESETS[preset], **(of_images if model.family.sees_images else {})}
 
@@ -146,8 +148,10 @@ class _Blocks:
         self.tokens = options.tokens(model)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values that the records need, a row per block, in float64 on the CPU. The last dimension is
-        prompts, and within them their tokens."""
+        """Return the values that the records need, a row per block, in float64 on the CPU.
+
+        The last dimension is prompts, and within them their tokens.
+        """
         rows: dict[str, list[Tensor]] = {}
         jacobians: list[Tensor] = []
         parts: dict[str, list[Tensor]] = {name: [] for name in _KEPT}
@@ -224,8 +228,10 @@ class _Blocks:
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines of the carried vectors with the states, and the vectors one block on:
-        `linearized_rollout`."""
+        """Return the cosines of the carried vectors with the states, and the vectors one block on.
+
+        See `linearized_rollout`.
+        """
         is_last = layer == self.model.num_layers
         after = convert_states(self.model, self.options.states, layer, self.trajectory.hidden[layer])
         states = torch.stack([carried, self._token_states(after).double()])

@@ -124,8 +124,10 @@ class LayerSimilarity(Analysis):
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
-    """Return the matrix (layers + 1, layers + 1, prompts) of each prompt, so that their mean is that of all, and so is
-    its spread; in float64, NaN where a state is zero."""
+    """Return the matrices (layers + 1, layers + 1, prompts), in float64, NaN where a state is zero.
+
+    Their mean over prompts is that of all, and so is its spread.
+    """
     num_layers, num_prompts = hidden.shape[:2]
     matrices = torch.zeros(num_layers, num_layers, num_prompts, dtype=torch.float64)
     for row in range(num_prompts):
@@ -234,8 +236,10 @@ ENDING = ("ending_input_cosine", "ending_input_norm_ratio")
 
 
 def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
-    """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens). One undefined
-    token makes the mean NaN."""
+    """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens).
+
+    One undefined token makes the mean NaN.
+    """
     mask = mask.to(states.device)  # where there is no float64, states are on the CPU
     norms, of_usual = states.norm(dim=-1), usual.norm(dim=-1)
     cosines = (states * usual).sum(-1) / (norms * of_usual)

@@ -21,8 +21,9 @@ from lit_layers.records import Record
 def measure_speed(
     model: nn.Module, compared: Sequence[Variant], batch: Batch, *, num_rounds: int = 20, num_warm_up: int = 3
 ) -> Iterator[Record]:
-    """Yield the records of `Speed` for variants of a model on its device; the first is the full model, which runs as it
-    is.
+    """Yield the records of `Speed` for variants of a model on its device.
+
+    The first variant is the full model, which runs as it is.
 
     In each round every variant runs the first row of the batch and then the whole batch, and each round begins with
     another variant, so that whatever else the machine does meets all of them alike. Changing the order is not timed.

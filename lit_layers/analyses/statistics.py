@@ -81,8 +81,10 @@ Interval = tuple[float | None, float | None]
 
 
 def _intervals(rows: Sequence[Tensor], statistics: Sequence[Statistic]) -> list[Interval]:
-    """Return an interval for each row (prompts,). Rows that are defined for the same prompts are resampled by one
-    product."""
+    """Return an interval for each row (prompts,).
+
+    Rows that are defined for the same prompts are resampled by one product.
+    """
     intervals: list[Interval] = [(None, None)] * len(rows)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
     for place, (row, statistic) in enumerate(zip(rows, statistics, strict=True)):
@@ -195,8 +197,10 @@ def mean_of_defined(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def median_of_defined(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the median of the values that are not NaN, halfway between the middle two of an even number; NaN if all
-    are."""
+    """Return the median of the values that are not NaN; NaN if all are.
+
+    Of an even number it is halfway between the middle two.
+    """
     count = (~values.isnan()).sum(dim, keepdim=True)
     ordered = values.sort(dim).values  # NaN last
     lower = ordered.gather(dim, (count - 1).clamp(min=0) // 2)
@@ -214,8 +218,9 @@ def summarize_ratio(
     counted: str | None = None,
     empty_is_undefined: bool = True,
 ) -> list[Record]:
-    """Return the sum of `sums` over the sum of `counts`, (prompts,) each: every token has equal weight, whichever
-    prompt it is in.
+    """Return the sum of `sums` over the sum of `counts`, (prompts,) each.
+
+    Every token has equal weight, whichever prompt it is in.
 
     Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts: those of the mean
     of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the prompts' means,
@@ -274,8 +279,10 @@ def random_halves(n: int, num_halves: int) -> list[Tensor]:
 
 
 def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
-    """Return values (layers + 1, halves) of random halves of the prompts of (layers + 1, prompts, dim); None for too
-    few."""
+    """Return values (layers + 1, halves) of random halves of the prompts; None for too few.
+
+    `pooled` is (layers + 1, prompts, dim).
+    """
     values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
     return torch.stack(values, -1) if values else None
 
@@ -288,8 +295,9 @@ def records_of_layers(
     tags: Mapping[str, Any],
     counted: Mapping[str, Sequence[bool]] | None = None,
 ) -> Iterator[Record]:
-    """Yield records of each layer and of the mean over 1..L, from values (layers + 1,) and those of halves (layers + 1,
-    halves).
+    """Yield records of each layer and of the mean over 1..L.
+
+    Values are (layers + 1,), and those of halves (layers + 1, halves).
 
     A layer whose value is NaN has no record, and where one of 1..L has none the mean is NaN and counts these in the tag
     `num_undefined_layers`. `counted` says of each layer what tags count.

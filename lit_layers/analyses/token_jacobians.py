@@ -32,23 +32,29 @@ from lit_layers.records import Record
 
 
 def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
-    """Return the Jacobians (tokens, dim, dim) of block `layer` from each of these real tokens of one prompt to
-    itself."""
+    """Return the Jacobians (tokens, dim, dim) of block `layer` from each of these tokens to itself.
+
+    The tokens are real ones of one prompt.
+    """
     block, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
     return block_jacobian(block, hidden, out_tokens=list(tokens), mask=trajectory.mask)[0]
 
 
 def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians (.., dim, dim) with non-finite ones set to zero, and which are undefined: non-finite or
-    zero."""
+    """Return the Jacobians (.., dim, dim) with non-finite ones set to zero, and which are undefined.
+
+    Those are non-finite or zero.
+    """
     broken = ~jacobians.isfinite().all(-1).all(-1)
     finite = jacobians.masked_fill(broken[..., None, None], 0)
     return finite, (finite == 0).all(-1).all(-1)
 
 
 def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield the accuracy at one number of directions, from the gaps of all defined Jacobians and the likely errors of
-    their pairs; nothing without gaps."""
+    """Yield the accuracy at one number of directions; nothing without gaps.
+
+    It follows from the gaps of all defined Jacobians and the likely errors of their pairs.
+    """
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         if errors.numel():
@@ -244,9 +250,11 @@ class TokenCoupling(Analysis):
     def _coupled(
         self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]
     ) -> tuple[Tensor, int, Tensor]:
-        """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens), in
-        float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs, and the largest
-        likely error of the others, (k, 1) or (k, 0)."""
+        """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
+
+        It is in float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs, and the
+        largest likely error of the others, (k, 1) or (k, 0).
+        """
         tokens = len(first.place)
         if table == "token":
             rows = first.place.diagonal()[None]
@@ -381,8 +389,7 @@ class CrossTokenInfluence(Analysis):
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
-        """Return the measured distances in ascending order, with 0 and the first token's among them if there is
-        room."""
+        """Return the measured distances in ascending order; 0 and the first token's are among them if there is room."""
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))
@@ -424,8 +431,10 @@ class CrossTokenInfluence(Analysis):
         return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
 
     def _through_norm(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
-        """Return the Jacobians of the last block followed by the norm, by the chain rule, without the identity where it
-        was subtracted."""
+        """Return the Jacobians of the last block followed by the norm, by the chain rule.
+
+        The identity is left out where it was subtracted.
+        """
         last = trajectory.hidden[-1][0, token_places(-1, trajectory.mask)[0, 0]]
         (outer,) = block_jacobian(norm, last[None, None], residual=False)
         skip = torch.tensor([self.identity == "always" or token == -1 for token in tokens], device=outer.device)

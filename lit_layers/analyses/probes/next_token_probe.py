@@ -68,8 +68,11 @@ def draw_rows(
     seed: int = 0,
     left_out: frozenset[int] | set[int] = frozenset(),
 ) -> Rows:
-    """Draw up to `per_text` different positions of each text, uniformly over those with `min_context` tokens up to and
-    including the position, and a token after it. They depend only on the seed and the index of the text."""
+    """Draw up to `per_text` different positions of each text, uniformly.
+
+    A position has `min_context` tokens up to and including it, and a token after it. Positions depend only on the seed
+    and the index of the text.
+    """
     chosen = []
     for index, text in enumerate(texts):
         num_allowed = len(text) - min_context
@@ -193,8 +196,10 @@ class NextTokenProbe(ProbeAnalysis):
         return probe_jobs(model, references, [fitting], self, seed)
 
     def _alike(self, text: Tensor) -> Tensor:
-        """Return group ids (n,) of rows to be held out together: one per document, or one per text if a document has
-        more rows than a fold should have."""
+        """Return group ids (n,) of rows to be held out together.
+
+        A group is a document, or a text if a document has more rows than a fold should have.
+        """
         origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list knows of none
         if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
             return text
@@ -211,8 +216,10 @@ class NextTokenProbe(ProbeAnalysis):
         return _together(model, train, problem.train)[0], of_test, head
 
     def _problem(self, broken: "_Broken" = (frozenset(), frozenset())) -> "_Problem":
-        """Return the rows of both splits and their classes, which depend only on tokens and are the same at every
-        checkpoint."""
+        """Return the rows of both splits and their classes.
+
+        They depend only on tokens and are the same at every checkpoint.
+        """
         if broken not in self._problems:
             self._problems[broken] = self._drawn(*broken)
         return self._problems[broken]
@@ -342,8 +349,9 @@ class _Seen(NamedTuple):
 
 
 def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _Seen:
-    """Return the states at the rows' positions and, given a problem and a model that generates, the predictions of its
-    head.
+    """Return the states at the rows' positions.
+
+    Given a problem and a model that generates, also return the predictions of its head.
 
     On the CPU; of the forward pass only the rows' own states and logits are kept.
     """

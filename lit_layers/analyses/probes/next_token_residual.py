@@ -120,8 +120,7 @@ class NextTokenResidual(Analysis):
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Return which layers are measured, which rows belong to texts that are finite at each of them, and tags that
-        count the others."""
+        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count others."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
         layers, kept = complete(of_texts == 0)
@@ -194,8 +193,10 @@ class NextTokenResidual(Analysis):
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
-        """Return which texts are fitted, (texts,): those with the lowest draws. Each draw depends on the seed and the
-        text's index."""
+        """Return which texts are fitted, (texts,): those with the lowest draws.
+
+        Each draw depends on the seed and the text's index.
+        """
         draws = [np.random.default_rng([self.seed, number]).random() for number in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
         fitted = torch.zeros(rows.num_texts, dtype=torch.bool)

@@ -226,8 +226,9 @@ def score_records(
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
-    """Yield how the score rises over layers 1 to L, with intervals over test rows: monotonicity, and where the rise
-    ends.
+    """Yield how the score rises over layers 1 to L, with intervals over test rows.
+
+    The records are monotonicity, and where the rise ends.
 
     `curve` holds the layers from 1 on. `plateau_layer` is the first after which no single step gains more than
     `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows. All are

@@ -299,8 +299,7 @@ def _exact(model: LayeredModel) -> Literal["float64", "float32"]:
 def _vectors(
     model: LayeredModel, pooling: Pooling, states: States, layer: int, hidden: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return vectors (batch, dim) of a batch at a layer on the CPU, NaN if undefined, and which rows have finite
-    states."""
+    """Return vectors (batch, dim) at a layer on the CPU, NaN if undefined, and which rows have finite states."""
     hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
     # what "centered_unit_mean" leaves undefined is NaN, of finite states

@@ -276,8 +276,10 @@ class _LayerScores(NamedTuple):
 
 
 def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
-    """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows; `missing` counts
-    rows."""
+    """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows.
+
+    `missing` counts rows.
+    """
     train, targets = rows.targets["train"], rows.targets["test"]
     tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts(), **missing}
     if rows.is_classification:

@@ -200,8 +200,7 @@ def is_long(prompt: Batch, skip_first: int) -> bool:
 
 
 def positions_of(trajectory: Trajectory, skip_first: int) -> Tensor:
-    """Return the positions of a prompt's real tokens from the given one on, without the last, which no token
-    follows."""
+    """Return the positions of a prompt's real tokens from the given one on, but the last, which no token follows."""
     return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
 
 

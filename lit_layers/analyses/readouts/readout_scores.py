@@ -56,8 +56,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
-        """Add up loss, hit and divergence (3, *n, rows), as `FullModel.compared` returns them for all rows of a
-        batch."""
+        """Add up loss, hit and divergence (3, *n, rows) of a batch, as `FullModel.compared` returns them."""
         prompt = rows.prompt.cpu()
         values = values.double().cpu()
         loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
@@ -66,8 +65,10 @@ class Sums(NamedTuple):
 
 
 def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
-    """Return the rows that are scored. For a model that generates they are the real tokens that a real token follows,
-    which is the target. For others they are all real tokens, or prompts if the head pools, with the batch's `labels`.
+    """Return the rows that are scored.
+
+    For a model that generates they are the real tokens that a real token follows, which is the target. For others they
+    are all real tokens, or prompts if the head pools, with the batch's `labels`.
 
     Raises:
         InputError: labels that do not fit, or a head with one output, of the analysis `name`.
@@ -137,8 +138,9 @@ class FullModel:
         self.itself = torch.cat(itself, dim=-1)  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
-        """Return loss, hit and KL(full model || these logits) of each row, (3, rows). Loss and hit are 0 without a
-        label, and NaN if the logits are.
+        """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
+
+        Loss and hit are 0 without a label, and NaN if the logits are.
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
@@ -286,8 +288,10 @@ def _num_classes(trajectory: Trajectory) -> int:
 
 @torch.no_grad()
 def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
-    """Return loss, hit and divergence of rows at every layer, (3, layers + 1, rows), with one layer's logits at a
-    time."""
+    """Return loss, hit and divergence of rows at every layer, (3, layers + 1, rows).
+
+    Only one layer's logits exist at a time.
+    """
     full = FullModel(trajectory.logits_of(rows.index), rows)
     early = [full.compared(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
     return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
