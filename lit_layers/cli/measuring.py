@@ -17,11 +17,11 @@ from lit_layers import records
 from lit_layers.cli import FAILED, process
 from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.cli.plan import Make, analyses_for, plan_of, root_of
 from lit_layers.errors import refuse_odd_files
 from lit_layers.identity import divided, settings_of, short, shown
 from lit_layers.measuring import AUTO, MeasuringOptions
 from lit_layers.measuring.offline import SeriesResult, analyze_series, silent
-from lit_layers.measuring.plan import Make, analyses_for, plan_of, root_of
 from lit_layers.records import Measurement
 from lit_layers.series import OneModel, Series, open_series
 

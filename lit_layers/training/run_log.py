@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_layers.measuring.plan import duration
 from lit_layers.records import Measurement, ScalarLog
+from lit_layers.run_data import duration
 from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.run_folder import Mirror, Origin, axis_step, origin_of

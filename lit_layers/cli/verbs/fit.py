@@ -23,12 +23,12 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
 from lit_layers.cli.console import Status, show_table, verbosity
 from lit_layers.cli.options import Recipe, Steps
+from lit_layers.cli.plan import Plan, sampled
 from lit_layers.cli.process import finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
 from lit_layers.measuring.one_model import outcomes
-from lit_layers.measuring.plan import Plan, sampled
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement

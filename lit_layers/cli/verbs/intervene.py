@@ -12,11 +12,11 @@ from lit_layers.analyses.speed import Speed
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
+from lit_layers.cli.plan import Target
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as orders
-from lit_layers.measuring.plan import Target
 from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.plots import with_task_medians
 from lit_layers.report import write_report

@@ -12,11 +12,11 @@ from lit_layers.analyses.states import at_least_float32
 from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.plan import name_of
 from lit_layers.correlate import run_models
 from lit_layers.errors import InputError, whole_path
 from lit_layers.identity import variant_of
 from lit_layers.measuring.offline import device_of
-from lit_layers.measuring.plan import name_of
 from lit_layers.metrics import look_up
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load

@@ -23,6 +23,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, analyze_series, silent
 from lit_layers.records import Measurement
+from lit_layers.run_data import duration
 from lit_layers.series import Checkpoint, Series
 from lit_layers.series.local_series import training_of
 from lit_layers.series.weight_files import Memory
@@ -96,14 +97,6 @@ def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]]
             plan.seconds[each.analysis][shares[each.analysis][1]] = each.seconds
         left = [each for each in left if each.name in shares and shares[each.name][1] < 1]
     return plan
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words."""
-    for unit, factor in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lit_layers.analyses import Coupling, Induction, Invariance, Trajectory
+from lit_layers.cli import plan as planning
+from lit_layers.cli.plan import sampled
 from lit_layers.data import GivenTexts
 from lit_layers.errors import InputError
-from lit_layers.measuring import plan as planning
-from lit_layers.measuring.plan import sampled
 from lit_layers.records import Measurement, Record
+from lit_layers.run_data import duration
 from tests.support.every_analysis import of_prompts, prompts
 from tests.support.listed_batches import Listed
 
@@ -50,7 +51,7 @@ def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion_to_the_la
     assert plan.of_analysis("long") == pytest.approx(1 + 1000)
     assert plan.of_checkpoint == pytest.approx(2 + 3 + 1001)
     *_, whole = plan.table(3, {"training": (60.0, 5e6)})
-    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", planning.duration(3 * 1006 + 60))
+    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", duration(3 * 1006 + 60))
     assert whole["disk"] == "5.0 MB"
     assert "an extrapolation" in plan.notes()[0]
 
