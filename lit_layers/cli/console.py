@@ -98,8 +98,8 @@ def _some(steps: Any) -> str:
 class Status:
     """A line of text that a terminal shows in place of the line before, and a log file once in `every` seconds."""
 
-    def __init__(self, stream: TextIO, every: float = LINE) -> None:
-        self.stream, self.is_live = stream, stream.isatty() and verbosity() == 0
+    def __init__(self, stream: TextIO | None, every: float = LINE) -> None:
+        self.stream, self.is_live = stream, stream is not None and stream.isatty() and verbosity() == 0
         self.every, self.last = (REDRAWN, 0.0) if self.is_live else (every, time.monotonic())
 
     @property
@@ -115,7 +115,13 @@ class Status:
             self.clear()
             print(text[: shutil.get_terminal_size().columns - 1], end="", file=self.stream, flush=True)
         else:
-            print(text, file=self.stream)
+            print(text, file=self.stream, flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a line that stays, unless the command is to be quiet."""
+        self.clear()
+        if verbosity() >= 0:
+            print(sentence, file=self.stream, flush=True)
 
     def clear(self) -> None:
         if self.is_live:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
-from lit_layers.cli.console import Status, show_table, verbosity
+from lit_layers.cli.console import Status, show_table
 from lit_layers.cli.options import Recipe, Steps
 from lit_layers.cli.plan import Plan, sampled
 from lit_layers.cli.process import finish_first
@@ -130,7 +130,7 @@ class Run:
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
-        progress = StepProgress(run_log)
+        self.progress = progress = StepProgress(run_log)
         self.series = SeriesCheckpoint(options.steps, self.root)
         watchers: Any = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
@@ -146,14 +146,8 @@ class Run:
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
-            say(process.description(trainer.strategy.root_device))
+            progress.status.say(process.description(trainer.strategy.root_device))
         return trainer
-
-
-def say(sentence: str) -> None:
-    """Print a line, unless the command is to be quiet."""
-    if verbosity() >= 0:
-        print(sentence)
 
 
 def _instantiated(recipe: Recipe) -> Any:
@@ -311,7 +305,7 @@ def _train(run: Run) -> int:
         end = origin.step + run.trainer.max_steps
         has_ended = run.folder.resume and point is not None and point.step >= end
         if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
-            say(sentence)
+            run.progress.status.say(sentence)
         if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
             point = _point(run.options)
         if point is not None and run.folder.resume and point.step >= end:
@@ -387,15 +381,15 @@ class StepProgress(L.Callback):
             self.status.show(f"step {step} {self._values()}")
         elif (self._time.expected or 0.0) >= LONG and step != self._told_step:
             self._told_step = step
-            self._say(self._now)
+            self.status.say(self._now)
 
     def measured(self, measurement: Measurement) -> None:
         self._time.measured(measurement)
         self._now, step, analysis = "", measurement.step, measurement.analysis
         if measurement.error is not None:
-            self._say(f"{analysis} failed at step {step}: {measurement.error}")
+            self.status.say(f"{analysis} failed at step {step}: {measurement.error}")
         elif not self.status.is_live:
-            self._say(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s")
+            self.status.say(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.is_global_zero and self.status.is_due:
@@ -406,11 +400,6 @@ class StepProgress(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.status.clear()
-
-    def _say(self, sentence: str) -> None:
-        self.status.clear()
-        if verbosity() >= 0:
-            print(sentence, file=self.status.stream)
 
     def _values(self) -> str:
         forms = {
