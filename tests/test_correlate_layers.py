@@ -389,10 +389,10 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
     [
         (
             ["--metrics", "a", "--score", "b"],
-            "--score belongs to a correlation over models, --metrics to one over layers",
+            "score: is for a correlation over models, and --metrics for one over layers: leave it out",
         ),
-        (["--scores", "mteb", "--metric", "b"], "--metric belongs to a correlation over models"),
-        (["--metrics", "a", "--scores", "mteb", "--take", "highest"], "--take belongs to a correlation over models"),
+        (["--scores", "mteb", "--metric", "b"], "metric: is for a correlation over models"),
+        (["--metrics", "a", "--scores", "mteb", "--take", "highest"], "take: is for a correlation over models"),
         (["--metrics", "a"], "scores: expected --scores"),
         (["--scores", "mteb"], "metrics: expected --metrics"),
         (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),

@@ -5,7 +5,7 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 35_632
+LINES = 35_629
 CHARACTERS = 1_695_600
 FILES = 203
 FILES_IN_A_FOLDER = 16

@@ -297,7 +297,6 @@ def test_help_names_the_series_and_their_options(capsys):
 def test_every_recipe_of_a_series_fits_the_analyses_of_text(path, analyses):
     command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
     (series,) = command.series(Checkpoints())
-    assert command.wants_own_tokenizer
     assert series.name in (command.options.series.init_args.get("repo"), path.stem)
     made = command.analyses(target(series.name, "its/tokenizer"))
     texts = [value for analysis in made for value in vars(analysis).values() if isinstance(value, EvalText)]
