@@ -168,7 +168,7 @@ class OrderStates(Analysis):
     with a token without a value (a zero state, or one that is not finite) is left out and counted in `num_undefined`.
 
     Of random orders the mean over seeds, taken within each prompt. Tags are those of `Interventions`. Blocks run as
-    `LayeredModel.replay` composes them, those that orders begin with in common once for each batch. The model runs in
+    `running_order` composes them, those that orders begin with in common once for each batch. The model runs in
     float32 or wider, the rest in float64.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block

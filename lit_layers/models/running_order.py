@@ -305,7 +305,7 @@ class _Place:
 class SharedPrefixes:
     """Final states of many schedules, as a walk through the tree of their common beginnings.
 
-    Composed as in `LayeredModel.replay`. On one state each block runs at most once: as a step of its own, as the first
+    Composed as in `running_order`. On one state each block runs at most once: as a step of its own, as the first
     of several schedules, in groups of blocks side by side. States that the full model passes are those of the
     trajectory and cost no run, as far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one.
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import Step, checked, members
 from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models import block_calls
 from lit_layers.models.block_calls import (
@@ -253,25 +252,6 @@ class LayeredModel:
             logits = self._real(self.family.read_out(self.model, flat))
         return logits.unflatten(0, hidden.shape[:-2]) if hidden.ndim > 2 else logits[0]
 
-    def replay(self, trajectory: "Trajectory", schedule: Sequence[Step]) -> Tensor:
-        """Logits of the blocks in the order of `schedule`, from layer 0 of a trajectory.
-
-        A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and
-        averages their outputs. `range(1, num_layers + 1)` reproduces the logits. Source: Sun et al., Transformer
-        Layers as Painters, arXiv 2407.09298.
-
-        Raises:
-            TypeError: a step that is neither a number nor a tuple of numbers.
-            ValueError: a block that is not there, or a tuple without one.
-        """
-        steps = checked(schedule, trajectory.num_layers)
-        with torch.no_grad():
-            hidden = trajectory.hidden[0]
-            for step in steps:
-                outputs = [trajectory.block(number)(hidden) for number in members(step)]
-                hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-            return trajectory.pooled(hidden) if trajectory.pools_some else self.readout(hidden)
-
     @contextmanager
     def _watched(self, hook: Callable[..., None]) -> Iterator[None]:
         """The hook sees each block's call inside, where every block runs once, in order."""
@@ -448,13 +428,6 @@ class Trajectory:
                 f"{self.model.attention!r}: take the trajectory again"
             )
         return self.calls[layer - 1]
-
-    def prompt(self, index: int) -> "Trajectory":
-        """The trajectory of one prompt (batch size 1), its blocks closed over that prompt's arguments."""
-        size = self.hidden.shape[1]
-        if not 0 <= index < size:
-            raise IndexError(f"prompts are numbered 0..{size - 1}, got {index}")
-        return self.rows(index, index + 1)
 
     def rows(self, start: int, stop: int) -> "Trajectory":
         """The trajectory of some prompts, its blocks closed over their arguments."""

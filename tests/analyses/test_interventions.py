@@ -17,6 +17,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
+from tests.support.replay import replay
 from tests.support.tiny_models import VOCAB, tiny, tiny_batch
 
 BLOCKS = 4
@@ -296,7 +297,7 @@ def test_half_precision_is_measured_as_it_is_and_widened_before_the_softmax():
     batch = tiny_batch("gpt2", batch=2)
     view = LayeredModel(model)
     trajectory = view.trajectory(batch)
-    logits = view.replay(trajectory, (1, 3))[:, :-1].double()
+    logits = replay(view, trajectory, (1, 3))[:, :-1].double()
     expected = -logits.log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).mean().item()
     found = run(model, batch, variants=("skip_one",))[at("variant_loss", 2, variant="skip_one")]
     assert found.value == pytest.approx(expected, rel=1e-6)

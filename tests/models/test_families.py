@@ -13,6 +13,7 @@ from lit_layers.models.families import class_named, family_of, propose_blocks
 from lit_layers.models.families.rows import row_of, trunk_of
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
+from tests.support.replay import replay
 from tests.support.tiny_models import (
     EVERY,
     FAMILIES,
@@ -76,7 +77,7 @@ def test_blocks_connect_the_layers_and_the_readout_ends_in_the_logits(name, padd
         assert (after - before).norm() > 0.1 * before.norm(), "a block that does nothing proves nothing"
     with torch.no_grad():
         torch.testing.assert_close(model.readout(trajectory.hidden[-1]), trajectory.logits, rtol=0, atol=tolerance)
-    replayed = model.replay(trajectory, range(1, LAYERS + 1))
+    replayed = replay(model, trajectory, range(1, LAYERS + 1))
     torch.testing.assert_close(replayed, trajectory.logits, rtol=0, atol=tolerance)
 
 
@@ -85,9 +86,9 @@ def test_a_prompt_cut_from_a_batch_keeps_its_own_arguments(name, padding, attent
     model, batch, tolerance = view_of(name, padding, attention)
     trajectory = model.trajectory(batch)
     for index in range(3):
-        prompt = trajectory.prompt(index)
+        prompt = trajectory.rows(index, index + 1)
         assert prompt.hidden.shape[1] == prompt.logits.shape[0] == prompt.mask.shape[0] == 1
-        replayed = model.replay(prompt, range(1, LAYERS + 1))
+        replayed = replay(model, prompt, range(1, LAYERS + 1))
         torch.testing.assert_close(replayed, trajectory.logits[index : index + 1], rtol=0, atol=10 * tolerance)
 
 
@@ -96,7 +97,7 @@ def test_a_prompt_is_cut_rightly_from_as_many_prompts_as_there_are_heads(name):
     model = LayeredModel(tiny(name))
     trajectory = model.trajectory(tiny_batch(name, batch=HEADS))
     for index in range(HEADS):
-        replayed = model.replay(trajectory.prompt(index), range(1, LAYERS + 1))
+        replayed = replay(model, trajectory.rows(index, index + 1), range(1, LAYERS + 1))
         torch.testing.assert_close(replayed, trajectory.logits[index : index + 1], rtol=0, atol=1e-4)
 
 
@@ -394,7 +395,7 @@ def test_padding_on_both_sides_and_between_and_columns_of_the_callers_own_are_mo
         own = {name: column[index : index + 1, real] for name, column in batch.items()}
         alone = model.trajectory(own)
         torch.testing.assert_close(trajectory.hidden[:, index, real], alone.hidden[:, 0], rtol=0, atol=1e-12)
-    prompt = trajectory.prompt(1)
+    prompt = trajectory.rows(1, 2)
     torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], rtol=0, atol=1e-12)
 
 

@@ -9,6 +9,7 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.build import causal_lm
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
+from tests.support.replay import replay
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
 SIZES |= {"num_hidden_layers": 3, "num_key_value_heads": 1, "initializer_range": 0.3, "max_position_embeddings": 32}
@@ -59,7 +60,7 @@ def test_hooks_of_blocks_act_once_in_states_replay_readout_and_jacobians(family,
         logits = network(IDS).logits
     assert not torch.allclose(logits, model(family)(IDS).logits, atol=0.01)
     assert torch.allclose(trajectory.logits, logits, atol=1e-5)
-    assert torch.allclose(view.replay(trajectory, range(1, 4)), logits, atol=1e-5)
+    assert torch.allclose(replay(view, trajectory, range(1, 4)), logits, atol=1e-5)
     assert torch.allclose(view.readout(trajectory.hidden[-1]), logits, atol=1e-5)
     for layer in range(1, 4):
         assert torch.allclose(
@@ -70,7 +71,7 @@ def test_hooks_of_blocks_act_once_in_states_replay_readout_and_jacobians(family,
         whole = torch.cat(
             [trajectory.hidden[number - 1][:1, :2], state[None, None], trajectory.hidden[number - 1][:1, 3:]], 1
         )
-        return trajectory.prompt(0).block(number)(whole)[0, 2]
+        return trajectory.rows(0, 1).block(number)(whole)[0, 2]
 
     expected = torch.autograd.functional.jacobian(by_last, trajectory.hidden[number - 1][0, 2].clone()) - torch.eye(16)
     found = block_jacobian(trajectory.block(number), trajectory.hidden[number - 1], out_tokens=2)[0]

@@ -17,7 +17,7 @@ CASES = [(name, p) for name in (*PICTURES, *OTHERS) for p in ((None,) if sees_im
 
 def of_the_branch(trajectory: Trajectory, layer: int, prompt: int) -> Tensor:
     """d (block(x) - x)[last token] / d x of every token, by plain autograd on one prompt: (tokens, dim, dim)."""
-    alone = trajectory.prompt(prompt)
+    alone = trajectory.rows(prompt, prompt + 1)
     last = alone.mask[0].nonzero().max()
     hidden = alone.hidden[layer - 1].detach().requires_grad_()
     update = (alone.block(layer)(hidden) - hidden)[0, last]

@@ -195,7 +195,6 @@ def test_a_layered_view_is_refused_meanwhile():
     looks = (
         lambda: view.trajectory(batch),
         lambda: view.pass_states(batch, lambda *_: None),
-        lambda: view.replay(trajectory, [1, 2]),
     )
     with running_order(model, (1, 2)):
         for look in looks:

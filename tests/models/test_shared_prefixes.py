@@ -11,6 +11,7 @@ from lit_layers.functional.block_schedules import variants
 from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.view import LayeredModel
 from tests.support.planned_runs import num_block_runs
+from tests.support.replay import replay
 from tests.support.tiny_models import EVERY, LAYERS, by_kind, sees_images, tiny, tiny_batch
 
 BY_HAND = [
@@ -64,7 +65,7 @@ def test_every_schedule_ends_in_the_state_of_its_own_blocks_one_by_one(name, pad
     for index, schedule in enumerate(schedules):
         torch.testing.assert_close(found[index], composed(trajectory, schedule), rtol=0, atol=0)
     last = BY_HAND.index((1, (2, 3), 1))
-    torch.testing.assert_close(model.readout(found[last]), model.replay(trajectory, BY_HAND[last]), rtol=0, atol=0)
+    torch.testing.assert_close(model.readout(found[last]), replay(model, trajectory, BY_HAND[last]), rtol=0, atol=0)
 
 
 def runs_of(model, schedules, trajectory):
@@ -202,7 +203,7 @@ def test_each_order_of_every_family_ends_as_it_does_by_itself(name, padding):
     model = LayeredModel(tiny(name, torch.float64))
     trajectory = model.trajectory(tiny_batch(name, batch=4, tokens=8, padding=padding))
     for index, state in walked(ORDERS, trajectory).items():
-        torch.testing.assert_close(model.readout(state), model.replay(trajectory, ORDERS[index]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model.readout(state), replay(model, trajectory, ORDERS[index]), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "roberta"])

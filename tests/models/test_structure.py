@@ -19,6 +19,7 @@ from lit_layers.models.families.structure import by_structure, untouched
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
+from tests.support.replay import replay
 from tests.support.tiny_configs import LAYERS, scale_up_, tiny_model
 from tests.support.tiny_models import tiny
 
@@ -79,9 +80,9 @@ def test_blocks_connect_the_layers_and_any_order_replays(model_type):
         with torch.no_grad():
             torch.testing.assert_close(trajectory.block(layer)(before), after, **CLOSE)
         assert (after - before).norm() > 0.05 * before.norm(), "a block that does nothing proves nothing"
-    replayed = view.replay(trajectory, range(1, LAYERS + 1))
+    replayed = replay(view, trajectory, range(1, LAYERS + 1))
     torch.testing.assert_close(replayed, trajectory.logits, **CLOSE)
-    assert (view.replay(trajectory, [1, 3]) - trajectory.logits).abs().max() > 1e-3
+    assert (replay(view, trajectory, [1, 3]) - trajectory.logits).abs().max() > 1e-3
     index = trajectory.mask.nonzero(as_tuple=True)
     torch.testing.assert_close(trajectory.logits_of(index), trajectory.logits[index], **CLOSE)
 
@@ -95,7 +96,7 @@ def test_padding_on_either_side_changes_no_state_and_a_prompt_is_what_it_is_alon
         for index, mask in enumerate(trajectory.mask):
             alone = view.trajectory({"input_ids": batch["input_ids"][index : index + 1, mask]})
             torch.testing.assert_close(trajectory.hidden[:, index, mask], alone.hidden[:, 0], **CLOSE)
-            prompt = trajectory.prompt(index)
+            prompt = trajectory.rows(index, index + 1)
             torch.testing.assert_close(prompt.hidden[:, 0, mask], alone.hidden[:, 0], **CLOSE)
             torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], **CLOSE)
 

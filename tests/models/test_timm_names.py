@@ -6,6 +6,7 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.support.replay import replay
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 5}
 
@@ -23,7 +24,7 @@ def check(name: str, **options) -> bool:
     with torch.no_grad():
         logits = model(images["pixel_values"])
         assert torch.allclose(view.readout(trajectory.hidden[-1]), logits, atol=1e-4)
-        assert torch.allclose(view.replay(trajectory, range(1, view.num_layers + 1)), logits, atol=1e-4)
+        assert torch.allclose(replay(view, trajectory, range(1, view.num_layers + 1)), logits, atol=1e-4)
     return view.attention in ("sdpa", "eager")
 
 

@@ -7,6 +7,7 @@ from torch.func import vjp
 from lit_layers.errors import InputError
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.view import LayeredModel
+from tests.support.replay import replay
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
@@ -147,7 +148,7 @@ def test_schedules_skip_swap_repeat_and_average(model):
         ((1, 1), 2, (3,)): three(two(one(start))),
     }
     for schedule, expected in by_hand.items():
-        torch.testing.assert_close(model.replay(trajectory, schedule), model.readout(expected), rtol=0, atol=1e-12)
+        torch.testing.assert_close(replay(model, trajectory, schedule), model.readout(expected), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +164,14 @@ def test_schedules_skip_swap_repeat_and_average(model):
 )
 def test_schedules_of_blocks_that_are_not_there_are_refused(model, schedule, kind, message):
     with pytest.raises(kind, match=message):
-        model.replay(model.trajectory(tiny_batch("gpt2")), schedule)
+        replay(model, model.trajectory(tiny_batch("gpt2")), schedule)
 
 
-def test_layers_and_prompts_that_are_not_there_are_refused(model):
+def test_layers_that_are_not_there_are_refused(model):
     trajectory = model.trajectory(tiny_batch("gpt2"))
     for layer in (0, 4, -1):
         with pytest.raises(IndexError, match=r"blocks are numbered 1\.\.3"):
             trajectory.block(layer)
-    with pytest.raises(IndexError, match=r"prompts are numbered 0\.\.2, got 3"):
-        trajectory.prompt(3)
 
 
 def test_arguments_of_one_attention_are_not_used_under_another(model):
