@@ -72,34 +72,18 @@ class SmallPictures(Pictures):
         return sha16(f"{tuple(self.pixels.shape)}", self.pixels.contiguous().numpy().data, labels)
 
 
-class FilePictures(Pictures):
-    """Image files, opened on demand."""
-
-    def __init__(self, files: Sequence[Path], labels: Tensor, root: Path) -> None:
-        self.files, self.labels, self.root = files, labels, root
-
-    def picture(self, index: int) -> Image.Image:
-        return decoded(self.files[index], str(self.files[index]))
-
-    def content_hash(self) -> str:
-        """Over names, sizes and labels, as reading 150 GB would take hours."""
-        digest = hashlib.sha256()
-        for file, label in zip(self.files, self.labels.tolist(), strict=True):
-            digest.update(f"{file.relative_to(self.root)} {file.stat().st_size} {label}\n".encode())
-        return digest.hexdigest()[:16]
-
-
 class EncodedPictures(Pictures):
-    """Rows of encoded bytes (a parquet file, a data set of the Hub), decoded when they are asked for."""
+    """Image files, or encoded rows (of a parquet file, a data set of the Hub), decoded when they are asked for."""
 
-    def __init__(self, rows: Any, labels: Tensor, name: str, fingerprint: str) -> None:
+    def __init__(self, rows: Callable[[int], bytes | Path], labels: Tensor, name: str, fingerprint: str) -> None:
         self.rows, self.labels, self.name, self.fingerprint = rows, labels, name, fingerprint
 
     def picture(self, index: int) -> Image.Image:
-        return decoded(self.rows(index), f"row {index} of {self.name}")
+        row = self.rows(index)
+        return decoded(row, str(row) if isinstance(row, Path) else f"row {index} of {self.name}")
 
     def content_hash(self) -> str:
-        """Over the name of the data, its fingerprint and the labels."""
+        """Over the name of the data, its fingerprint and the labels: reading 150 GB would take hours."""
         return sha16(f"{self.name} {self.fingerprint} ", self.labels.numpy().astype("<i8").tobytes())
 
 
@@ -262,7 +246,8 @@ def _folders(root: Path, split: Split) -> Content:
             raise InputError(f"{folder / name}: expected images ({', '.join(SUFFIXES)}) of class {name!r}, found none")
         files += images
         labels += [label] * len(images)
-    return FilePictures(files, torch.tensor(labels), root), tuple(names[0])
+    listing = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
+    return EncodedPictures(files.__getitem__, torch.tensor(labels), split, sha16(listing)), tuple(names[0])
 
 
 def _parquet(folder: Path, split: Split) -> Content:

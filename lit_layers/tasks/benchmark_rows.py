@@ -82,8 +82,6 @@ def _rows(task: str, read: Columns, as_official: Callable[[Row], Row], limit: in
     rows = []
     for number, row in enumerate(plain):
         try:
-            if empty := [column for column, value in row.items() if value is None]:
-                raise ValueError(f"nothing in column {empty[0]!r}")
             if "choices" in row and row["label"] not in range(len(row["choices"])):
                 raise ValueError(f"{len(row['choices'])} choices and the label {row['label']}")
             rows.append(as_official(row))

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from lit_layers.data.images import EncodedPictures, FilePictures, ImageSource, SmallPictures, decoded, image_source
+from lit_layers.data.images import EncodedPictures, ImageSource, SmallPictures, decoded, image_source
 from lit_layers.errors import InputError
 
 SIZE, CLASSES = 6, 3
@@ -97,8 +97,8 @@ def test_folders_of_classes_are_read_in_the_order_of_their_names(tmp_path):
     write_folders(tmp_path)
     source = image_source(str(tmp_path))
     source.check()
-    assert isinstance(source.train, FilePictures)
-    assert [file.relative_to(tmp_path).as_posix() for file in source.train.files] == [
+    assert isinstance(source.train, EncodedPictures)
+    assert [source.train.rows(row).relative_to(tmp_path).as_posix() for row in range(len(source.train))] == [
         "train/cat/0.png",
         "train/cat/1.png",
         "train/dog/0.png",

@@ -80,7 +80,7 @@ def test_large_images_keep_the_centre_of_their_shorter_side(tmp_path):
     order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
     assert labels.tolist() == pictures.labels[order].tolist()
     # 112 / 0.875 = 128: no resizing, the middle 112 pixels of 128.
-    expected = np.asarray(Image.open(pictures.files[int(order[0])]))[8:120, 8:120].astype(np.float64) / 127.5 - 1
+    expected = np.asarray(Image.open(pictures.rows(int(order[0]))))[8:120, 8:120].astype(np.float64) / 127.5 - 1
     torch.testing.assert_close(found[0].double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6, rtol=0)
 
 

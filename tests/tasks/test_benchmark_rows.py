@@ -116,7 +116,7 @@ def test_wrong_input_is_refused(tmp_path):
         ([{"question": "a", "choices": ["b", "c"], "label": 2}], r"row 0 is no row of arc_challenge \("),
         ([{"question": "a", "choices": ["b", "c"], "label": -1}], r"\(2 choices and the label -1\)"),
         ([{"question": "a", "choices": ["b", "c"], "label": 0.5}], r"\(2 choices and the label 0.5\)"),
-        ([{"question": "a", "choices": ["b"], "label": None}], r"\(nothing in column 'label'\)"),
+        ([{"question": "a", "choices": ["b"], "label": None}], r"\(1 choices and the label None\)"),
     ]
     for rows, message in cases:
         write(arc, rows)
