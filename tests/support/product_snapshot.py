@@ -457,7 +457,17 @@ def refusals(s: Scenarios) -> None:
         ["select", model, "--tolerance", "-1", "--task", "banking77"],
         ["prepare", "--source", missing, "--tokenizer", "bpe:300", "--root", s.work / "never"],
         ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:3", "--root", s.work / "never"],
-        ["prepare", "--source", s.work / "text", "--tokenizer", "bpe:300", "--root", s.work / "never", "--workers", 0],
+        [
+            "prepare",
+            "--source",
+            s.work / "text",
+            "--tokenizer",
+            "bpe:300",
+            "--root",
+            s.work / "never",
+            "--max_documents",
+            0,
+        ],
         ["report", s.work / "text"],
     ]
     for words in wrong:
