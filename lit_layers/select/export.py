@@ -22,6 +22,7 @@ from lit_layers.models.copies import truncate
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.saved import load
 from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.select.choosing import Choice, Score
 from lit_layers.select.classifier import FACTS, NAMES, HeadFacts, ProbeHead
 from lit_layers.tasks.embeddings import save_sentence_encoder
 
@@ -37,14 +38,8 @@ class Card:
     """What is known of an exported model beside the model itself."""
 
     source: str  # name of the model on the Hub, or a folder
-    num_layers: int  # of that model
-    rule: str  # by which the layer was chosen, as in `choose_layer`
-    tolerance: float | None
-    metric: str  # by which the layer was chosen
-    validation: Mapping[int, float]  # layer -> its value, which the choice was made on
-    test_chosen: float  # of the chosen layer
-    test_last: float  # of the last one
-    test_metric: str | None = None  # of the two; None: the same
+    choice: Choice
+    tolerance: float | None  # None of a rule that has none
     seconds: Mapping[int, float] | None = None  # layer -> median seconds until it is reached; None: not measured
     costs: str = ""  # made of them by the export
     revision: str | None = None
@@ -65,20 +60,21 @@ def render(
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
         header["base_model"] = card.source
+    choice = card.choice
     about = {
         "source model": card.source,
         "revision": card.revision,
         "commit": card.commit,
         "hash of its weights": card.weights_hash,
         "task": facts.task,
-        "layer": f"{facts.layer} of {card.num_layers}",
-        "chosen by": card.rule if card.tolerance is None else f"{card.rule}, tolerance {card.tolerance:g}",
+        "layer": f"{facts.layer} of {choice.num_layers}",
+        "chosen by": choice.rule if card.tolerance is None else f"{choice.rule}, tolerance {card.tolerance:g}",
         "pooling": facts.pooling,
         "tokens kept of a text": facts.max_tokens,
         "classes": None if facts.classes is None else len(facts.classes),
     }
-    scores = {f"{facts.layer} (chosen)": card.test_chosen, f"{card.num_layers} (last)": card.test_last}
-    test = [(name, f"{score:.4f}") for name, score in scores.items()]
+    kinds = {"chosen": facts.layer, "last": choice.num_layers}
+    test = [(f"{layer} ({kind})", f"{choice.test[layer].value:.4f}") for kind, layer in kinds.items()]
     template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     return (
@@ -94,19 +90,17 @@ def render(
             is_vision=of_images,
             pooling=POOLINGS[of_images].get(facts.pooling, "taken at the first token"),
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
-            validation=score_table(card.validation, card.metric, chosen=facts.layer),
-            test=markdown(("layer", card.test_metric or card.metric), test),
+            validation=score_table(choice.validation, choice.metric, chosen=facts.layer),
+            test=markdown(("layer", choice.test_metric), test),
             picture=picture,
             final_norm=final_norm,
         )
     )
 
 
-def score_table(scores: Mapping[int, float], metric: str, *, chosen: int) -> str:
+def score_table(scores: Mapping[int, Score], metric: str, *, chosen: int) -> str:
     """A row for each layer with its score; the chosen one is marked."""
-    rows = [
-        (str(layer), f"{score:.4f}", "chosen" if layer == chosen else "") for layer, score in sorted(scores.items())
-    ]
+    rows = [(str(n), f"{scores[n].value:.4f}", "chosen" if n == chosen else "") for n in sorted(scores)]
     return markdown(("layer", metric, ""), rows)
 
 

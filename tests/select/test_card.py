@@ -4,6 +4,7 @@ import yaml
 
 from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
+from lit_layers.select.choosing import Score
 from lit_layers.select.classifier import HeadFacts
 from lit_layers.select.export import cost_table, render, score_table
 from tests.support.exports import card
@@ -19,7 +20,8 @@ def cells(table):
 
 
 def test_the_chosen_layer_is_marked_among_its_scores():
-    found = cells(score_table({2: 0.75, 1: 0.5, 3: 0.75251}, "accuracy", chosen=2))
+    scores = {layer: Score(value, 0, 1) for layer, value in {2: 0.75, 1: 0.5, 3: 0.75251}.items()}
+    found = cells(score_table(scores, "accuracy", chosen=2))
     assert found[0] == ["layer", "accuracy", ""]
     assert found[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
 
@@ -48,9 +50,9 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     assert (rows["task"], rows["classes"]) == ("moods", "3")
     assert ["layer", "2 of 3"] in cells(page)
     assert rows["chosen by"] == "within_tolerance, tolerance 0.01"
-    assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7510")
+    assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7425")
     for part in (
-        score_table(content.validation, "accuracy", chosen=2),
+        score_table(content.choice.validation, "accuracy", chosen=2),
         "| a table |",
         "![accuracy over layers](validation.png)",
         "# tiny, cut after block 2 of 3, with a classifier for moods",

@@ -10,6 +10,7 @@ from lit_layers.data.tokenization import TextTokenizer, save_tokenizer, train_bp
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
 from lit_layers.models.view import LayeredModel
+from lit_layers.select.choosing import Choice, Score
 from lit_layers.select.classifier import HeadFacts, ProbeHead
 from lit_layers.select.export import Card
 
@@ -55,14 +56,21 @@ def head_of(probes: LogisticProbes, layer: int, pooling: Pooling = "last", max_t
 
 
 def card(**changes) -> Card:
-    content: dict[str, Any] = {
-        "source": "someone/tiny",
-        "num_layers": 3,
-        "rule": "within_tolerance",
-        "tolerance": 0.01,
-        "metric": "accuracy",
-        "validation": {1: 0.5, 2: 0.75, 3: 0.7525},
-        "test_chosen": 0.74,
-        "test_last": 0.751,
-    }
+    values = {1: 0.5, 2: 0.75, 3: 0.7525}
+    choice = Choice(
+        layer=2,
+        num_layers=3,
+        metric="accuracy",
+        rule="within_tolerance",
+        tolerance=0.01,
+        validation={layer: Score(value, value, value) for layer, value in values.items()},
+        baseline=0.3,
+        shares={},
+        test_metric="accuracy",
+        test={layer: Score(value - 0.01, 0, 1) for layer, value in values.items()},
+        difference=Score(0, 0, 0),
+        probe=None,
+        test_rows=torch.zeros(1),
+    )
+    content: dict[str, Any] = {"source": "someone/tiny", "choice": choice, "tolerance": 0.01}
     return Card(**content | changes)
