@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from lit_layers import plots, records
 from lit_layers.analyses import Interventions, Lens, Trajectory, base
-from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.analyses.readouts import readout_scores
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.cli.main import main
@@ -34,6 +33,7 @@ from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.embeddings import TaskEmbeddings
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.text_features import text_features
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.listed_batches import Listed

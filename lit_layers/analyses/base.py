@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.states import States, first_rows, states_of_layers
 from lit_layers.data.batches import Batches, EvalText, GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.data.prompt_texts import GivenTexts, Texts
@@ -24,6 +23,7 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.pixels import refuse_unlike_training
+from lit_layers.models.states import States, first_rows, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -13,14 +13,6 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs, Key, Rows, Values
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
-from lit_layers.analyses.probes.task_features import (
-    LayerFeatures,
-    features_of_texts,
-    pooled_texts,
-    rows_of_texts,
-    text_features,
-)
-from lit_layers.analyses.states import States, special_tokens, states_of_layers
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -35,8 +27,16 @@ from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
+from lit_layers.models.states import States, special_tokens, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
+from lit_layers.tasks.text_features import (
+    LayerFeatures,
+    features_of_texts,
+    pooled_texts,
+    rows_of_texts,
+    text_features,
+)
 
 _RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB

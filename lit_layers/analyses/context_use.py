@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Key, Rows, Values
-from lit_layers.analyses.states import evenly_spread, real_tokens, special_tokens
 from lit_layers.analyses.statistics import (
     Sample,
     Tags,
@@ -31,6 +30,7 @@ from lit_layers.functional.attention_patterns import (
 from lit_layers.functional.jacobian.block_attention import read_attention
 from lit_layers.functional.jacobian.block_call import Unsupported
 from lit_layers.functional.ngrams import Distribution, NgramTable, count_ngrams, ngram_divergence
+from lit_layers.models.states import evenly_spread, real_tokens, special_tokens
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

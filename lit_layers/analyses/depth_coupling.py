@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
-from lit_layers.analyses.states import convert_states, evenly_spread, final_norm
 from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,
@@ -29,6 +28,7 @@ from lit_layers.functional.coupling import (
     singular_factors,
 )
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
+from lit_layers.models.states import convert_states, evenly_spread, final_norm
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

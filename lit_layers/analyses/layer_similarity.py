@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Values
-from lit_layers.analyses.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.analyses.statistics import complete, gap, left_out, mean_of_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -19,6 +18,7 @@ from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Sche
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.similarity import cosine_similarity_matrix, layer_stages, linear_cka_matrix
 from lit_layers.models.running_order import SharedPrefixes, variants_of
+from lit_layers.models.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Key, Values, values_of_layers
-from lit_layers.analyses.states import States, drop_first_tokens
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
+from lit_layers.models.states import States, drop_first_tokens
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Values, values_of_layers
 from lit_layers.analyses.representation import POOLED, pooled_vectors, vectors_of_prompts
-from lit_layers.analyses.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.analyses.statistics import (
     complete,
     left_out,
@@ -33,6 +32,7 @@ from lit_layers.functional.state_geometry import (
     step_ratio,
     two_nn_of_distances,
 )
+from lit_layers.models.states import States, drop_first_tokens, evenly_spread, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record

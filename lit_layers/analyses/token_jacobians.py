@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.analyses.base import Analysis, Key, Rows, Values
-from lit_layers.analyses.states import evenly_spread, final_norm
 from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -27,6 +26,7 @@ from lit_layers.functional.coupling import (
     singular_factors,
 )
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
+from lit_layers.models.states import evenly_spread, final_norm
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

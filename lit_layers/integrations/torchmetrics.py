@@ -10,10 +10,10 @@ from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.states import drop_first_tokens
 from lit_layers.data.batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
 from lit_layers.measuring.one_model import measure
+from lit_layers.models.states import drop_first_tokens
 from lit_layers.report.logged_numbers import plotted_values
 from lit_layers.training.losses import WeightedMean
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from lit_layers.analyses.base import Analysis, Jobs, Precision, Rows, Values, joined
-from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import require_a_value
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
@@ -25,6 +24,7 @@ from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.offload import is_offloaded
+from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Measurement, Record, Store
 

@@ -18,7 +18,6 @@ from lit_layers.analyses.probes.probe_fits import (
     score_log_proba,
     score_rows,
 )
-from lit_layers.analyses.probes.task_features import TaskReader, TextPooling, text_features
 from lit_layers.data.images import Normalise, Pictures, eval_pixels, image_size, image_source, statistics
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import Rule, bootstrap_interval, choice_distribution, choose_layer, wilson_interval
@@ -29,6 +28,7 @@ from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_splits import hold_out
+from lit_layers.tasks.text_features import TaskReader, TextPooling, text_features
 
 # What a probe can be judged by, as a mean over rows; the first one where none is named.
 BY: dict[str, tuple[str, ...]] = {

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.analyses.states import at_least_float32
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer
 from lit_layers.errors import InputError
@@ -22,6 +21,7 @@ from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.functional.probes.regression import RidgeProbes
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import load
+from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import Batch, LayeredModel
 
 Kind = Literal["classification", "regression"]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
-from lit_layers.analyses.states import at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError
@@ -21,6 +20,7 @@ from lit_layers.identity import hash_of
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order, variants_of
+from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
 from lit_layers.schema import refuse_below_one

@@ -14,10 +14,8 @@ import torch
 
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
 from lit_layers.analyses.changed_texts import Invariance
-from lit_layers.analyses.probes.task_features import LayerFeatures, TextPooling
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.state_spread import PooledStates
-from lit_layers.analyses.states import States, at_least_float32
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
@@ -27,11 +25,13 @@ from lit_layers.files.durable import write_json
 from lit_layers.identity import hash_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.copies import BFloat16View
+from lit_layers.models.states import States, at_least_float32
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
+from lit_layers.tasks.text_features import LayerFeatures, TextPooling
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000

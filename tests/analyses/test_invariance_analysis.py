@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lit_layers.analyses import Invariance, changed_texts
-from lit_layers.analyses.probes import task_features
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.invariance import dime, infonce, lidar
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks import text_features
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
@@ -192,7 +192,7 @@ def test_it_is_measured_like_every_analysis(model, folder):
 
 
 def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch):
-    monkeypatch.setattr(task_features, "BATCH_TOKENS", 100)  # some three texts
+    monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
     options = {"preset": "released_code_later", **OPTIONS}
     analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
     alone = list(records_of(analysis, view))

@@ -22,13 +22,13 @@ from lit_layers.analyses.probes.next_token_probe import (
     most_frequent,
     passes,
 )
-from lit_layers.analyses.probes.task_features import permuted
-from lit_layers.analyses.states import real_tokens
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.measuring.one_model import measure
+from lit_layers.models.states import real_tokens
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.text_features import permuted
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
-from lit_layers.analyses.probes import task_features, task_probes
+from lit_layers.analyses.probes import task_probes
 from lit_layers.analyses.probes.task_probes import sizes, subsets, summarize_seeds
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
@@ -24,6 +24,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import outcomes
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks import text_features
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.measured import records_of
 from tests.support.shares import found_by_ranks
@@ -334,7 +335,7 @@ def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer
 def test_ranks_that_divide_texts_and_layers_give_the_numbers_of_one(model, tokenizer, tmp_path, kind, monkeypatch):
     options = {"untrained": True} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
     analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
-    monkeypatch.setattr(task_features, "BATCH_TOKENS", 100)  # some three texts
+    monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
     alone = records_of(analysis, model)
     (found,), _ = found_by_ranks(model.model, [analysis], 2)
     assert found.error is None

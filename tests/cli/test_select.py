@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from lit_layers import records
-from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
 from lit_layers.data.batches import encode_texts
@@ -26,6 +25,7 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.select import load_classifier
+from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import (
     labelled,
     saved_bert,
@@ -293,7 +293,7 @@ def test_an_export_is_replaced_when_asked_and_may_keep_its_head(home, tmp_path, 
 def test_features_are_kept_and_found_again(home, tmp_path, capsys, monkeypatch):
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--cache", tmp_path / "cache"]
     first = select(capsys, home / "run" / "step-000000400", *options, "--root", tmp_path / "a")
-    monkeypatch.setattr("lit_layers.analyses.probes.task_features._write", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr("lit_layers.tasks.text_features._write", lambda *_: pytest.fail("made again"))
     again = select(capsys, home / "run" / "step-000000400", *options, "--root", tmp_path / "b")
     assert first.replace("/a/", "/b/") == again
     assert len(list((tmp_path / "cache").iterdir())) == 3

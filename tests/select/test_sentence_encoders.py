@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.cli.main import main
 from lit_layers.data.batches import encode_texts
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import labelled, saved_bert, write_banking77
 from tests.tasks.test_sentence_encoder import write_encoder
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import embeddings as stores
 from lit_layers.tasks.embeddings import TaskEmbeddings
+from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import labelled
 from tests.tasks.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_
 

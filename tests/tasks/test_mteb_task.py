@@ -15,7 +15,6 @@ import torch
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.linear_model import LogisticRegression
 
-from lit_layers.analyses.probes.task_features import text_features
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze
 from lit_layers.models.view import LayeredModel
@@ -24,6 +23,7 @@ from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_scores import mteb_analyses
 from lit_layers.tasks.mteb_tasks import Prepared, Sources
+from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
 from lit_layers.analyses.representation import vectors_of_prompts
-from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probes.logistic import fit_attentive_probe, macro_f1
+from lit_layers.models.states import real_tokens
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from lit_layers.analyses.base import Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
-from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import macro_f1
 from lit_layers.functional.probes.watching_probe import NUM_FOLDS
+from lit_layers.models.states import real_tokens
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 

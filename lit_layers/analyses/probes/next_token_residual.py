@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values, joined
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
-from lit_layers.analyses.states import final_norm, states_of_layers
 from lit_layers.analyses.statistics import TagDict, complete, gap, left_out, nothing_defined, records_with_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
+from lit_layers.models.states import final_norm, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs
-from lit_layers.analyses.probes.task_features import permuted
 from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summarize
 from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
@@ -19,6 +18,7 @@ from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
+from lit_layers.tasks.text_features import permuted
 
 MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
 

@@ -21,7 +21,14 @@ from lit_layers.analyses.probes.probe_fits import (
     score_records,
     score_rows,
 )
-from lit_layers.analyses.probes.task_features import (
+from lit_layers.analyses.statistics import TagDict, Tags, clip_interval, complete, left_out, nothing_defined
+from lit_layers.errors import InputError
+from lit_layers.functional.probes.logistic import LogisticProbes
+from lit_layers.models.build import untrained
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.records import Record
+from lit_layers.tasks.probe_task import ProbeTask
+from lit_layers.tasks.text_features import (
     LayerFeatures,
     TaskReader,
     TaskRows,
@@ -32,13 +39,6 @@ from lit_layers.analyses.probes.task_features import (
     rows_of_texts,
     text_features,
 )
-from lit_layers.analyses.statistics import TagDict, Tags, clip_interval, complete, left_out, nothing_defined
-from lit_layers.errors import InputError
-from lit_layers.functional.probes.logistic import LogisticProbes
-from lit_layers.models.build import untrained
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
-from lit_layers.records import Record
-from lit_layers.tasks.probe_task import ProbeTask
 
 
 @dataclass(kw_only=True)

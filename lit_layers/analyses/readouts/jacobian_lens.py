@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
-from lit_layers.analyses.states import real_tokens
 from lit_layers.analyses.statistics import exponential, require_a_value, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import pull_back
 from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic
+from lit_layers.models.states import real_tokens
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import torch
 
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
-from lit_layers.analyses.states import at_least_float32
 from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
@@ -20,6 +19,7 @@ from lit_layers.measuring.offline import device_of
 from lit_layers.metrics import look_up
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
+from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside

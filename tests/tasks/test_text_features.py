@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import processors
 
-from lit_layers.analyses.probes.task_features import TextPooling, text_features
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from lit_layers.tasks.text_features import TextPooling, text_features
 from tests.support.tiny_models import FAMILIES, LAYERS, VOCAB, tiny, tiny_batch
 
 TEXT_FAMILIES = [name for name in FAMILIES if not name.startswith("vit")]

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from lit_layers import schema
-from lit_layers.analyses.base import Values
-from lit_layers.analyses.states import States, convert_states
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming, sync, write_json
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
+from lit_layers.models.states import States, convert_states
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask
@@ -186,7 +185,7 @@ def text_features(
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
-    are in one of the conventions of `lit_layers.analyses.base`, before they are pooled. `last` is the pooling of the
+    are in one of the conventions of `lit_layers.models.states`, before they are pooled. `last` is the pooling of the
     last layer, where that is another.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
@@ -235,7 +234,7 @@ def rows_of_texts(texts: EncodedTexts) -> list[Batch]:
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
-def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> Values:
+def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
     """Return the numbers of texts, `row`, and their vectors (layers + 1, dim, texts) as those of `text_features`."""
     layers = [
         _vectors(seen.model, pooling, states, layer, hidden, seen.mask)[0] for layer, hidden in enumerate(seen.hidden)
@@ -243,7 +242,7 @@ def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: State
     return {"row": batch["row"], "vectors": torch.stack(layers).mT}
 
 
-def features_of_texts(values: Values) -> LayerFeatures:
+def features_of_texts(values: dict[Any, Tensor]) -> LayerFeatures:
     """Write the features of all texts, of which `values` is emptied, into a folder of their own.
 
     Raises:
