@@ -1,6 +1,5 @@
 """Correlation over models: which value of which model is taken, what is said of it, and the published numbers."""
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.correlate import correlate, published
-from lit_layers.correlate.correlation_page import OverTag, over_tag, plots_of
+from lit_layers.correlate.correlation_page import plots_of
 from lit_layers.correlate.model_table import ModelTable, read_file, table_of_models
 from lit_layers.correlate.run_models import read_run_models
 from lit_layers.errors import InputError
@@ -395,65 +394,6 @@ def test_wrong_columns_are_one_sentence(options, sentence):
 def test_a_constant_metric_is_refused():
     with pytest.raises(InputError, match="undefined: m is 3 for all 20 models"):
         correlate(table_of(**(some() | {"m": np.full(20, 3.0)})))
-
-
-# ---------------------------------------------------------------------------------------- over an option of the metric
-
-
-def many_k(root: Path, columns: dict[int, list[float]]) -> Path:
-    """Models m0, m1, ... of widths 30, 40, ... with a coupling for each K; NaN stands for none."""
-    for number in range(len(next(iter(columns.values())))):
-        pairs = [couplings(column[number], k) for k, column in columns.items() if not math.isnan(column[number])]
-        line = measured(f"m{number}", None, "coupling", *itertools.chain(*pairs), width=30 + 10 * number)
-        records.append(root / "measurements.jsonl", line)
-    return root
-
-
-def over(root: Path, file: Path, tag: str, *values) -> OverTag:
-    options = {"metric": "coupling", "score": f"{file}:arc", "layer": None, "step": None, "take": "last"}
-    options |= {"baseline": None, "source": "here", "tags": {}, "resamples": 200, "seed": 0}
-    return over_tag(read_run_models([root]), tag, values, **options)
-
-
-def test_the_correlation_over_k_is_that_of_each_k_over_the_same_models(tmp_path):
-    rng = np.random.default_rng(0)
-    columns, score = {k: rng.random(8).tolist() for k in (2, 4, 8)}, rng.random(8)
-    columns[4][5] = math.nan
-    rows = "".join(f"m{n},{value}\n" for n, value in enumerate(score))
-    root, file = many_k(tmp_path / "models", columns), scores(tmp_path / "s.csv", f"model,arc\n{rows}")
-    found = over(root, file, "k", 2, 4, 8)
-    assert found.left_out == {"m5": "no coupling/coupling with k = 4, it has k = 2, k = 8 (k = 4)"}
-    frame, kept = found.frame, [n for n in range(8) if n != 5]
-    for k, column in columns.items():
-        row = frame[(frame["at"] == k) & (frame["of"] == "coupling") & (frame["name"] == "Pearson r")].iloc[0]
-        assert row["value"] == pytest.approx(np.corrcoef(np.array(column)[kept], score[kept])[0, 1])
-        assert (row["n"], row["low"] < row["value"] < row["high"]) == (7, True)
-    line, corrected = found.chart().series
-    assert ([*line.x], line.name, corrected.name) == ([2, 4, 8], "Coupling", "Excess coupling")
-    drawn = frame[(frame["of"] == "coupling") & (frame["name"] == "Pearson r")]["value"].tolist()
-    assert line.y == pytest.approx(drawn, abs=1e-5)
-
-
-def test_a_value_at_which_all_models_are_alike_is_a_gap_beside_the_others(tmp_path):
-    file = scores(tmp_path / "s.csv", "model,arc\nm0,1\nm1,2\nm2,4\n")
-    found = over(many_k(tmp_path / "m", {2: [0.1, 0.4, 0.5], 4: [0.5, 0.5, 0.5]}), file, "k", 2, 4)
-    assert {*found.frame["at"]} == {2}
-    line = found.chart().series[0]
-    assert (line.y[0], line.y[1]) == (pytest.approx(np.corrcoef([0.1, 0.4, 0.5], [1, 2, 4])[0, 1], abs=1e-5), None)
-
-
-def test_shares_of_the_width_are_counted_for_each_model_and_too_little_is_refused(tmp_path):
-    root, file = comparison(tmp_path / "models", "abcd"), scores(tmp_path / "scores.csv")
-    with pytest.raises(InputError, match=r"over: expected several values, as in k=0.05,0.1,0.2, got k=0.1"):
-        over(root, file, "k", 0.1)
-    with pytest.raises(InputError, match=r"at least 3 models .*no coupling/coupling with k = 4"):
-        over(root, file, "k", 3, 4)
-    found = over(root, file, "k", 3, 0.1)
-    rows = found.frame[(found.frame["of"] == "coupling") & (found.frame["name"] == "Pearson r")]
-    assert rows["at"].tolist() == [3, 0.1]
-    for at, value in zip(rows["at"], rows["value"], strict=True):
-        table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": at})
-        assert value == correlate(table, resamples=200).rows[0].value
 
 
 # ---------------------------------------------------------------------------------------- published

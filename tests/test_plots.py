@@ -10,7 +10,7 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
-from lit_layers.figures.models import Mark, interval_rows, short_names
+from lit_layers.figures.models import in_rows, short_names
 from lit_layers.figures.theme import DASHES, Axis
 from lit_layers.records import Measurement, Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, values
@@ -662,15 +662,14 @@ def test_charts_beside_each_other_keep_their_own_axes_dashes_and_legends(tmp_pat
 
 def test_each_row_of_intervals_has_its_text_beside_it(tmp_path: Path) -> None:
     texts = [f"row {n}" for n in range(7)]
-    marks = [Mark(n, 0, "kind", n / 10, 0.0, 1.0) for n in range(7)]
-    charts = interval_rows(texts, marks, ["value"], kinds=["kind"])
-    plots.Panels(title="", charts=charts).write(tmp_path / "a.svg")
+    series = plots.Series(x=range(7), y=[n / 10 for n in range(7)], low=[0.0] * 7, high=[1.0] * 7, interval="bars")
+    in_rows("", texts, Axis(title="value"), [series], height=200).write(tmp_path / "a.svg")
     assert {*texts} <= {*svg_texts(tmp_path / "a.svg")}
 
 
 def test_the_texts_of_rows_are_not_cut_by_a_reader_s_wider_font(tmp_path: Path) -> None:
     text = "SmolLM2 135M Instruct, median"
-    (chart,) = interval_rows([text], [Mark(0, 0, "kind", 0.5)], ["value"], kinds=["kind"])
-    chart.write(tmp_path / "a.svg")
+    series = plots.Series(x=[0], y=[0.5], mark="circle")
+    in_rows("", [text], Axis(title="value"), [series], height=120).write(tmp_path / "a.svg")
     (left,) = re.findall(r"^<svg.*?translate\((\d+),", (tmp_path / "a.svg").read_text())
     assert float(left) > 178 + 7  # as wide as the text is in DejaVu Sans of 11 pixels, and what is between

@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,16 @@ import numpy as np
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.correlate.findings import (
-    Findings,
-    Row,
-    confounders,
-    correlate,
-)
-from lit_layers.correlate.model_table import FEWEST, ModelTable, table_of_models
-from lit_layers.correlate.run_models import RunModel
-from lit_layers.errors import InputError
-from lit_layers.figures.chart import Chart, Panels, Series
-from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, tag_text, value
+from lit_layers.correlate.findings import Findings, Row, confounders
+from lit_layers.correlate.model_table import ModelTable
+from lit_layers.figures.chart import Chart, Panels
+from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, value
 from lit_layers.figures.scatter import Scatter, scatter_plot
-from lit_layers.figures.theme import COLORS, Axis, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import Estimate
-from lit_layers.metrics import look_up
 from lit_layers.report.template import Cells, Group, Table, block_of, fill, table_of
-
-HEADLINE = "Pearson r"
 
 
 def write(
@@ -54,82 +43,10 @@ def write(
     return [files[0], *pictures, *files[1:]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverTag:
-    """The coefficients at each value of a tag, all over the same models: those that have the metric at every value.
+def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
+    """Write correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures.
 
-    `frame` has a row a value and coefficient, of the metric and of that with its baseline taken off. A value at which
-    all models are alike has none. `title` is that of the score.
-    """
-
-    tag: str
-    values: Sequence[str | int | float]
-    title: str
-    num_models: int
-    frame: pd.DataFrame
-    left_out: Mapping[str, str]
-
-    def chart(self) -> Chart:
-        """Pearson's r over the values, with its 95% interval over models: of the metric and of the corrected one."""
-        x = self.values if all(isinstance(each, int | float) for each in self.values) else range(len(self.values))
-        headline, series = self.frame[self.frame["name"] == HEADLINE].groupby("of", sort=False), []
-        for color, dash, (of, part) in zip(COLORS, ("", "dash"), headline, strict=False):
-            at = part.set_index("at").reindex(list(self.values))
-            ends = {end: rounded(at[end]) for end in ("low", "high")}
-            look: dict[str, Any] = {"width": 2.0, "mark": "circle", "legend": True, "color": color, "dash": dash}
-            series.append(Series(x=x, y=rounded(at["value"]), name=look_up(str(of)).title, **ends, **look))
-        axis = Axis(title=self.tag, labels={place: str(each) for place, each in zip(x, self.values, strict=True)})
-        title = f"Correlation with {in_sentence(self.title)} over {self.tag}, {self.num_models} models"
-        return Chart(title=title, x=axis, y=Axis(title="r"), series=series, place="")
-
-
-def over_tag(
-    models: Sequence[RunModel],
-    tag: str,
-    values: Sequence[str | int | float],
-    *,
-    tags: Mapping[str, str | int | float],
-    resamples: int,
-    seed: int,
-    **options: Any,
-) -> OverTag:
-    """Returns the coefficients at each of the values of a tag; `options` are those of `table_of_models`.
-
-    A model that lacks one of the values is left out of all, so that differences between values are not those of models.
-
-    Raises:
-        InputError: fewer than two values, or fewer than three models that have them all.
-    """
-    if len({*map(str, values)}) < 2:
-        raise InputError(f"over: expected several values, as in {tag}=0.05,0.1,0.2, got {tag}={values[0]}")
-    left_out: dict[str, str] = {}
-    for each in values:
-        for name, why in table_of_models(models, tags={**tags, tag: each}, **options).left_out.items():
-            left_out.setdefault(name, f"{why} ({tag_text({tag: each})})")
-    complete = [model for model in models if model.name not in left_out]
-    if len(complete) < FEWEST:
-        first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:3])
-        raise InputError(
-            f"over: expected at least {FEWEST} models with every value of {tag}, got {len(complete)} ({first})"
-        )
-    tables = {each: table_of_models(complete, tags={**tags, tag: each}, **options) for each in values}
-    rows = list[dict[str, Any]]()
-    for each, table in tables.items():
-        if len(set(table.values(table.metric).tolist())) > 1:
-            found = correlate(table, resamples=resamples, seed=seed)
-            plain = [row for row in found.rows if not row.name.startswith("Partial")]
-            for of, part in ((table.metric, plain), (table.corrected, found.corrected)):
-                rows += [{"tag": tag, "at": each, "of": of, **vars(row)} for row in part]
-    rows.sort(key=lambda row: row["of"] != tables[values[0]].metric)
-    frame = pd.DataFrame(rows, columns=["tag", "at", "of", "name", "value", "low", "high", "p", "n"])
-    facts: Any = {"tag": tag, "values": values, "num_models": len(complete), "left_out": left_out}
-    return OverTag(title=tables[values[0]].title(tables[values[0]].score), frame=frame, **facts)
-
-
-def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: OverTag | None = None) -> list[Path]:
-    """Writes correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures; over.csv of `over`.
-
-    Returns their paths, the page first. Files of these names are replaced.
+    Return their paths, the page first. Files of these names are replaced.
 
     Raises:
         InputError: where the folder cannot be written.
@@ -144,10 +61,6 @@ def write_models(table: ModelTable, findings: Findings, folder: Path, *, over: O
         wide = number == 0 or (number == len(plots) - 1 and number % 2 == 1)  # the last one of an odd number beside it
         chart = scatter_plot(plot, width=1140 if wide else 560, height=420 if number else 560)
         blocks.append(block_of(title, [("", chart)], f"{plot.title}. {note}", wide=wide, tall=True))
-    if over is not None:
-        frames["over"], charts["over"] = over.frame, over.chart()
-        note = "Pearson's r at each value, over the same models, with 95% intervals from resampling them."
-        blocks.append(block_of(f"Correlation over {over.tag}", [("", charts["over"])], note))
     page = fill(
         "correlation.html.jinja",
         table=table,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from lit_layers.correlate.findings import Choice, LayerFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.figures.labels import in_sentence, value
-from lit_layers.figures.models import Mark, depth_curves, interval_rows
+from lit_layers.figures.models import depth_curves
 from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
 from lit_layers.functional.layer_selection import COEFFICIENTS, FORMS, Estimate
@@ -25,14 +25,6 @@ COEFFICIENT_TITLES = {
     "kendall": "Kendall tau",
 }
 FORM_TITLES = {"per_task_mean": "mean over tasks of the coefficient", "of_task_means": "coefficient of the mean curves"}
-NULLS = ("independent noise, mean", "random walks, mean")
-CHOICES = (
-    "layer chosen by the metric",
-    "chosen on other models or tasks",
-    "middle layer",
-    "best single layer",
-    "best layer of each task",
-)
 
 
 def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
@@ -43,14 +35,8 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
     Raises:
         InputError: where the folder cannot be written.
     """
-    depth, coefficients = depth_charts(tables), correlation_charts(tables, findings)
-    chosen, score = choice_charts(tables, findings), in_sentence(tables.score_title)
-    title = f"Metrics against {score} over layers, 95% intervals over tasks"
-    panels = {
-        "depth": Panels(title="Scores and metrics over depth", charts=depth),
-        "correlations": Panels(title=title, charts=coefficients),
-        "selection": Panels(title="Layers chosen without labels, 95% intervals over tasks", charts=chosen, width=460),
-    }
+    depth = depth_charts(tables)
+    panels = {"depth": Panels(title="Scores and metrics over depth", charts=depth)}
     blocks = []
     for model, result in zip(tables.models, findings.models, strict=True):
         plots, of_model = scatters(tables, result, model), heading(result)
@@ -64,20 +50,17 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         drawn = [scatter_plot(content, width=560, height=420) for content in plots.values()]
         blocks.append(block_of(of_model, zip(texts, drawn, strict=True), note))
     wide = [index == 0 and len(depth) % 2 == 1 for index in range(len(depth))]
-    named = [(chart.y.title, replace(chart, x=coefficients[0].x)) for chart in coefficients]  # rows need their texts
     page = fill(
         "layers.html.jinja",
         tables=tables,
         findings=findings,
-        title=f"{', '.join(tables.titles.values())} against {score} over layers",
+        title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
         depth=[block_of(chart.title, [("", chart)], wide=each) for chart, each in zip(depth, wide, strict=True)],
         scatters=blocks,
         coefficients=correlation_table(tables, findings),
-        correlations=[block_of("Coefficients with their intervals", named, kind="named")],
         choices=choice_table(tables, findings),
-        selection=[block_of(chart.y.title, [("", chart)], kind="named") for chart in chosen],
     )
     content = asdict(findings) | {"source": tables.source, "states": tables.states, "titles": tables.titles}
     return write(folder, "layers", content, page, _frames(tables, findings), panels)
@@ -120,37 +103,6 @@ def scatters(tables: LayerTables, findings: ModelFindings, model: ModelTables) -
             path=True,
         )
     return plots
-
-
-def correlation_charts(tables: LayerTables, findings: LayerFindings) -> list[Chart]:
-    """Returns a row a metric of each model, with both forms of each coefficient and the null of the first."""
-    texts, marks = [], []
-    for model in findings.models:
-        texts.append(heading(model))
-        for one in model.metrics:
-            row = len(texts)
-            texts.append(f"{tables.titles[one.metric]}, {len(one.tasks)} tasks")
-            for c in one.correlations:
-                marks.append(Mark(row, COEFFICIENTS.index(c.coefficient), FORM_TITLES[c.form], *c.estimate))
-            panel = COEFFICIENTS.index("distance_correlation")
-            null = (model.null.noise, model.null.walk)
-            marks += [Mark(row, panel, kind, mean) for kind, mean in zip(NULLS, null, strict=True)]
-    return interval_rows(texts, marks, [*COEFFICIENT_TITLES.values()], kinds=[*FORM_TITLES.values(), *NULLS])
-
-
-def choice_charts(tables: LayerTables, findings: LayerFindings) -> list[Chart]:
-    """Returns a row a way of choosing: what it scores above the last layer, and what else does."""
-    texts, marks = [], []
-    for model in findings.models:
-        texts.append(heading(model))
-        for choice in model.choices:
-            row, result, last = len(texts), choice.result, choice.result.last.value
-            marks.append(Mark(row, 0, CHOICES[1 if choice.is_chosen else 0], *result.minus_last))
-            others = zip(CHOICES[2:], (result.middle, result.best, result.oracle), strict=True)
-            marks += [Mark(row, 0, kind, estimate.value - last) for kind, estimate in others]
-            text = ": ".join(filter(None, [tables.titles.get(choice.metric or ""), rule_text(choice, tables.titles)]))
-            texts.append(f"{text}, {result.num_tasks} tasks")
-    return interval_rows(texts, marks, [f"{tables.score_title} above that of the last layer"], kinds=CHOICES)
 
 
 def heading(model: ModelFindings) -> str:

@@ -3,20 +3,18 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import pandas as pd
 
 from lit_layers.figures import profiles, tables
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.theme import COLORS, DASHED, DEPTH_TITLE, MUTED, SYMBOLS, Axis, layer_axis, rounded
+from lit_layers.figures.theme import COLORS, DASHED, DEPTH_TITLE, SYMBOLS, Axis, layer_axis, rounded
 from lit_layers.metrics import look_up
 
 __all__ = ["model_profile", "models_in_rows"]
 
-_KINDS = [("circle", COLORS[0]), ("diamond-open", COLORS[1]), ("line-ns", MUTED), ("x", COLORS[2])]
-_KINDS += [("triangle-up", COLORS[3]), ("cross", COLORS[4])]
 _DEPTHS = Axis(title=DEPTH_TITLE, labels={n: str(n) for n in (0, 25, 50, 75, 100)}, ends=(-3, 103))
 
 
@@ -98,15 +96,10 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Cho
     ]
     if not rows:
         raise ValueError(f"metric {metric!r} has no values of whole models without steps")
-    kind = look_up(metric).title
-    marks = [
-        Mark(number, 0, kind, p.value, *((p.low, p.high) if math.isfinite(p.low) else (None, None)))
-        for number, (_, p) in enumerate(rows)
-    ]
-    (chart,) = interval_rows([text for text, _ in rows], marks, [profiles.value_axis(metric).title], kinds=[kind])
-    return replace(
-        chart, title=tables.title_of(metric, {}), series=[replace(one, legend=False) for one in chart.series]
-    )
+    points = [point for _, point in rows]
+    dots = profiles.series_of(points, range(len(rows)), mark="circle", size=6.5, color=COLORS[0], interval="bars")
+    values = Axis(title=look_up(metric).unit)
+    return in_rows(tables.title_of(metric, {}), [text for text, _ in rows], values, [dots], height=100 + 16 * len(rows))
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -187,66 +180,7 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
     return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)
 
 
-# ------------------------------------------------------------------------------------------------ rows of intervals
-
-
-class Mark(NamedTuple):
-    """A number with its interval, where it has one, in a row of a panel; of a kind that the legend explains."""
-
-    row: int
-    panel: int
-    kind: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-def interval_rows(
-    texts: Sequence[str], marks: Sequence[Mark], panels: Sequence[str], *, kinds: Sequence[str]
-) -> list[Chart]:
-    """Returns a table as charts, one a panel: a row a line of text, marks with their 95% intervals.
-
-    A row without marks is a heading. `kinds` are those of the marks, in the order of the legend: the first is filled,
-    the second hollow, others are ticks that have no interval. A line stands at zero.
-    """
-    strong = sorted({*range(len(texts))} - {mark.row for mark in marks})
-    charts = []
-    for panel, title in enumerate(panels):
-        series = [Series(x=row_ends(texts), y=[0, 0], color="#9aa5b0", width=0.8, hover=False)]
-        series += [_kind([m for m in marks if m.panel == panel], kinds, index) for index in range(len(kinds))]
-        look: dict[str, Any] = {"height": 100 + 16 * len(texts), "strong": strong, "named": panel == 0}
-        charts.append(in_rows("", texts, Axis(title=title), series, **look))
-    return charts
-
-
-def in_rows(
-    title: str,
-    texts: Sequence[str],
-    values: Axis,
-    series: Sequence[Series],
-    *,
-    height: int,
-    named: bool = True,
-    strong: Sequence[int] = (),
-) -> Chart:
-    """Returns rows from the top down, with their texts beside them where they are `named`; their values go across."""
-    labels = dict(enumerate(texts)) if named else {}
-    down = Axis(labels=labels, ends=row_ends(texts), reverse=True, grid=False, strong=strong)
+def in_rows(title: str, texts: Sequence[str], values: Axis, series: Sequence[Series], *, height: int) -> Chart:
+    """Return rows from the top down with their texts beside them; their values go across."""
+    down = Axis(labels=dict(enumerate(texts)), ends=(-0.6, len(texts) - 0.4), reverse=True, grid=False)
     return Chart(title=title, x=down, y=values, series=series, horizontal=True, place="", height=height)
-
-
-def row_ends(rows: Sequence[Any]) -> tuple[float, float]:
-    return -0.6, len(rows) - 0.4
-
-
-def _kind(marks: Sequence[Mark], kinds: Sequence[str], index: int) -> Series:
-    """The marks of one kind; the first two kinds make room for each other where a row has both."""
-    kinds_of = {row: {mark.kind for mark in part} for row, part in tables.grouped(marks, lambda mark: mark.row).items()}
-    shown = [mark for mark in marks if mark.kind == kinds[index]]
-    both = len(kinds) > 1 and index < 2
-    aside = [0.17 * (2 * index - 1) if both and kinds_of[m.row] >= {*kinds[:2]} else 0.0 for m in shown]
-    mark, color = _KINDS[index % len(_KINDS)]
-    values, low, high = (rounded(getattr(m, name) for m in shown) for name in ("value", "low", "high"))
-    look = {"name": kinds[index], "color": color, "mark": mark, "size": 6.5, "legend": True, "low": low, "high": high}
-    at = [m.row + offset for m, offset in zip(shown, aside, strict=True)]
-    return Series(x=at, y=values, interval="bars", **look)

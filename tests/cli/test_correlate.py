@@ -165,12 +165,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
             "models --metric coupling --layer x --score scores.csv:arc",
             "layer: expected one of int, 'last', null, got x",
         ),
-        (
-            "models --metric coupling --over k --score scores.csv:arc",
-            "over: expected TAG=VALUE,VALUE,... such as k=0.05",
-        ),
-        ("models --metric coupling --over k=12 --score scores.csv:arc", "over: expected several values, as in k=0.05"),
-        ("scores.csv --metric width --over k=1,2 --score arc", "over: a table has none: leave it out"),
+        ("scores.csv --metric width --tags k=1 --score arc", "tags: a table has none: leave it out"),
         ("models scores.csv --metric coupling --score arc", "models: expected one file alone"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),

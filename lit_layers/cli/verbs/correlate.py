@@ -11,12 +11,10 @@ from lit_layers.cli.options import Names, Pairs, given, pairs, refuse_beside, re
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.correlation_page import (
-    OverTag,
     Table,
     coefficient_table,
     covariate_table,
     influence_text,
-    over_tag,
     write_models,
 )
 from lit_layers.correlate.findings import Findings, LayerFindings
@@ -39,7 +37,6 @@ class OverModels:
         data: in place of models: coupling and leaderboard scores of 28 models, as published
         metric: the metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling, or a column of the file
         tags: which variant of the metric: NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
-        over: also correlate at each value of a tag: TAG=VALUE,VALUE,... e.g. k=0.05,0.1,0.2
         layer: at which layer: its number, or last (default: the whole model's value, else the last layer's)
         score: the score: FILE.csv:COLUMN with a row a model; a scalar of training, e.g. validation/accuracy; another
             ANALYSIS/METRIC; or a column of the file
@@ -52,7 +49,6 @@ class OverModels:
     data: Literal["published"] | None = None
     metric: str | None = None
     tags: Pairs | None = None
-    over: str | None = None
     layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
     take: Literal["last", "highest", "lowest"] | None = None
@@ -112,7 +108,7 @@ def correlate(
         raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
     refuse_unwritable("root", root)
     read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
-    written = ("models", "correlation", "over", "layers", "correlations", "selection", "curves")
+    written = ("models", "correlation", "layers", "correlations", "selection", "curves")
     refuse_replacing(root, read, written)
     options = {"resamples": resamples, "seed": seed}
     if of_layers:
@@ -129,43 +125,31 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
         raise InputError(f"models: expected one file alone, got {files[0]} and {len(models) - 1} more")
     cases = [
         (("metric", "score", "baseline"), options.data is not None, "the published table has its own"),
-        (("tags", "over", "layer", "step"), options.data is not None or bool(files), "a table has none"),
+        (("tags", "layer", "step"), options.data is not None or bool(files), "a table has none"),
     ]
     refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
 
 
 def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:
     """Print coefficients, write the page, the tables and the pictures, and return 0."""
-    table, over = _tables(models, options, step, resampling)
+    table = _table(models, options, step)
     findings = correlate_models(table, given=options.given or (), group=options.group, **resampling)
-    paths = write_models(table, findings, root, over=over)
+    paths = write_models(table, findings, root)
     _show_models(table, findings)
-    for model, why in {} if over is None else over.left_out.items():
-        print(f"left out over {options.over}: {model}: {why}")
     print(*paths, sep="\n")
     return 0
 
 
-def _tables(
-    models: list[Path], options: OverModels, step: int | None, resampling: Any
-) -> "tuple[ModelTable, OverTag | None]":
-    """Return the table of the models, and where it is asked for the correlation at each value of a tag."""
+def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTable:
+    """Return the table of the models."""
     if options.data is not None:
-        return published(), None
+        return published()
     columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
     if models[0].suffix in TABLES:
-        return read_file(models[0], **columns), None
+        return read_file(models[0], **columns)
     tags: Any = {name: _number(value) for name, value in pairs("tags", options.tags or {}).items()}
-    read, columns["source"] = read_run_models(models), ", ".join(map(str, models))
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
-    if options.over is None:
-        return table_of_models(read, tags=tags, **columns), None
-    tag, _, words = options.over.partition("=")
-    values = [_number(word.strip()) for word in words.split(",") if word.strip()]
-    if not (tag and values):
-        raise InputError(f"over: expected TAG=VALUE,VALUE,... such as k=0.05,0.1,0.2, got {options.over!r}")
-    over = over_tag(read, tag, values, tags=tags, **resampling, **columns)
-    return table_of_models(read, tags={tag: values[0], **tags}, **columns), over
+    return table_of_models(read_run_models(models), tags=tags, source=", ".join(map(str, models)), **columns)
 
 
 def _number(text: str) -> str | int | float:
