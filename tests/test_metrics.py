@@ -145,16 +145,16 @@ def titles(root) -> list[str]:
 
 def test_a_metric_without_a_row_has_a_block_beside_those_of_its_analysis(tmp_path):
     with_brier(tmp_path)
-    designed = ["Probe accuracy (share)", "Probe macro F1 (share)", "Probe log-loss (nats)"]
-    summaries = ["Monotonicity over the layers", "Plateau, best layer and inflection"]
-    assert titles(tmp_path) == [*designed, *summaries, "Brier score"]
+    listed = ["Probe accuracy (share)", "Probe log-loss (nats)"]
+    groups = ["How a probe's score rises over the layers", "Layers that a probe's scores single out"]
+    assert titles(tmp_path) == [*listed, *groups, "Brier score", "Probe macro F1 (share)"]
 
 
 def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     with_brier(tmp_path / "run")
     monkeypatch.setitem(METRICS, "brier_score", BRIER)
     run = tmp_path / "run"
-    assert "Probe Brier score" in titles(run)[:4]  # among the scores, with their parts and controls
+    assert "Probe Brier score" in titles(run)
     page = write_report(run).read_text()
     assert "Mean squared error of the probabilities; lower is better." in page
     assert "of Brier score" in str(figure_data(page))

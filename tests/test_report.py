@@ -221,7 +221,10 @@ def test_a_median_of_the_whole_model_alone_is_no_choice_beside_curves_per_layer(
     first = int(re.findall(r'data-figures="(\d+)"', block)[0])
     assert page_figures(page)[first].legend == ["Whole model"]
     block = text[text.index("<h3>Probe accuracy") :]
-    assert re.findall(r"<option[^>]*>(.*?)</option>", block)[:2] == ["true labels", "random labels"]
+    block = block[: block.index("</article>")]
+    assert "<select" not in block
+    over_layers = int(re.findall(r'data-figures="(\d+)"', block)[1])
+    assert "random labels" in page_figures(page)[over_layers].dashed
 
 
 def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a_step(tmp_path: Path) -> None:
@@ -671,6 +674,9 @@ def layerwise_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+RISES, SINGLED_OUT = "How a probe&#39;s score rises over the layers", "Layers that a probe&#39;s scores single out"
+
+
 def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_they_hold(
     layerwise_page: Path,
 ) -> None:
@@ -678,13 +684,15 @@ def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_
     found = {name: part for name, part in sections_of(page).items() if 'class="plot"' in part}
     assert {name: titles_of(part) for name, part in found.items()} == {
         "Probe: topics": [
-            *("Probe accuracy (share)", "Probe macro F1 (share)", "Probe log-loss (nats)"),
-            *("Monotonicity over the layers", "Plateau, best layer and inflection"),
+            *("Probe accuracy (share)", "Probe log-loss (nats)", RISES, SINGLED_OUT, "Probe macro F1 (share)"),
         ],
         "Probe: stars": ["Probe mean squared error", "R²"],
-        "Sample sizes: topics": ["Score by number of training rows"],
-        "Concept alignment": ["Categories of word pairs (cosine)"],
-        "Prediction residual": ["Prediction residual (share of variance)", "Exponential law over the layers"],
+        "Sample sizes: topics": ["Probe accuracy (share)", "Probe log-loss (nats)"],
+        "Concept alignment": ["Word pairs of one relation"],
+        "Prediction residual": [
+            *("The next token by least squares", "The law of the prediction residual over the layers"),
+            "Rank of the states",
+        ],
     }
     assert {name: part.count('class="plot"') for name, part in found.items()} == {
         "Probe: topics": 8,
@@ -694,11 +702,11 @@ def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_
         "Prediction residual": 3,
     }
     assert options_of(found["Probe: topics"], "Probe accuracy") == ["test rows", "validation rows", "training rows"]
-    assert options_of(found["Probe: topics"], "Monotonicity") == [
-        *("Rank correlation", "Increasing steps", "Largest drop"),
+    assert options_of(found["Probe: topics"], RISES) == [
+        f"Monotonicity, {name}" for name in ("rank correlation", "increasing steps", "largest drop")
     ]
-    assert options_of(found["Concept alignment"], "Categories")[:2] == ["Concept alignment", "Excess concept alignment"]
-    assert options_of(found["Prediction residual"], "Exponential law")[0] == "Residual ratio"
+    assert options_of(found["Concept alignment"], "Word pairs")[:2] == ["Concept alignment", "Excess concept alignment"]
+    assert options_of(found["Prediction residual"], "The law")[0] == "Residual ratio"
     assert page.stat().st_size < 7e6
     for part in found.values():
         assert 'class="lead"' in part, "every section says what it shows"
@@ -744,7 +752,7 @@ def test_an_analysis_of_someones_own_with_the_tags_of_a_probe_keeps_all_its_metr
     own = [Record(metric="calibration", value=0.1, layer=n, tags={"task": "topics", "split": "test"}) for n in (0, 1)]
     records.append(tmp_path / "measurements.jsonl", replace(found, records=[*found.records, *own]))
     part = sections_of(write_report(tmp_path))["Probe: topics"]
-    assert {"Calibration", "Probe accuracy (share)", "Plateau, best layer and inflection"} <= {*titles_of(part)}
+    assert {"Calibration", "Probe accuracy (share)", SINGLED_OUT} <= {*titles_of(part)}
 
 
 def test_the_c_that_a_watching_probe_chose_belongs_to_no_split_and_has_figures_of_its_own(tmp_path: Path) -> None:
@@ -752,9 +760,7 @@ def test_the_c_that_a_watching_probe_chose_belongs_to_no_split_and_has_figures_o
     chosen = [Record(metric="probe_c", value=0.5, layer=layer, tags={"task": "topics"}) for layer in (0, 1)]
     records.append(tmp_path / "measurements.jsonl", replace(found, records=[*found.records, *chosen]))
     part = sections_of(write_report(tmp_path))["Probe: topics"]
-    assert {"Probe regularisation c", "Probe accuracy (share)", "Plateau, best layer and inflection"} <= {
-        *titles_of(part)
-    }
+    assert {"Probe regularisation c", "Probe accuracy (share)", SINGLED_OUT} <= {*titles_of(part)}
 
 
 def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_models: Path, tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ def page(run: Path) -> Path:
 def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
     found = sections(page)
     assert list(found) == [
+        "Layer similarity",
         "Interventions",
         "Tasks under intervention",
         "GLUE under intervention",
         "Fine-tuning under intervention",
         "Speed under intervention",
-        "Layer similarity",
     ]
     assert list(found["Interventions"]) == [
         *("Middle blocks changed", "Number of loops", "Single blocks", "Own schedules", "Over training"),
@@ -75,9 +75,7 @@ def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
     tasks = found["Tasks under intervention"]["Middle blocks changed"]
     assert tasks[0] == "Median normalized score"
     assert len(tasks) == 1 + 2 * len(variant_results.TASKS)
-    assert found["Layer similarity"]["Similarity of layers"] == [
-        *("Cosine of layers, token by token", "Cosine of layers, of flattened prompts", "Linear CKA of layers"),
-    ]
+    assert found["Layer similarity"]["Cosine of layers (cosine)"] == ["token by token", "of flattened prompts"]
     assert "Median over tasks lambada, arc_challenge, winogrande." in page.read_text()
     assert all(len(choices) <= 24 for blocks in found.values() for choices in blocks.values())
 
@@ -96,11 +94,12 @@ def test_the_page_shows_the_numbers_of_the_records(run: Path, page: Path) -> Non
 
 
 def test_similarities_have_maps_without_a_graph_of_pairs_and_their_stages(page: Path) -> None:
-    maps, stages = figures_of(page, "Similarity of layers")
+    (maps,) = figures_of(page, "Cosine of layers")
     assert all(one.is_map for one in maps)
-    assert len({json.dumps(one.z) for one in maps}) == len(maps) == 3, "each mode has its own"
-    assert stages[0].names == ["Beginning", "Middle", "Ending"]
-    assert "Cosine of layers, token by token: 2 beginning, 4 middle and 1 ending layers" in page.read_text()
+    assert len({json.dumps(one.z) for one in maps}) == len(maps) == 2, "each mode has its own"
+    (stages,) = figures_of(page, "Stages of a model")
+    assert [one.names for one in stages] == [["Beginning", "Middle", "Ending"]] * 3
+    assert sections(page)["Layer similarity"]["Stages of a model"][0] == "token by token, by cosine"
 
 
 def test_tables_of_results_have_a_few_variants_and_no_single_order(run: Path) -> None:
@@ -120,7 +119,7 @@ def test_models_without_steps_have_the_figures_and_several_stand_side_by_side(tm
     one = write_report(variant_results.write(tmp_path / "one", run="small", blocks=4, **options))
     found = sections(one)
     assert list(found["Interventions"]) == ["Middle blocks changed", "Number of loops", "Single blocks"]
-    assert found["Layer similarity"]["Similarity of layers"][0] == "Cosine of layers, token by token"
+    assert found["Layer similarity"]["Cosine of layers (cosine)"][0] == "token by token"
     for name, blocks in (("hub/small", 4), ("hub/large", 6)):
         variant_results.write(tmp_path / "both", run=name, blocks=blocks, **options)
     found = sections(write_report(tmp_path / "both"))

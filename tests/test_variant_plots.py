@@ -216,7 +216,8 @@ def test_own_schedules_are_a_row_each():
     rows = [record("variant_loss", 1.0, "baseline")]
     rows += [record("variant_loss", 2.0 + n, "custom", schedule=f"1 {n}") for n in (2, 3)]
     fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
-    assert drawn(fig, "Schedule") == {"1. 1 2": 4, "2. 1 3": 5}
+    assert drawn(fig, "Schedule") == {0: 4, 1: 5}
+    assert fig.x.labels == {0: "1. 1 2", 1: "2. 1 3"}
     assert {"1. 1 2", "2. 1 3"} <= {*svg_texts(fig)}
 
 

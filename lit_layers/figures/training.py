@@ -153,20 +153,6 @@ def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chos
     return curves.chart("Stages of the layers", values, axis, height=450)
 
 
-def stage_text(frame: pd.DataFrame) -> str:
-    """Returns the stages at the last checkpoint in words: `2 beginning, 8 middle and 2 ending layers`, or nothing."""
-    table: Any = frame
-    counts = {}
-    for name in STAGES:
-        if (table["metric"] == name).any():
-            points = tables.select(frame, name)
-            counts[name] = max(points, key=lambda point: point.step).value
-    if len(counts) < len(STAGES):
-        return ""
-    first, middle, last = (f"{counts[name]:g} {name.removeprefix('num_')}" for name in STAGES)
-    return f"{first}, {middle} and {last} layers"
-
-
 def training_curves(
     scalars: Iterable[Mapping[str, float]],
     names: Sequence[str] | None = None,

@@ -11,7 +11,7 @@ import pandas as pd
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import in_sentence, tag_text, wrapped
 from lit_layers.figures.maps import as_matrix, colored, key_axis, slider_map
-from lit_layers.figures.models import color_of, short_names, symbol_of
+from lit_layers.figures.models import color_of, in_rows, short_names, symbol_of
 from lit_layers.figures.profiles import FRAMES, fixed_limits, framed, level, series_of, value_axis
 from lit_layers.figures.tables import (
     Chosen,
@@ -84,10 +84,8 @@ def variant_curves(
     points = framed(points, steps)
     at, variants = (_block_of, OF_BLOCKS) if blocks else (middle_of, OF_MIDDLES)
 
-    def kind_of(point: Point) -> str:
-        return tag_text({split: point.tags[split]}) if split is not None and split in point.tags else ""
-
-    lines = []
+    kind_of = lambda point: tag_text({split: point.tags[split]}) if split in point.tags else ""  # noqa: E731
+    lines = list[Line]()
     for kind in [*dict.fromkeys(filter(None, map(kind_of, points)))] or [""]:
         lines += lines_of([p for p in points if kind_of(p) in ("", kind)], variants, at, kind=kind)
     if best_loops and split is None and len({p.tags.get("loops") for p in points if p.tags["variant"] == LOOPED}) > 1:
@@ -108,11 +106,13 @@ def variant_curves(
     guess = None if blocks else _random_level(frame, metric, chosen.get("analysis"))
     if guess is not None:
         series.append(level([places[0], places[-1]], guess, "Guessing", dash="dot"))
-    drawn = [p for line in lines for p in line.points] + full_model(points)
+    drawn = [p for part in (*(line.points for line in lines), full_model(points)) for p in part]
+    ends = [end for p in drawn for end in (p.value, p.low, p.high)] + [guess] * (guess is not None)
+    ends = fixed_limits(ends, log=look_up(metric).log) if len(steps) > 1 else None  # the same at every checkpoint
     return Chart(
         title=title_of(metric, chosen.get("tags") or {}),
         x=layer_axis("block") if blocks else _middle_axis(places),
-        y=value_axis(metric, ends=_ends(drawn, metric, steps, guess)),
+        y=value_axis(metric, ends=ends),
         series=series,
         frames=steps,
         place="block {x}" if blocks else "at {x}",
@@ -212,21 +212,15 @@ def quality_front(
     front = sorted((cell for cell, best in zip(at, is_best, strict=True) if best), key=lambda cell: at[cell][0])
     x, y = (rounded(at[cell][side] for cell in front) for side in (0, 1))
     series = [Series(x=x, y=y, name="Pareto front", dash="dot", width=1.6, steps=True, legend=True, hover=False)]
-    texts = _texts_beside(front, points, at)
-    order = [*list(LOOKS)[1:], BASELINE]  # the full model above what lies at its place
     by_variant = grouped(points, lambda p: p.tags["variant"])
-    for variant, part in sorted(by_variant.items(), key=lambda pair: order.index(pair[0])):
-        color, symbol = LOOKS[variant]
-        mark = {BASELINE: "star", LOOPED: "hexagram"}.get(variant, symbol)
-        look = {"name": variant_name(variant), "color": color, "mark": mark, "size": 15 if variant == BASELINE else 8}
-        look |= {"labels": [texts.get(cell_of(p), "") for p in part], "sides": [(0, 1)] * len(part), "legend": True}
-        hover = [
-            f"{p.value:.4g} at {cost_of[cell_of(p)]:.4g}\n{cell_names(p)[0]}"
-            + ("\non the front" if cell_of(p) in front else "")
-            for p in part
-        ]
-        x, y = (rounded(at[cell_of(p)][side] for p in part) for side in (0, 1))
-        series.append(Series(x=x, y=y, texts=hover, tells_texts=True, **look))
+    for variant in filter(by_variant.get, reversed(LOOKS)):  # the full model above what lies at its place
+        part, is_full = by_variant[variant], variant == BASELINE
+        names, x = [cell_names(p) for p in part], [at[cell_of(p)][0] for p in part]
+        hover = [f"{p.value:.4g} at {c:.4g}\n{name}" for p, c, (name, _) in zip(part, x, names, strict=True)]
+        labels = [short if cell_of(p) in front else "" for p, (_, short) in zip(part, names, strict=True)]
+        look = {"color": LOOKS[variant][0], "mark": "star" if is_full else "circle", "size": 15 if is_full else 8}
+        look |= {"texts": hover, "tells_texts": True, "labels": labels, "sides": [(0, 1)] * len(part), "legend": True}
+        series.append(Series(x=rounded(x), y=rounded(p.value for p in part), name=variant_name(variant), **look))
     return Chart(
         title=f"{title_of(metric, chosen.get('tags') or {})} against {in_sentence(look_up(cost).title)}",
         x=Axis(title=look_up(cost).with_unit),
@@ -234,20 +228,6 @@ def quality_front(
         series=series,
         height=460,
     )
-
-
-def _texts_beside(front: Sequence[Any], points: Sequence[Point], at: Mapping[Any, tuple[float, float]]) -> dict:
-    """The texts beside the points of the front, without those too close to one that has a text."""
-    span = [max(side) - min(side) or 1 for side in zip(*at.values(), strict=True)]
-    short = {cell_of(point): cell_names(point)[1] for point in points}
-    placed = [cell_of(point) for point in full_model(points)]  # its star needs no text, nor what lies under it
-    texts = {}
-    for cell in reversed(front):
-        far = [any(abs(at[cell][n] - at[other][n]) > 0.07 * span[n] for n in (0, 1)) for other in placed]
-        if short[cell] and all(far):
-            placed.append(cell)
-            texts[cell] = short[cell]
-    return texts
 
 
 def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
@@ -272,35 +252,24 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     }
     is_share = not of_blocks and len({*depths.values()}) > 1 and None not in depths.values()
     series: list[Series] = []
-    middles: set[int] = set()
-    loops: set[int] = set()
     for index, (run, name) in enumerate(short_names([*points]).items()):
         for line in lines_of(points[run], [variant], at):
-            numbers, depth = [at(p) or 0 for p in line.points], depths[run]
-            places = [round(100 * number / (depth or 1), 4) for number in numbers] if is_share else numbers
-            middles |= {*numbers}
-            loops |= {line.loops} if line.loops is not None else set()
             look: dict[str, Any] = {"name": name, "color": color_of(index), "legend": True, "interval": ""}
-            of_depth, k = f" of {depth}" if is_share else "", f"k = {line.loops}" if line.loops is not None else ""
-            texts = [", ".join(filter(None, [f"M = {n}{of_depth}" if is_share else "", k])) for n in numbers]
-            look["texts"] = texts if any(texts) else []
-            series.append(series_of(line.points, places, width=2.0, mark=symbol_of(index), size=6, **look))
+            numbers, k = [at(p) or 0 for p in line.points], "" if line.loops is None else f", k = {line.loops}"
+            places = [round(100 * n / (depths[run] or 1), 4) for n in numbers] if is_share else numbers
+            of_depth = f" of {depths[run]}" if is_share else ""
+            texts = [f"{'block' if of_blocks else 'M ='} {n}{of_depth}{k}" for n in numbers]
+            look |= {"width": 2.0, "mark": symbol_of(index), "size": 6, "texts": texts}
+            series.append(series_of(line.points, places, **look))
             for full in full_model(points[run])[:1]:
-                ends, look = [min(places), max(places)], {"color": color_of(index), "legend": False}
-                series.append(level(ends, full.value, f"{name}, full model", **look))
+                look = {"color": color_of(index), "legend": False}
+                series.append(level([min(places), max(places)], full.value, f"{name}, full model", **look))
     if not series:
         raise ValueError(f"metric {metric!r} has no values of the variant {variant!r}")
-    text = variant_name(variant) + (f", k = {loops.pop()}" if len(loops) == 1 else "")
     if axis is None:
-        axis = _SHARES if is_share else _middle_axis(sorted(middles))
-    return Chart(
-        title=", ".join(filter(None, [look_up(metric).with_unit, text])),
-        x=axis,
-        y=value_axis(metric),
-        series=series,
-        place="block {x}" if of_blocks else "" if is_share else "M = {x}",
-        height=400,
-    )
+        axis = _SHARES if is_share else _middle_axis(sorted({x for each in series for x in each.x}))
+    title = f"{look_up(metric).with_unit}, {variant_name(variant)}"
+    return Chart(title=title, x=axis, y=value_axis(metric), series=series, place="", height=400)
 
 
 def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
@@ -313,20 +282,13 @@ def schedule_scores(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) 
     if not schedules:
         raise ValueError(f"metric {metric!r} has no values of schedules of one's own")
     names = [f"{number}. {p.tags['schedule']}" for number, p in enumerate(schedules, 1)]
-    full = full_model(points)[:1]
+    full, rows = full_model(points)[:1], range(len(schedules))
     look = {"name": "Schedule", "mark": "circle", "size": 8, "color": LOOKS["custom"][0], "interval": "bars"}
-    series = [series_of(schedules, names, legend=bool(full), **look)]
-    series += [level(names, p.value, "Full model", color=INK, mark="line-ns", size=14) for p in full]
-    texts = {name: wrapped(name, 46) for name in names}
-    return Chart(
-        title=title_of(metric, chosen.get("tags") or {}),
-        x=Axis(keys=names, labels=texts, grid=False),
-        y=Axis(title=look_up(metric).with_unit, log=look_up(metric).log),
-        series=series,
-        horizontal=True,
-        place="{x}",
-        height=140 + 26 * len(schedules),
-    )
+    series = [series_of(schedules, rows, legend=bool(full), texts=names, **look)]
+    series += [level(rows, p.value, "Full model", color=INK, mark="line-ns", size=14) for p in full]
+    values = Axis(title=look_up(metric).with_unit, log=look_up(metric).log)
+    texts = [wrapped(name, 46) for name in names]
+    return in_rows(title_of(metric, chosen.get("tags") or {}), texts, values, series, height=140 + 26 * len(names))
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -525,11 +487,3 @@ def _full_model(
 def _middle_axis(middles: Sequence[int]) -> Axis:
     """Labels at numbers that were measured: models of an even number of blocks have odd middles only."""
     return Axis(title=MIDDLE, labels={m: str(m) for m in spread(middles, _TICKS)})
-
-
-def _ends(
-    drawn: Sequence[Point], metric: str, steps: Sequence[int], guess: float | None = None
-) -> tuple[float, float] | None:
-    """The same at every checkpoint, where there are several."""
-    values = [end for p in drawn for end in (p.value, p.low, p.high)] + ([] if guess is None else [guess])
-    return fixed_limits(values, log=look_up(metric).log) if len(steps) > 1 else None

@@ -81,7 +81,7 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     medians = with_task_medians(means.frame)
     frame = medians.frame
     depths = {m.run: m.provenance["depth"] for m in drawable if type(m.provenance.get("depth")) is int}
-    shown = sections.sections(variant_sections.without(frame), comparing=comparing, num_layers=depths)
+    shown = sections.sections(frame[~variant_sections.is_own(frame)], comparing=comparing, num_layers=depths)
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
     shown += variant_sections.sections(frame, medians.notes)

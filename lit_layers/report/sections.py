@@ -7,20 +7,20 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers import plots
+from lit_layers import plots, records
 from lit_layers.errors import kind_and_words
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text, tag_text
+from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.models import short_names
 from lit_layers.figures.tables import BASES
-from lit_layers.metrics import METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
+from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
-_SPLITS = ("test", "validation", "train")
+_CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")  # groups of metrics that share a block
 CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,20 @@ def sections(
     """
     shown = []
     table: Any = frame
+    shapes = partial(shapes_of_models, num_layers=num_layers) if comparing else _shapes_of_run
     for analysis, part in table.groupby("analysis", sort=False):
-        metrics = sorted((name for name in part["metric"].unique() if not look_up(name).unlisted), key=rank)
-        blocks, elsewhere = ([], []) if comparing else _together(Rows(part, analysis))
-        elsewhere = {*elsewhere, *(look_up(metric).baseline for metric in metrics)}
-        of_metric = partial(_of_models, num_layers=num_layers) if comparing else _of_run
-        drawn = {metric: of_metric(part, metric, analysis) for metric in metrics if metric not in elsewhere}
-        aside = [each for metric, each in drawn.items() if each is not None and look_up(metric).secondary]
-        blocks += [each for metric, each in drawn.items() if each is not None and not look_up(metric).secondary]
+        blocks, aside = [], []
+        for title, members in _members(part, grouping=not comparing):
+            rows = [look_up(metric) for metric in members]
+            choices = [
+                (", ".join(filter(None, [row.title if len(rows) > 1 else "", text])), figures)
+                for row in rows
+                for text, figures in shapes(part, row.name, analysis)
+            ]
+            if choices:
+                made = block(title or rows[0].with_unit, "" if title else rows[0].note, choices, of=members)
+                made["tall"] = is_in(members[0], "concept")
+                (aside if all(row.secondary for row in rows) else blocks).append(made)
         if not blocks:  # then they are all that there is
             blocks, aside = aside, []
         if blocks:
@@ -53,6 +59,20 @@ def sections(
             metrics_of = [*balanced(blocks), *(Block(each, folded=True) for each in balanced(aside))]
             shown.append({"name": analysis, "title": title, "note": note, "metrics": metrics_of})
     return shown
+
+
+def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield the metrics that share a block, with its title: a group that a reader chooses from, or one metric ("")."""
+    measured = sorted(part["metric"].unique(), key=rank)
+    baselines = {look_up(metric).baseline for metric in measured}
+    titles = {group.name: group.title for group in GROUPS if grouping and group.name in _CHOSEN_FROM}
+    titles = {group: title for group, title in titles.items() if names(group)[0] in measured}
+    by_group = tables.grouped(measured, lambda name: group if (group := look_up(name).group) in titles else name)
+    for name, members in by_group.items():
+        if len(members) > 1:
+            yield titles[name], members[:1] if name == "stage" else members  # one figure shows all stages
+        elif not look_up(members[0]).unlisted and members[0] not in baselines:
+            yield "", members
 
 
 def training(run: RunData) -> list[Block]:
@@ -114,21 +134,25 @@ def balanced(blocks: list[Block]) -> list[Block]:
 # ------------------------------------------------------------------------------------------------ one metric
 
 
-def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
-    """A metric of a run in all the shapes that it has, one choice a variant."""
+def _shapes_of_run(part: pd.DataFrame, metric: str, analysis: str) -> list[Choice]:
+    """Return the figures of a metric of a run in all the shapes that it has, a choice a variant."""
     table: Any = part
+    if is_in(metric, "stage"):
+        stages = partial(plots.stages_over_training, part, analysis=analysis)
+        kinds = tables.variants_of(tables.select(part, metric, analysis=analysis))
+        return [(tables.choice_text(tags), [("", partial(stages, tags=tags))]) for tags in kinds]
     part = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
     points = tables.select(part, metric, analysis=analysis)
+    unplaced = part[part[part.columns.intersection(records.PLACES)].isna().all(axis=1)]
     alone = [point for point in points if point.other_layer is None and not tables.is_placed(point)]
     compared = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
     levels = {name: tables.select(part, name, analysis=analysis) for name in compared}
 
     def figures(options: dict[str, Any]) -> Iterator[Captioned]:
         yield from _maps(part, metric, points, options)
-        baselines = [
-            name for name in compared if tables.matching(levels[name], options.get("tags") or {})
-        ]  # not every variant
-        curves = partial(plots.emergence_curves, part, metric, baselines=baselines, **options)
+        tags = options.get("tags") or {}
+        baselines = [name for name in compared if tables.matching(levels[name], tags)]  # not every variant
+        curves = partial(plots.emergence_curves, unplaced, metric, baselines=baselines, **options)
         over = "distance" if all(point.layer is None for point in alone) else "layers"
         if not alone or "layer" in options:
             pass
@@ -136,24 +160,14 @@ def _of_run(part: pd.DataFrame, metric: str, analysis: str) -> Block:
             yield "Over training, the largest", curves
         elif any(map(tables.is_on_axes, alone)):
             yield "Over training", curves
-            yield (
-                f"Over {over}",
-                partial(plots.layer_profile, part, metric, baselines=baselines, intervals=True, **options),
-            )
+            look = {"intervals": True, "fits": metric == "prediction_residual", "baselines": baselines}
+            controls = [name for name in CONTROLS if tables.matching(alone, {**tags, "control": name})]
+            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, controls=controls, **look, **options)
         else:
             yield "", curves
         yield from _lists(part, metric, points, options)
 
-    choices = [(text, figures({"analysis": analysis, **options})) for options, text in choices_of(points)]
-    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric])
-
-
-def _of_models(
-    part: pd.DataFrame, metric: str, analysis: str, num_layers: Mapping[str, int] | None = None
-) -> Block | None:
-    """A metric of models without steps in all its shapes; None where the table of results says it all."""
-    choices = shapes_of_models(part, metric, analysis, num_layers)
-    return block(look_up(metric).with_unit, look_up(metric).note, choices, of=[metric]) if choices else None
+    return [(text, figures({"analysis": analysis, **options})) for options, text in choices_of(points)]
 
 
 def shapes_of_models(
@@ -257,131 +271,13 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
             return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
     # A median may exist for the whole model alone, where the mean is also per layer: then it is no choice.
     variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
+    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # drawn beside the others
     first = tables.plainest(variants)
-    text = tables.choice_text if len(variants) > 1 else tables.variant_text
-    return [(tags, text(tags)) for tags in sorted(variants, key=lambda tags: tags != first)]
-
-
-# ------------------------------------------------------------------------------------------------ metrics together
-
-
-class Rows:
-    """The rows of one analysis, each metric's apart: they are searched for every figure."""
-
-    def __init__(self, table: Any, analysis: str) -> None:
-        self.table, self.analysis = table, analysis
-        self.of = dict(tuple(table.groupby("metric", sort=False)))
-
-    def having(self, group: str) -> list[str]:
-        return [metric for metric in names(group) if metric in self.of]
-
-    def values(self, metric: str, tag: str, among: Sequence[str]) -> list[str]:
-        rows = self.of[metric]
-        return [value for value in among if tag in rows and (rows[tag] == value).any()]
-
-    def draw(
-        self, make: Callable[..., Chart], metric: str, *, beside: Sequence[str] = (), **options: Any
-    ) -> Callable[[], Chart]:
-        table = pd.concat([self.of[name] for name in (metric, *beside)])
-        return partial(make, table, metric, analysis=self.analysis, **options)
-
-
-def _together(rows: Rows) -> tuple[list[Block], list[str]]:
-    """The blocks of metrics that belong together, of one analysis of a run, and which metrics are in them."""
-    # a measurement that failed leaves no rows, and each tag is a column of the whole run
-    tags = {
-        tag
-        for tag in (tables.TRAIN_ROWS, tables.CATEGORY, "task", "split")
-        if tag in rows.table and rows.table[tag].notna().any()
-    }
-    if tables.TRAIN_ROWS in tags and rows.having("score"):
-        blocks, groups = [_by_size(rows)], ["score"]
-    elif tables.CATEGORY in tags and "concept_alignment" in rows.of:
-        blocks, groups = [_concepts(rows)], ["concept"]
-    elif "prediction_residual" in rows.of:
-        blocks, groups = [_residuals(rows), *_summaries(rows, "law")], ["residual", "law", "residual_detail"]
-    elif {"task", "split"} <= tags:
-        without = Rows(rows.table.drop(columns="split"), rows.analysis)  # one and the same
-        scores = [
-            metric for metric in rows.having("score") if rows.values(metric, "split", _SPLITS)
-        ]  # not the chosen c
-        blocks = [_probe(rows, metric) for metric in scores]
-        blocks += [*_summaries(without, "monotonicity"), *_summaries(without, "layer")]
-        return blocks, [*scores, *rows.having("monotonicity"), *rows.having("layer")]
-    else:
-        return [], []
-    return blocks, [metric for group in groups for metric in rows.having(group)]
-
-
-def _probe(rows: Rows, metric: str) -> Block:
-    def figures(split: str) -> Iterator[Captioned]:
-        tags = {"split": split, "control": None}
-        controls = rows.values(metric, "control", CONTROLS) if split == "test" else []
-        yield "Over training", rows.draw(plots.emergence_curves, metric, tags=tags)
-        yield "Over layers", rows.draw(plots.layer_profile, metric, tags=tags, controls=controls, intervals=True)
-
-    notes = {"accuracy": "Of a linear probe. A row of a class that no training row has counts as an error."}
-    choices = [(tag_text({"split": split}), figures(split)) for split in rows.values(metric, "split", _SPLITS)]
-    note = notes.get(metric, look_up(metric).note)
-    return block(look_up(metric).with_unit, note, choices, wide=True, of=[metric])
-
-
-_SUMMARIES = {
-    "monotonicity": "Monotonicity over the layers",
-    "layer": "Plateau, best layer and inflection",
-    "law": "Exponential law over the layers",
-}
-
-
-def _summaries(rows: Rows, group: str) -> Iterator[Block]:
-    """A choice a metric of the whole model; what it tells of, the accuracy or the log-loss, are lines of one figure."""
-    choices = [
-        (sentence(look_up(metric).title.split(", ")[-1]), [("", rows.draw(plots.emergence_curves, metric))])
-        for metric in rows.having(group)
-    ]
-    if choices:
-        yield block(_SUMMARIES[group], BLOCKS[_SUMMARIES[group]], choices, of=rows.having(group))
-
-
-def _by_size(rows: Rows) -> Block:
-    choices = [
-        (look_up(metric).title, _sample_sizes(rows.draw(plots.sample_size_curves, metric)))
-        for metric in rows.having("score")
-    ]
-    title = "Score by number of training rows"
-    return block(title, BLOCKS[title], choices, wide=True, of=rows.having("score"))
-
-
-def _concepts(rows: Rows) -> Block:
-    def figures(metric: str) -> Iterator[Captioned]:
-        beside = [name for name in (look_up(metric).baseline,) if name in rows.of]
-        options: dict[str, Any] = {"beside": beside, "baselines": beside, "intervals": True}
-        yield "", rows.draw(plots.concept_map, metric)
-        if metric in means.of:  # of a single category there is none
-            yield "Mean, over training", means.draw(plots.emergence_curves, metric)
-            yield "Mean, over layers", means.draw(plots.layer_profile, metric, **options)
-
-    # searched without the categories: 40 times as fast
-    means = Rows(rows.table[rows.table[tables.CATEGORY].isna()], rows.analysis)
-    choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("concept")]
-    title = "Categories of word pairs (cosine)"
-    return Block(block(title, BLOCKS[title], choices, wide=True, of=rows.having("concept")), tall=True)
-
-
-def _residuals(rows: Rows) -> Block:
-    def figures(metric: str) -> Iterator[Captioned]:
-        options: dict[str, Any] = {
-            "tags": {"control": None},
-            "intervals": True,
-            "fits": metric == "prediction_residual",
-        }
-        controls = rows.values(metric, "control", CONTROLS)
-        yield "Over training", rows.draw(plots.emergence_curves, metric, tags={"control": None})
-        yield "Over layers", rows.draw(plots.layer_profile, metric, controls=controls, **options)
-
-    choices = [(look_up(metric).title, figures(metric)) for metric in rows.having("residual")]
-    title, note = "Prediction residual (share of variance)", look_up("prediction_residual").note
-    return block(title, note, choices, wide=True, of=rows.having("residual"))
+    if len(variants) < 2:
+        return [(first, tables.variant_text(first))]
+    differing = [name for name in first if len({str(tags[name]) for tags in variants}) > 1]
+    ordered = sorted(variants, key=lambda tags: tags != first)
+    return [(tags, tables.choice_text({name: tags[name] for name in differing})) for tags in ordered]
 
 
 # ------------------------------------------------------------------------------------------------ layers over steps
@@ -395,22 +291,12 @@ def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
     blocks = []
     for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
         rows = part[part["layer"].notna() & part["other_layer"].isna()]
-        is_other = look_up(metric).unlisted or is_in(metric, "half")
-        if not is_other and rows["step"].nunique() > 1 and (kinds := _with_surface(rows, metric)):
-            draw = partial(plots.layer_surface, rows, metric, steps=steps)
-            choices = [(text, [("", partial(draw, tags=tags))]) for tags, text in kinds]
+        rows = rows[rows[rows.columns.intersection(records.PLACES)].isna().all(axis=1)]
+        if look_up(metric).unlisted or is_in(metric, "half") or rows["step"].nunique() < 2:
+            continue
+        points, draw = tables.select(rows, metric), partial(plots.layer_surface, rows, metric, steps=steps)
+        kinds = [each for each in choices_of(points) if has_surface(tables.matching(points, each[0]["tags"]))]
+        if choices := [(text, [("", partial(draw, **options))]) for options, text in kinds]:
             blocks.append(block(look_up(metric).with_unit, sentence(analysis), choices))
     title = "Layers over steps"
     return {"name": "surfaces", "title": title, "note": BLOCKS[title], "metrics": balanced(blocks)} if blocks else None
-
-
-def _with_surface(rows: pd.DataFrame, metric: str) -> list[tuple[dict[str, Any], str]]:
-    """The tags and texts of a metric's variants that have a surface, the plainest first."""
-    points = [point for point in tables.select(rows, metric) if not tables.is_placed(point)]
-    kinds = [tags for tags in tables.variants_of(points) if has_surface(tables.matching(points, tags))]
-    if len(kinds) < 2:
-        return [(dict(tags), tables.variant_text(tags)) for tags in kinds]
-    first = tables.plainest(kinds)
-    differing = [name for name in first if len({str(tags[name]) for tags in kinds}) > 1]
-    ordered = sorted(kinds, key=lambda tags: tags != first)
-    return [(dict(tags), tables.choice_text({name: tags[name] for name in differing})) for tags in ordered]
