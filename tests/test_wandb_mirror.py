@@ -2,7 +2,6 @@ import functools
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,8 +13,8 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
-from lit_layers.report import WandbMirror, logged_numbers, wandb_mirror
-from lit_layers.report.logged_numbers import of_the_whole_run, values_of
+from lit_layers.report import WandbMirror, wandb_mirror
+from lit_layers.report.logged_numbers import values_of
 from lit_layers.report.wandb_mirror import NOTES, Sent, run_files
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_finished
@@ -95,51 +94,8 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
     frame = records.frame(root / "measurements.jsonl")
     assert [row[5] for row in table["data"]] == pytest.approx(frame["value"].tolist())
     assert json.loads(next(row for row in table["data"] if row[3] == "coupling")[-1]) == {"k": 4}
-    assert "emergence_times" not in run.tables  # of four checkpoints
     staged = list((root / "wandb").glob("artifacts/**/*"))
     assert staged, "tables are staged inside the run's folder"
-
-
-@pytest.fixture
-def stepped(tmp_path: Path) -> Path:
-    """Coupling jumps from 0 to 1 between steps 4 and 8."""
-    root, steps = tmp_path / "run", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
-    root.mkdir()
-    for step in steps:
-        values = {"coupling": (1.0 * (step >= 8), 0.01), "line_shape_score": (2.0, 0.01)}
-        of_step = [Record(metric=metric, value=value, stderr=stderr) for metric, (value, stderr) in values.items()]
-        records.append(
-            root / "measurements.jsonl",
-            Measurement(run="run", step=step, tokens=None, analysis="a", records=of_step, seconds=0.1, provenance={}),
-        )
-    return root
-
-
-def test_a_timeline_that_cannot_be_drawn_costs_the_table_nothing_and_is_told_as_what_it_is(
-    stepped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lit_layers.report.logged_numbers.timeline", lambda clock: 1 / 0)
-    tables, pictures = of_the_whole_run(stepped, [*records.read(stepped / "measurements.jsonl")], {})
-    columns, rows = tables["emergence_times"]
-    (halfway,) = [row[columns.index("halfway")] for row in rows if "coupling" in row]
-    assert 4 <= halfway <= 8
-    assert pictures == {}
-    assert [each.getMessage() for each in caplog.records] == ["no picture of when metrics emerge: division by zero"]
-
-
-@pytest.mark.slow
-def test_times_of_emergence_are_a_table_beside_the_long_one(stepped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = stepped
-    run = mirror_all(root)
-    assert len(run.media("image-file")["emergence_times/timeline"]) == 1
-    table = run.tables["emergence_times"]
-    rows = {row[1]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
-    assert 4 <= rows["coupling"]["halfway"] <= 8
-    assert (rows["coupling"]["emerges"], rows["line_shape_score"]["emerges"]) == (True, False)
-    assert rows["line_shape_score"]["halfway"] is None
-    monkeypatch.setattr("lit_layers.report.logged_numbers.times_table", lambda clock: 1 / 0)
-    shutil.rmtree(root / "wandb")
-    assert set(mirror_all(root).tables) == {"emergence"}  # what fails there costs the others nothing
 
 
 @pytest.mark.slow
@@ -159,34 +115,6 @@ def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(roo
     assert len(mirror_all(root).history) == before + 3
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_a_run_that_is_over_begins_no_new_files_where_those_there_hold_all_of_it(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mirror_all(root)
-    for gained, files in ((False, 1), (True, 2), (False, 2)):
-        if gained:
-            records.append(root / "measurements.jsonl", measurement("quickstart", 8, "trajectory", layers=2, seed=5))
-        mirror = WandbMirror(mode="offline")
-        mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
-        mirror.finish()
-        read_back(root)
-        assert len(folders(root)) == files
-        assert mirror.closing_line() == f"W&B          offline; upload it with: wandb sync {_joined(folders(root))}"
-    mirror_all(root)  # more may come: it needs a file to be written to
-    assert len(folders(root)) == 3
-    notes = folders(root)[-1] / NOTES
-    notes.write_text("".join(notes.read_text().splitlines(keepends=True)[:-1]))  # killed before its end was written
-    mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
-    mirror.finish()
-    assert len(folders(root)) == 4
-
-
-def _joined(places: list[Path]) -> str:
-    return " ".join(map(str, places))
-
-
 @pytest.mark.parametrize("number", ["1", "2", "10"])
 def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, number: str) -> None:
     """W&B numbers the later folders of a second; one whose process was killed at once has no file yet."""
@@ -198,11 +126,10 @@ def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, num
         empty.mkdir()
     (folder,) = (each for each in folders(root) if each.name.endswith(f"-{number}"))
     mirror = WandbMirror(mode="offline")
-    mirror.open(root, run_id=RUN_ID, config={}, is_over=True)
+    mirror.open(root, run_id=RUN_ID, config={})
     mirror.finish()
-    assert mirror.closing_line() == f"W&B          offline; upload it with: wandb sync {folder}"
-    assert len(read_back(root).history) == expected
-    assert len(folders(root)) == len(earlier) + 1  # nothing was sent again
+    assert str(folder) in mirror.closing_line()
+    assert len(read_back(root).history) == expected, "nothing was sent again"
 
 
 def test_files_of_a_run_come_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:
@@ -551,7 +478,7 @@ def test_the_default_recipe_builds_the_mirror_it_names() -> None:
     parser.add_argument("--wandb", type=WandbMirror | None, default=None)
     recipe = Path(__file__).parents[1] / "wandb_configs" / "default.yaml"
     built = parser.instantiate(parser.parse_args(["--config", str(recipe)])).wandb
-    assert (built.project, built.mode, built.init_timeout) == ("lit_layers", "auto", 8.0)
+    assert (built.place["project"], built.mode, built.init_timeout) == ("lit_layers", "auto", 8.0)
 
 
 def test_a_mean_over_layers_is_of_all_of_them_or_absent():
@@ -569,32 +496,3 @@ def test_a_mean_over_layers_is_of_all_of_them_or_absent():
     assert mean_of("line_shape_score", {2: 2.0, 3: 6.0}) == 4.0  # one step is straight
     for values in ({1: 1.0, 2: 2.0}, {1: 1.0, 3: 6.0}, {2: 2.0, 3: 6.0}, {1: 1.0, 2: float("nan"), 3: 6.0}):
         assert mean_of("growth_rate", values) is None
-
-
-@pytest.mark.slow
-def test_maps_over_layers_are_drawn_before_the_end_and_anew_where_more_was_measured(
-    root: Path, tmp_path: Path, monkeypatch
-):
-    at_once, drawn, later = (Path(shutil.copytree(root, tmp_path / name / "run")) for name in ("a", "b", "c"))
-    steps: list[set[int]] = []
-
-    def counted(measured, plain):
-        steps.append({m.step for m in measured})
-        return layer_maps(measured, plain)
-
-    layer_maps = logged_numbers.layer_maps
-    for module in (logged_numbers, wandb_mirror):
-        monkeypatch.setattr(module, "layer_maps", counted)
-    expected = mirror_all(at_once)
-    assert [*steps.pop()] == [0, 1, 2, 4]
-    for folder, more in ((drawn, False), (later, True)):
-        mirror = WandbMirror(mode="offline")
-        mirror.open(folder, run_id=RUN_ID, config={"lr": 1e-3})
-        mirror.draw()
-        if more:
-            records.append(folder / "measurements.jsonl", measurement("quickstart", 8, "lens", layers=2))
-        mirror.finish()
-        run = read_back(folder)
-        assert run.media("image-file").keys() == expected.media("image-file").keys()
-        assert any(name.endswith("/over_layers") for name in run.media("image-file"))
-    assert steps == [{0, 1, 2, 4}, {0, 1, 2, 4}, {0, 1, 2, 4, 8}]

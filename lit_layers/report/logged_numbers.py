@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.clock.times_and_order import times_of_run, times_table
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.maps import has_surface, layer_matrix, layer_surface
@@ -26,15 +25,13 @@ from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short, variant_of
 from lit_layers.metrics import METRICS, look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report.emergence import timeline
-from lit_layers.run_data import read_run
 
 logger = logging.getLogger(__name__)
 AXIS = "trainer/global_step"
 _PLACE = "lit_layers"  # section of everything that is not the curve of a metric
 STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
-TABLE, TIMES, TIMELINE = "emergence", "emergence_times", "emergence_times/timeline"
+TABLE = "emergence"
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
 Table = tuple[list[str], list[list[Any]]]  # columns, rows
@@ -67,7 +64,7 @@ def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
     layers: dict[tuple[str, str], dict[int, float]] = {}
     loops = usual_loops(record.tags for record in measurement.records)
     for record in measurement.records if measurement.error is None else ():
-        if record.other_layer is not None or not record.tags.keys().isdisjoint(records.PLACES):
+        if not _is_on_curve(record):
             continue
         if record.tags.get("loops", loops) != loops:
             continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
@@ -84,6 +81,11 @@ def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
         if base not in whole and [*sorted(values)] == [*range(first, last + 1)]:
             points.append(Point(f"{base}/{LAYER_MEAN}", base, metric, None, sum(values.values()) / len(values)))
     return points
+
+
+def _is_on_curve(record: Record) -> bool:
+    """Return whether a number belongs to no pair of layers and no place of a table of its own."""
+    return record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
 
 
 def values_of(measurement: Measurement, name: str | None = None) -> dict[str, float]:
@@ -130,18 +132,6 @@ def _frame(measurements: list[Measurement]) -> pd.DataFrame:
     return records.frame(measurements).drop(columns=records.AUDIT, errors="ignore")  # what comes here may be drawn
 
 
-def table_rows(measurements: list[Measurement], *, most_with_pairs: int, most: int) -> Iterator[list[Any]]:
-    """Rows of `TABLE_COLUMNS`, at most so many; pairs of layers and places of tokens only where all rows are few."""
-    pairs = [(measurement, record) for measurement in measurements for record in measurement.records]
-    if len(pairs) > most_with_pairs:
-        pairs = [
-            (measurement, record)
-            for measurement, record in pairs
-            if record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
-        ]
-    return (_table_row(measurement, record) for measurement, record in pairs[:most])
-
-
 def _table_row(measurement: Measurement, record: Record) -> list[Any]:
     tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
     place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
@@ -183,40 +173,17 @@ def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
 
 
 def of_the_whole_run(
-    root: Path,
-    measured: Sequence[Measurement],
-    plain: dict[tuple[str, str], str],
-    *,
-    allow_suspect: bool = False,
-    maps: dict[str, bytes] | None = None,
+    measured: Sequence[Measurement], plain: dict[tuple[str, str], str]
 ) -> tuple[dict[str, Table], dict[str, bytes]]:
-    """The tables and the pictures (PNG) that are of all steps together, by their names; of no measurements none.
-
-    The long form of all, `layer_maps` (unless `maps` are these), and where there are checkpoints enough to say it when
-    each metric emerges.
-    """
-    rows = list(table_rows([*measured], most_with_pairs=_TABLE_ROWS, most=_TABLE_LIMIT + 1))
-    if len(rows) > _TABLE_LIMIT:
-        logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
+    """Return the table and the pictures (PNG) that are of all steps together, by their names; none without numbers."""
+    rows = [(measurement, record) for measurement in measured for record in measurement.records]
     if not rows:
         return {}, {}
-    tables: dict[str, Table] = {TABLE: ([*TABLE_COLUMNS], rows[:_TABLE_LIMIT])}
-    pictures = layer_maps(measured, plain) if maps is None else dict(maps)
-    clock = None
-    try:
-        run = read_run(root)
-        shown = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
-        if not run.compares_models and (clock := times_of_run(run.name, shown, root)) is not None:
-            times = times_table(clock).drop(columns="run").astype(object)
-            tables[TIMES] = [*map(str, times)], times.where(times.notna(), None).values.tolist()
-    except Exception as error:  # no table is worth the run's end
-        logger.warning("no table of emergence times: %s", first_line(error))
-    try:
-        if clock is not None and any(times.emerges for times in clock.times):
-            pictures |= _drawn({TIMELINE: timeline(clock)}, "when metrics emerge")
-    except Exception as error:  # nor is a picture
-        logger.warning("no picture of when metrics emerge: %s", first_line(error))
-    return tables, pictures
+    rows = rows if len(rows) <= _TABLE_ROWS else [pair for pair in rows if _is_on_curve(pair[1])]
+    if len(rows) > _TABLE_LIMIT:
+        logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
+    table = [*TABLE_COLUMNS], [_table_row(*pair) for pair in rows[:_TABLE_LIMIT]]
+    return {TABLE: table}, layer_maps(measured, plain)
 
 
 def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:
@@ -290,7 +257,7 @@ class WandbRun:
         self.flush()
         measurements = records.read(root / "measurements.jsonl")
         shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
-        tables, pictures = of_the_whole_run(root, shown, plain_settings(measurements))
+        tables, pictures = of_the_whole_run(shown, plain_settings(measurements))
         named = {f"{_PLACE}/{name}": table for name, table in tables.items()}
         self._run.log(as_logged(self._wandb, named, pictures), commit=False)
 

@@ -22,11 +22,9 @@ from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
     AXIS,
     TABLE,
-    TIMES,
     as_logged,
     best_of,
     heat_maps,
-    layer_maps,
     of_the_whole_run,
     values_of,
 )
@@ -126,9 +124,8 @@ class WandbMirror:
         init_timeout: float = 8.0,
         timeout: float = 60.0,
     ) -> None:
-        self.project, self.mode, self.entity, self.name = project, mode, entity, name
-        self.group, self.tags = group, tuple(tags)
-        self.init_timeout, self.timeout = init_timeout, timeout
+        self.mode, self.init_timeout, self.timeout = mode, init_timeout, timeout
+        self.place = {"project": project, "entity": entity, "group": group, "tags": tuple(tags), "name": name}
         self._message = ""
         self._run: Any = None
         self._wandb: Any = None
@@ -137,7 +134,6 @@ class WandbMirror:
         self._defined: set[str] = set()
         self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
-        self._drawn: tuple[tuple[int, int] | None, dict[str, bytes]] | None = None  # of what the log held then
         self._lock: IO[str] | None = None
         self._data_dir: str | None = None
 
@@ -153,19 +149,17 @@ class WandbMirror:
         run_id: str,
         config: Mapping[str, Any],
         allow_suspect: bool = False,
-        is_over: bool = False,
     ) -> None:
-        """Starts or resumes the run.
+        """Start or resume the run.
 
-        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`. Of a run that
-        is over no files are begun where those of an offline run hold all of it.
+        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`.
 
         Raises:
             InputError: where `mode` is online and W&B cannot be reached.
         """
         self.root, self._table_is_due, self._defined = Path(root), False, set()
         self._allow_suspect, self._data_dir = allow_suspect, os.environ.get("WANDB_DATA_DIR")
-        mode = self._chosen_mode()
+        mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
         if mode == "disabled":
             return
         try:
@@ -182,10 +176,6 @@ class WandbMirror:
         if mode == "auto" and not _has_credentials(wandb):
             logger.warning("W&B: no API key, so the run is mirrored offline")
             mode = "offline"
-        if is_over and mode == "offline" and self._files and self._has_all():
-            self._message = self._where_offline(run_id)
-            self._stop()
-            return
         self._start(mode, run_id, dict(config))
 
     def catch_up(self) -> None:
@@ -200,7 +190,9 @@ class WandbMirror:
         # What a crash kept from the server is sent again; what only the server has is known by its number alone.
         self._server_rows = (self._run.starting_step or 0) if online else 0
         files = [file for file in self._files if not online or _is_online(file)]
-        self._read(files, before=self._server_rows if online else None)
+        self._sent, self._plain = Sent(), plain_settings(records.read(self.root / "measurements.jsonl"))
+        for file in files:
+            self._sent.read(file, before=self._server_rows if online else None)
         self._notes = (Path(self._run.dir).parent / NOTES).open("a", buffering=1, encoding="utf-8")
         for step, tokens, scalars, measurements in self._on_disk():
             self.log_step(step, tokens, scalars, measurements)
@@ -216,12 +208,6 @@ class WandbMirror:
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
-
-    def draw(self) -> None:
-        """Draws the maps that `finish` sends, for whoever has something else to do meanwhile: the page, say."""
-        if self._run is not None and self._lacks_table():
-            held = self._held()  # before it is read
-            self._drawn = held, layer_maps(self._measured(), self._plain)
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
@@ -243,56 +229,41 @@ class WandbMirror:
 
     # ------------------------------------------------------------------------------------------- start
 
-    def _chosen_mode(self) -> str:
-        if self.mode != "auto":
-            return self.mode
-        asked = os.environ.get("WANDB_MODE", "").lower()
-        return {"dryrun": "offline", "run": "online", "": "auto"}.get(asked, asked)
-
     def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
         """Sets the run, or leaves it None and says why."""
+        if mode in ("auto", "online"):
+            refuse_settings_of_folder()
         # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
         os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
-        try:
-            if mode in ("auto", "online"):
-                refuse_settings_of_folder()
-                self._run = self._init_online(mode, run_id, config)
-            if self._run is None:
-                self._run = self._init("offline", run_id, config)
-        except self._errors as error:
-            self._stop()
-            if mode == "online":
-                raise InputError(f"wandb.mode online: W&B cannot be reached ({first_line(error)}); try auto") from error
-            self._say(f"W&B: cannot start ({first_line(error)}), so nothing is mirrored; {self._adds_later()}")
-            return
-        except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
-            self._stop()
-            raise InputError(f"wandb: {' '.join(str(error).split())}") from error
+        for each in ("online", "offline") if mode in ("auto", "online") else ("offline",):
+            try:
+                self._run = self._init(each, run_id, config)
+                break
+            except self._errors as error:
+                why = first_line(error)
+                if mode == "online":
+                    self._stop()
+                    raise InputError(f"wandb.mode online: W&B cannot be reached ({why}); try auto") from error
+                if each == "offline":
+                    self._stop()
+                    self._say(f"W&B: cannot start ({why}), so nothing is mirrored; {self._adds_later()}")
+                    return
+                logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", why)
+                if self._wandb.run is None:
+                    self._wandb.teardown()  # its service still holds the id of the run that did not start
+            except ValueError as error:  # of its settings, e.g. a variable WANDB_... that it does not understand
+                self._stop()
+                raise InputError(f"wandb: {' '.join(str(error).split())}") from error
         online = self._run.settings.mode != "offline"
         self._message = f"W&B          {self._run.url}" if online else self._where_offline(self._run.id)
 
-    def _init_online(self, mode: str, run_id: str, config: dict[str, Any]) -> Any:
-        """The run, or None where the server cannot be reached and need not be."""
-        try:
-            return self._init("online", run_id, config)
-        except self._errors as error:
-            if mode == "online":
-                raise
-            logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
-            if self._wandb.run is None:
-                self._wandb.teardown()  # its service still holds the id of the run that did not start
-        return None
-
-    def _init(self, mode: Literal["online", "offline"], run_id: str, config: dict[str, Any]) -> Any:
+    def _init(self, mode: str, run_id: str, config: dict[str, Any]) -> Any:
         settings = {"console": "off", "silent": True, "reinit": "create_new", "init_timeout": self.init_timeout}
         if "x_transaction_log_flush_interval" in self._wandb.Settings.model_fields:
             settings["x_transaction_log_flush_interval"] = 1  # seconds that a kill may cost the mirror; 15 by default
         options = {
-            "project": self.project,
-            "entity": self.entity,
-            "group": self.group,
-            "tags": self.tags,
-            "name": self.name or self.root.resolve().name,
+            **self.place,
+            "name": self.place["name"] or self.root.resolve().name,
             "config": config,
             "mode": mode,
             "dir": str(self.root.resolve()),
@@ -347,24 +318,6 @@ class WandbMirror:
             scalars.pop("step", None)
             yield step, None if tokens is None else int(tokens), scalars, measurements
 
-    def _read(self, files: list[Path], before: int | None = None) -> None:
-        """Reads what was noted beside these files."""
-        self._sent = Sent()
-        for file in files:
-            self._sent.read(file, before)
-        self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
-
-    def _has_all(self) -> bool:
-        """Whether the files of the run, to its end, hold all that is on the disk."""
-        self._read(self._files)
-        steps = self._on_disk() if self._sent.is_closed else ()
-        lacks = any(any(self._new(step, scalars, measured)) for step, _, scalars, measured in steps)
-        return (
-            self._sent.is_closed
-            and not lacks
-            and (not self._measured() or TABLE in self._sent.names.get(None, frozenset()))
-        )
-
     def _new(
         self, step: int, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -393,7 +346,7 @@ class WandbMirror:
         try:
             if not self._defined:
                 self._run.define_metric(AXIS)
-                self._defined |= {AXIS, TABLE, TIMES}
+                self._defined |= {AXIS, TABLE}
             for name in row.keys() - self._defined:  # by exact name: competing globs are resolved in random order
                 self._run.define_metric(name, step_metric=AXIS, summary=best_of(name))
             self._defined |= row.keys()
@@ -409,23 +362,12 @@ class WandbMirror:
             self._notes.write(json.dumps(line) + "\n")
 
     def _log_table(self) -> None:
-        """The long form of all measurements, once they are complete, with maps over layers and emergence times."""
-        if not self._lacks_table():
+        """The long form of all measurements, once they are complete, with maps over layers."""
+        if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
-        maps = self._drawn[1] if self._drawn is not None and self._drawn[0] == self._held() else None
-        measured, allowed = self._measured(), self._allow_suspect
-        tables, pictures = of_the_whole_run(self.root, measured, self._plain, allow_suspect=allowed, maps=maps)
+        tables, pictures = of_the_whole_run(self._measured(), self._plain)
         if tables:
             self._send(None, as_logged(self._wandb, tables, pictures))
-
-    def _held(self) -> tuple[int, int] | None:
-        """The size of the measurements' log, and when it grew; None where there is none."""
-        file = self.root / "measurements.jsonl"
-        about = file.stat() if file.exists() else None
-        return None if about is None else (about.st_size, about.st_mtime_ns)
-
-    def _lacks_table(self) -> bool:
-        return self._table_is_due or TABLE not in self._sent.names.get(None, frozenset())
 
     # ------------------------------------------------------------------------------------------- words
 
@@ -463,14 +405,8 @@ def run_files(root: Path, run_id: str) -> list[Path]:
     Of one run begun twice in a second W&B numbers the folders: `run-20261127_110659-ID`, then `...-ID-1`.
     """
     files = root.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
-    return sorted(files, key=lambda file: _begun(file.parent.name, run_id))
-
-
-def _begun(folder: str, run_id: str) -> tuple[str, int]:
-    """The second in which a folder's records begin, and the folder's number in it."""
-    second, _, rest = folder.removeprefix("offline-").removeprefix("run-").partition("-")
-    number = rest.removeprefix(f"{run_id}-")
-    return second, int(number) if number != rest and number.isdecimal() else 0
+    names = {file: file.parent.name.removeprefix("offline-") for file in files}
+    return sorted(names, key=lambda file: (names[file].split("-")[1], len(names[file]), names[file]))
 
 
 def _is_online(file: Path) -> bool:
@@ -547,10 +483,6 @@ class MirrorAside:
         """Returns at once."""
         values, measured = dict(scalars), list(measurements)
         self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
-
-    def draw(self) -> None:
-        """Returns at once."""
-        self._later(self.mirror.draw)
 
     def finish(self, exit_code: int = 0) -> None:
         """Returns when all is sent, or at the limit."""

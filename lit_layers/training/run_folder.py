@@ -401,15 +401,15 @@ class RunFolder(L.Callback):
             if old != new:
                 raise InputError(f"{name}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
-    def go_on(self, step: int, *, is_over: bool = False) -> None:
-        """Under the run's own id, so that its curves go on in W&B too; `is_over`: no step of it is left to train."""
+    def go_on(self, step: int) -> None:
+        """Go on under the run's own id, so that its curves also go on in W&B."""
         self.run_id = run_facts(self.root, needed=_TO_GO_ON)["id"]
         self._clear_away()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
             replace_file(self.root / CONFIG_FILE, self.config)
         go_on_at(self.root, step, goes_back=self.goes_back)
         if self.mirror is not None:
-            self.mirror.open(self.root, run_id=self.run_id, config=self.options, is_over=is_over)
+            self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -72,7 +72,6 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     assert len(run.media("image-file")["coupling/coupling_pair/k=2/matrix"]) == len(STEPS)
     assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 1
     assert len(run.tables["lit_layers/emergence"]["data"]) == len(numbers_of(tmp_path / "run"))
-    assert "lit_layers/emergence_times" in run.tables
     config = run.config["lit_layers"]["analyses"]
     assert config["coupling"]["init_args"]["k"] == [2]
     assert nothing_that_nobody_plots(run.names())

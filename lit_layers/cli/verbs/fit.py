@@ -311,7 +311,7 @@ def _train(run: Run) -> int:
         if point is not None and run.folder.resume and point.step >= end:
             last_step = point.step
             if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
-                run.folder.go_on(point.step, is_over=True)
+                run.folder.go_on(point.step)
         else:
             state = None if point is None else point.state
             with _blaming_options():
@@ -348,8 +348,6 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
             checkpoint_seconds=run.series.paused_seconds + run.resumable.paused_seconds,
             analysis_seconds=run.emergence.paused_seconds,
         )
-        if mirror is not None and code == 0:
-            mirror.draw()  # in other processes, while the page is written
         for measurement in latest(records.read(root / "measurements.jsonl")):
             if measurement.error is not None:
                 print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")

@@ -38,8 +38,7 @@ def report(
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B what it does not have yet
-        workspace: also make a W&B workspace with the charts of this run: in ENTITY/PROJECT, or as FILE.json; with
-            --seeds runs of one W&B group are drawn as their mean and range
+        workspace: also make a W&B workspace with the charts of this run: in ENTITY/PROJECT, or as FILE.json
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: where an analysis was measured with several settings (options, data), draw these, by the names that
             the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
@@ -53,7 +52,7 @@ def report(
         return _side_by_side(side_by_side.read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
-    if group is not None or (seeds and workspace is None):
+    if group is not None or seeds:
         raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (folder,) = runs
     if workspace is not None:
@@ -74,11 +73,11 @@ def report(
     if wandb:
         mirror = MirrorAside(_mirror(run.about), patient=True)
         config = run.about.get("config", {})
-        mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect, is_over=True)
+        mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
         mirror.finish()
         print(mirror.closing_line())
     if workspace is not None:
-        print(save(workspace_of(folder, workspace, seeds=seeds), workspace))
+        print(save(workspace_of(folder, workspace), workspace))
     return 0
 
 
