@@ -35,8 +35,8 @@ def series(root: Path, count: int = 3) -> Path:
 
 def test_a_metric_is_written_with_its_analysis_and_tags():
     assert split("prompt_entropy[a=1,b=x], lidar ,r/d[c=2]") == ["prompt_entropy[a=1,b=x]", "lidar", "r/d[c=2]"]
-    wanted = MetricQuery.of("representation/prompt_entropy[normalization=raw, drop_first=1, texts=common]")
-    assert (wanted.analysis, wanted.name, wanted.texts) == ("representation", "prompt_entropy", "common")
+    wanted = MetricQuery.of("representation/prompt_entropy[normalization=raw, drop_first=1]")
+    assert (wanted.analysis, wanted.name) == ("representation", "prompt_entropy")
     assert wanted.tags == {"normalization": "raw", "drop_first": "1"}
     assert wanted.fits({"normalization": "raw", "drop_first": 1})
     assert not wanted.fits({"normalization": "raw"})
@@ -47,7 +47,6 @@ def test_a_metric_is_written_with_its_analysis_and_tags():
     [
         ("a[b", "expected NAME, ANALYSIS/NAME or NAME.tag=value"),
         ("a[b]", "expected tag=value between the brackets of 'a.b.', got 'b'"),
-        ("a[texts=all]", "texts=task or texts=common"),
     ],
 )
 def test_another_form_of_a_metric_is_refused(text, message):
@@ -98,10 +97,8 @@ def test_where_both_were_measured_the_tasks_own_texts_come_first(tmp_path):
     ]
     measured = Measurement(run="org/model", step=None, tokens=None, analysis="representation", records=own, seconds=0)
     records.append(root / "measurements.jsonl", measured)
-    names = ["representation/prompt_entropy", "prompt_entropy[texts=common]"]
-    model = read_layers([root], metrics=names, scores="mteb").models[0]
-    assert np.array_equal(model.tables(names[0], 0)[1], metric)
-    assert np.array_equal(model.tables(names[1], 0)[1][3], 9.0 + np.arange(9))
+    model = read_layers([root], metrics=["representation/prompt_entropy"], scores="mteb").models[0]
+    assert np.array_equal(model.tables("representation/prompt_entropy", 0)[1], metric)
 
 
 def test_the_last_step_that_has_both_counts_or_the_one_asked_for(tmp_path):

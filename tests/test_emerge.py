@@ -29,7 +29,6 @@ from lit_layers.clock.times_and_order import (
     times_table,
 )
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import wrapped
 from lit_layers.figures.theme import COLORS
 from lit_layers.figures.vega import encoded
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
@@ -320,8 +319,8 @@ def test_long_names_of_rows_stand_in_two_lines_and_keep_their_number():
     times = [EmergenceTimes(True, 0.01, time, time, time, time, (), 12, 0, np.arange(10.0))] * 3
     clock = Clock(curves, times)
     names = [
-        "Monotonicity of accuracy,\nwithout the first token, share of the maximum",
-        "Monotonicity of token curvature,\nwithout the first token, share of the maximum",
+        "Monotonicity of accuracy, without the first token,\nshare of the maximum",
+        "Monotonicity of token curvature, without the first\ntoken, share of the maximum",
         "Monotonicity of accuracy",
     ]
     shown, matrix = timeline(clock), order_matrix(clock, "a")
@@ -329,25 +328,6 @@ def test_long_names_of_rows_stand_in_two_lines_and_keep_their_number():
     assert [*matrix.y.labels.values()] == [f"{name} ({number})" for number, name in enumerate(names, 1)]
     short = Clock([replace(curves[2], tags={"of": of}) for of in ("f1", "loss", "accuracy")], times)
     assert shown.height - timeline(short).height == matrix.height - order_matrix(short, "a").height > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("a, b c d", ["a, b c d"]),
-        ("a, b c dd", ["a,", "b c dd"]),
-        ("aaa bb cc dd", ["aaa bb", "cc dd"]),
-        ("a" * 12, ["a" * 8, "a" * 4]),
-        ("aaa bb ccccc dd eee", ["aaa bb…", "…dd eee"]),
-        ("aa bbbbb cc ddd", ["aa bbbbb", "cc ddd"]),
-        ("aa bbbbbb ccccc", ["aa…", "…ccccc"]),
-        ("a" * 8 + " " + "b" * 8, ["a" * 8, "b" * 8]),
-        ("aaaa bbb cccc ddd eeee", ["aaaa…", "…eeee"]),
-        ("a" * 20, ["a" * 7 + "…", "…" + "a" * 7]),
-    ],
-)
-def test_a_long_text_breaks_at_a_comma_or_a_word_and_loses_its_middle_only_beyond_two_lines(text, lines):
-    assert wrapped(text, 8).split("\n") == lines
 
 
 def test_steps_between_powers_of_ten_are_named_where_there_is_room(clock):

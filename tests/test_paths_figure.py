@@ -128,8 +128,7 @@ def test_the_report_has_the_picture_with_a_choice_of_prompts_and_no_figure_of_it
     assert choices == ["prompt 1", "prompt 2"]
     for prompt, figure in enumerate(figures, start=1):
         assert figure["frames"] == [0, 1, 8]
-        at = figure["points"]["f"].index(1)
-        assert figure["points"]["x"][at] == place(1, prompt, 1, 0, 1)
+        assert next(row["x"] for row in figure["rows"] if row["f"] == 1) == place(1, prompt, 1, 0, 1)
 
 
 def test_a_comparison_of_models_has_the_paths_of_each(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
 from lit_layers.records import AUDIT, Measurement, Record
 from tests.support.charts import drawn, line, names, svg_texts
-from tests.support.layer_results import CATEGORIES, LAYERS, RHO, SIZES, layer_results
+from tests.support.layer_results import CATEGORIES, LAYERS, SIZES, layer_results
 
 
 def of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
@@ -35,13 +35,6 @@ def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_in
     assert names(fig) == [f"layer {layer}" for layer in range(LAYERS + 1)], "one line a layer, none a size"
 
 
-def test_the_same_scores_over_the_layers_have_one_line_a_size() -> None:
-    fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 64), over="layers")
-    assert names(fig) == [f"{size} rows" for size in SIZES]
-    expected = {layer: 0.4 + layer / 100 + 0.064 for layer in range(LAYERS + 1)}
-    assert drawn(fig, "50 rows", 1) == pytest.approx(expected)
-
-
 def test_a_slider_moves_the_scores_and_not_the_axis() -> None:
     fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 8, 64))
     assert fig.frames == [0, 8, 64]
@@ -63,17 +56,15 @@ def test_scores_without_a_number_of_rows_are_refused() -> None:
         plots.sample_size_curves(of("probe/topics", 8))
 
 
-def test_all_categories_stand_in_one_map_below_their_groups_with_one_range_around_zero() -> None:
+def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_zero() -> None:
     fig = plots.concept_map(of("concept_alignment", 0, 64))
     texts = list(fig.y.labels.values())
     last = fig.cells.values[-1]
-    assert len(last) == len(texts) == 1 + 2 + len(CATEGORIES)
-    assert texts[:3] == ["Mean", "Encyclopedic semantics", "thing - fact 1"]
-    assert texts[22] == "Inflectional morphology"
-    assert fig.y.strong == [1, 22], "groups are bold"
+    assert len(last) == len(texts) == 1 + len(CATEGORIES)
+    assert texts[:2] == ["Mean", "thing - fact 1"]
+    assert texts[21].startswith("noun - form"), "one group after the other"
     values = dict(zip(texts, last, strict=True))
     assert values["Mean"][3] == pytest.approx(0.094)
-    assert set(values["Inflectional morphology"]) == {None}
     assert values["noun - form 5"][2] == pytest.approx((4 - 20) / 50 + 0.02 + 0.064)
     low, high = fig.cells.ends
     assert -low == high == pytest.approx(19 / 50 + 0.04 + 0.064), "the same at all checkpoints"
@@ -145,29 +136,6 @@ def test_the_plainest_variant_is_of_the_test_rows_and_of_the_accuracy() -> None:
 def test_layers_that_are_numbers_have_whole_ticks() -> None:
     fig = plots.emergence_curves(of("probe/topics", 0, 64), "plateau_layer")
     assert fig.y.whole
-
-
-def test_the_exponential_fit_of_a_geometric_residual_is_the_residual() -> None:
-    fig = plots.layer_profile(
-        of("prediction_residual", 0, 8, 64), "prediction_residual", controls=["relabelled_vocabulary"], fits=True
-    )
-    assert fig.y.log
-    fits = [series for series in fig.series if series.name.startswith("exponential fit")]
-    assert [list(fit.x) for fit in fits] == [[1, LAYERS]] * 2, "of the first checkpoint and the last, from layer 1 on"
-    for fit, start in zip(fits, (0.9, 0.836), strict=True):
-        assert list(fit.y) == pytest.approx([start, start * RHO ** (LAYERS - 1)], rel=1e-4)
-        assert fit.texts[0].startswith(f"rho {RHO:g}")
-    assert {series.name for series in fig.series if series.dash} == {
-        "relabelled vocabulary",
-        "exponential fit, step 0",
-        "exponential fit",
-    }
-
-
-def test_a_line_through_two_layers_says_nothing_and_is_not_drawn() -> None:
-    assert "exponential fit" not in names(
-        plots.layer_profile(of("prediction_residual", 8, layers=2), "prediction_residual", fits=True)
-    )
 
 
 def test_the_table_of_changes_has_a_row_for_each_headline_and_none_for_categories_or_sizes() -> None:

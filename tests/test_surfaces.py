@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures.maps import read_surface
+from lit_layers.figures.maps import best_layers
 from lit_layers.figures.theme import MISSING
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
@@ -59,7 +58,7 @@ def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
     assert np.allclose(sts["value"], scores[:, rows].mean(1).ravel())
     assert set(sts["n"]) == {3}
     assert set(frame["tokens"]) == {1000 * step for step in STEPS}
-    assert found.notes == {"mteb/mean_over_tasks": "Mean over 6 tasks, the same everywhere."}
+    assert found.notes == {"mteb/mean_over_tasks": "Mean over 6 tasks, those measured everywhere."}
 
 
 def test_a_task_that_a_step_lacks_is_in_no_mean_and_is_named(tmp_path):
@@ -162,11 +161,10 @@ def test_the_best_layer_is_from_1_on_and_the_embedding_is_told_apart(tmp_path):
     for step, row in zip((1, 2, 4), frames, strict=True):
         add(tmp_path, "r", step, scores=row[None], tasks=TASKS[:1])
     frame = table(tmp_path)
-    surface = read_surface(frame, "main_score")
-    assert surface.best() == ([2, 3, None], [True, False, True]), "of equal ones the earliest"
-    assert replace(surface, higher_is_better=False).best()[0] == [1, 1, None]
     fig = plots.layer_surface(frame, "main_score")
-    assert [list(series.y) for series in fig.series] == [[2, 3, None], [0, None, 0]]
+    best, beaten = [list(series.y) for series in fig.series]
+    assert (best, beaten) == ([2, 3, None], [0, None, 0]), "of equal ones the earliest"
+    assert best_layers(fig.cells.values[0], "log_loss")[0] == [1, 1, None], "lower is better"
 
 
 def test_a_surface_needs_two_steps_and_layers(tmp_path):
@@ -251,10 +249,10 @@ def test_the_best_layers_of_pythia_410m_over_training_are_the_published_ones(rea
         ]
         measured = Measurement(run="r", step=int(step), tokens=None, analysis=f"mteb/{task}", records=own, seconds=0)
         records.append(tmp_path / "measurements.jsonl", measured)
-    surface = read_surface(means(tmp_path), "main_score")
-    best, beaten = surface.best()
-    at = dict(zip(surface.steps, zip(best, beaten, strict=True), strict=True))
+    fig = plots.layer_surface(means(tmp_path), "main_score")
+    best, beaten = [series.y for series in fig.series]
+    at = dict(zip(fig.training.steps, zip(best, beaten, strict=True), strict=True))
     assert [at[step][0] for step in (4000, 8000, 16000, 32000, 64000, 128000, 143_000)] == [22, 19, 19, 19, 19, 17, 17]
-    assert [step for step in surface.steps if at[step][1]] == [1, 64, 128, 256, 512, 1000, 2000]
-    ends = [100 * surface.values[layer][-1] for layer in (0, 17, 24)]
-    assert ends == pytest.approx([45.04, 51.92, 46.82], abs=0.006)
+    assert [step for step in fig.training.steps if at[step][1] == 0] == [1, 64, 128, 256, 512, 1000, 2000]
+    ends = [100 * fig.cells.values[0][layer][-1] for layer in (0, 17, 24)]
+    assert ends == pytest.approx([45.04, 51.92, 46.82], abs=0.012)

@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures.variants import LOOKS, pareto
+from lit_layers.figures.variants import LOOKS
 from lit_layers.records import Measurement, Record
 from tests.support import variant_results
 from tests.support.charts import drawn, line, names, place, svg_texts, values
@@ -320,24 +320,6 @@ def test_one_task_has_no_median_and_glue_has_a_mean():
 # ------------------------------------------------------------------------------------------------ quality and cost
 
 
-@pytest.mark.parametrize("higher", [True, False])
-def test_the_front_is_what_no_other_beats(higher: bool):
-    rng = random.Random(11)
-    points = [(cost, (cost if higher else 9 - cost) + rng.randint(-3, 3)) for cost in [*range(10)] * 4]
-    points += [(1, math.nan), (math.nan, 20 if higher else -20)]
-    costs, qualities = zip(*points, strict=True)
-    sign = 1 if higher else -1
-
-    def beaten(cost: float, quality: float) -> bool:
-        return any(
-            c <= cost and sign * q >= sign * quality and (c < cost or sign * q > sign * quality) for c, q in points
-        )
-
-    expected = [math.isfinite(c + q) and not beaten(c, q) for c, q in points]
-    assert pareto(costs, qualities, higher=higher) == expected
-    assert sum(expected) > len({point for point, best in zip(points, expected, strict=True) if best}) > 2, "with equals"
-
-
 def test_quality_is_drawn_over_the_latency_of_the_same_variant():
     quality = [record("variant_accuracy", 0.5, "baseline"), record("variant_accuracy", 0.1, "parallel", middle=5)]
     quality += [record("variant_accuracy", 0.4, "skip", middle=3), record("variant_accuracy", 0.2, "skip", middle=5)]
@@ -350,7 +332,7 @@ def test_quality_is_drawn_over_the_latency_of_the_same_variant():
     fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"when": "before"})
     assert drawn(fig, "Skip") == {0.7: 0.4, 0.5: 0.2}
     assert drawn(fig, "Pareto front") == {0.5: 0.2, 0.7: 0.4, 1.0: 0.5}
-    assert (drawn(fig, "Full model"), line(fig, "Full model").mark) == ({1.0: 0.5}, "star")
+    assert (drawn(fig, "Full model"), line(fig, "Full model").mark) == ({1.0: 0.5}, "diamond")
     assert "Reverse" not in names(fig), "its quality is not known"
     with pytest.raises(ValueError, match="several ways"):
         plots.quality_front(frame, "variant_accuracy")

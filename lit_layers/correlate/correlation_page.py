@@ -21,7 +21,7 @@ from lit_layers.figures.vega import write_charts
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import Estimate
-from lit_layers.report.template import Cells, Group, Table, block_of, fill, table_of
+from lit_layers.report.template import Cells, Group, Table, block_of, fill
 
 
 def write(
@@ -72,7 +72,6 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
         influence=influence_text(findings),
-        models=_models(table),
     )
     content = asdict(findings) | {"source": table.source, "notes": table.notes}
     return write(folder, "correlation", content, page, frames, charts)
@@ -121,14 +120,6 @@ def influence_text(findings: Findings) -> str:
         f"Leaving out one model moves r to between {value(influence['lowest'])} and {value(influence['highest'])}; "
         f"{influence['model']} counts most: without it r = {value(influence['without'])}."
     )
-
-
-def _models(table: ModelTable) -> Table:
-    """All that is known of the models, by falling score."""
-    order = list(dict.fromkeys(["model", table.score, table.metric, *table.frame.columns]))
-    frame: Any = table.frame[order]
-    sorted_rows = frame.sort_values(table.score, ascending=False).itertuples(index=False)
-    return table_of([table.title(name) for name in order], [("", ([*map(_cell, row)] for row in sorted_rows))])
 
 
 def _cell(cell: Any) -> str:

@@ -276,10 +276,7 @@ class _Source:
             listed = ", ".join(f"{analysis}/{self.query.name}" for analysis in analyses)
             raise InputError(f"{self.option}: {text} is in more than one analysis: {listed}")
         of_tasks = rows[(rows["task"] != "") if scored is None else rows["task"].isin([*filter(None, scored.by_task)])]
-        if scored is None or (len(of_tasks) and self.query.texts != "common"):
-            rows = of_tasks
-        else:
-            rows = rows[(rows["task"] == "") & (self.query.texts != "task")]
+        rows = of_tasks if scored is None or len(of_tasks) else rows[rows["task"] == ""]
         if rows.empty:
             return None
         states = scored.states if scored else None

@@ -1,6 +1,7 @@
 """Models as run folders and files describe them, and the query for one number: `ANALYSIS/METRIC[tag=value,...]`."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,16 +30,12 @@ _FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class MetricQuery:
-    """A metric by its name, with its analysis and tags where they are given.
-
-    `texts` is "task" or "common" where it is to be decided whether the metric was measured on each task's own texts.
-    """
+    """A metric by its name, with its analysis and tags where they are given."""
 
     text: str
     name: str
     analysis: str | None = None
     tags: Mapping[str, str | int | float] = field(default_factory=dict)
-    texts: str | None = None
 
     @classmethod
     def of(cls, text: str, option: str = "metrics") -> "MetricQuery":
@@ -57,10 +54,7 @@ class MetricQuery:
             if not (tag and equals and value):
                 raise InputError(f"{option}: expected tag=value between the brackets of {text!r}, got {part!r}")
             tags[tag] = value
-        texts = tags.pop("texts", None)
-        if texts not in (None, "task", "common"):
-            raise InputError(f"{option}: expected texts=task or texts=common in {text!r}, got {texts!r}")
-        return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags, texts=texts)
+        return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
         """Whether a record with these tags is meant; numbers may be written in any way, `drop_first=1`, `k=0.10`."""
@@ -118,10 +112,15 @@ class RunModel:
     def settings(self) -> dict[str, Any]:
         """The scalar options of a run's model, data and schedule, by their last name where only one has it."""
         config = self.about.get("config", {})
-        leaves = [leaf for part in ("model", "data") for leaf in _leaves(config.get(part), (part,))]
-        leaves += [(("seed_everything",), config["seed_everything"])] if "seed_everything" in config else []
-        last = [path[-1] for path, _ in leaves]
-        return {path[-1] if last.count(path[-1]) == 1 else ".".join(path): value for path, value in leaves}
+        rows = pd.json_normalize({part: config[part] for part in ("model", "data") if part in config}).to_dict(
+            "records"
+        )
+        found = {str(name).replace(".init_args", ""): value for row in rows for name, value in row.items()}
+        found |= {"seed_everything": config.get("seed_everything")}
+        found = {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+        last = {name: name.rpartition(".")[-1] for name in found if not name.endswith("class_path")}
+        several = Counter(last.values())
+        return {name if several[end] > 1 else end: found[name] for name, end in last.items()}
 
     def has_p_1(self, analysis: str) -> bool:
         """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
@@ -175,14 +174,6 @@ def _models(root: Path) -> Iterable[RunModel]:
         num_suspect = len({m.step for m in whole if records.is_suspect(m)})
         of_run = (scalars, about) if about.get("run") in (None, name) else ([], {})
         yield RunModel(name, root, sound, num_suspect, *of_run, not whole or any(m.step is not None for m in whole))
-
-
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, path if name == "init_args" else (*path, str(name)))
-    elif isinstance(value, str | int | float) and path[-1] != "class_path":
-        yield path, value
 
 
 # ------------------------------------------------------------------------------------------------ which number

@@ -381,44 +381,31 @@ _OF_ROW |= {"m": "(datum.u ? datum.p : datum.mi)"}  # what a point has of its ow
 
 
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
-    """Returns its cells and points, a row each; the page makes the same of `columns_of`.
+    """Return its cells and points, a row each.
 
     k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
     h(igh) and z are values, t(ext), w and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
     """
-    content, rows = columns_of(chart), []
-    for frame, table in enumerate(content.get("z", ())):
-        for down, (row, values) in enumerate(zip(content["rows"], table, strict=True)):
-            for number, (column, value) in enumerate(zip(content["columns"], values, strict=True)):
-                full = content["full"][frame] if content["full"] else 1
+    rows = list[dict[str, Any]]()
+    cells, several = chart.cells, len(chart.frames) > 1
+    for frame, table in enumerate(cells.values if cells is not None else ()):
+        full = cells.scale[frame] if cells.scale else 1
+        for down, (row, values) in enumerate(zip(cells.rows, table, strict=True)):
+            common = {"t": cells.texts[down]} if cells.texts else {}
+            common |= {"y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame} if several else {}
+            for number, (column, value) in enumerate(zip(cells.columns, values, strict=True)):
                 cell = {"x": column, "y": row, "z": value, "v": value if value is None else value / full}
-                cell |= {"n": number, "y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame}
-                cell |= {"t": content["texts"][down]} if content["texts"] else {}
-                rows.append(cell)
-    points = zip(*content["points"].values(), strict=True)
-    return rows + [{**dict(zip(content["points"], row, strict=True)), "i": n} for n, row in enumerate(points)]
-
-
-def columns_of(chart: Chart) -> dict[str, Any]:
-    """Returns its rows by column: `points`, and of a heat map `z[frame][row][column]`."""
-    number = {step: n for n, step in enumerate(chart.training.steps)} if chart.training else {}
-    frames = len(chart.frames) > 1
-    points, size = dict[str, list[Any]](), 0
+                rows.append(cell | common | ({"n": number} if chart.training else {}))
+    places = {step: n for n, step in enumerate(chart.training.steps)} if chart.training else {}
     for k, s in enumerate(chart.series):
-        table: dict[str, Sequence[Any]] = {"k": [k] * len(s.y), "y": s.y, "l": s.low, "h": s.high, "t": s.texts}
-        table |= {"n": [number[step] for step in s.x]} if chart.training else {"x": s.x}
-        table |= {"f": s.frame if frames else (), "ci": s.colors, "mi": s.marks, "q": s.labels}
-        table |= {"zi": [area(size) for size in s.sizes]}
+        table: dict[str, Sequence[Any]] = {"y": s.y, "l": s.low, "h": s.high, "t": s.texts, "ci": s.colors}
+        table |= {"n": [places[step] for step in s.x]} if chart.training else {"x": s.x}
+        table |= {"f": s.frame if several else (), "mi": s.marks, "q": s.labels, "zi": [*map(area, s.sizes)]}
         table |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
-        for name in {*points, *(name for name, part in table.items() if len(part))}:
-            part = table.get(name, ())
-            points.setdefault(name, [None] * size).extend(part if len(part) else [None] * len(s.y))
-        size += len(s.y)
-    columns: dict[str, Any] = {"points": dict(sorted(points.items()))}
-    if chart.cells is not None:
-        keys = {"rows": list(chart.cells.rows), "columns": list(chart.cells.columns)}
-        columns |= {"z": chart.cells.values, "full": list(chart.cells.scale), "texts": list(chart.cells.texts), **keys}
-    return columns
+        table = {name: part for name, part in table.items() if len(part)}
+        for values in zip(*table.values(), strict=True):
+            rows.append({"k": k, "i": len(rows), **dict(zip(table, values, strict=True))})
+    return rows
 
 
 def _common(s: Series) -> dict[str, Any]:

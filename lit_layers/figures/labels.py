@@ -2,6 +2,7 @@
 
 import html
 import math
+import textwrap
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,17 +58,8 @@ def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
 
 
 def wrapped(text: str, most: int = 54) -> str:
-    """Returns a longer text in two lines, broken at a comma or between words; what they cannot hold is left out."""
-    if len(text) <= most:
-        return text
-    breaks = [at for at, letter in enumerate(text) if letter == " " and len(text) - most <= at + 1 and at <= most]
-    if breaks:
-        at = min(breaks, key=lambda at: (text[at - 1] != ",", abs(at - len(text) / 2)))
-        return f"{text[:at]}\n{text[at + 1 :]}"
-    if " " not in text and len(text) <= 2 * most:
-        return f"{text[:most]}\n{text[most:]}"
-    head, tail = text[: most - 1], text[1 - most :]
-    return f"{head.rpartition(' ')[0] or head}…\n…{tail.partition(' ')[2] or tail}"
+    """Return a longer text in two lines, broken between words; what they cannot hold is left out."""
+    return "\n".join(textwrap.wrap(text, most, max_lines=2, placeholder="…"))
 
 
 def pair_text(layer: int | None, other_layer: int | None) -> str:

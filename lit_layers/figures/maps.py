@@ -1,8 +1,8 @@
 """Heat maps: pairs of layers and of tokens, layers over steps, word pairs; with a slider over the checkpoints."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -120,7 +120,7 @@ def named_matrix(
 
     `texts` are what hovering says of a row, beyond the value; the names by default.
     """
-    keys, labels = list(range(len(names))), [wrapped(f"{name} ({n})") for n, name in enumerate(names, 1)]
+    keys, labels = list(range(len(names))), [f"{wrapped(name)} ({n})" for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
     x = Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False)
     y = Axis(labels=dict(enumerate(labels)), keys=keys, grid=False)
@@ -163,48 +163,6 @@ def _full(points: Iterable[tables.Point], share: float = 1.0) -> float:
 # ------------------------------------------------------------------------------------------------ layers over steps
 
 
-@dataclass(frozen=True)
-class Surface:
-    """Values (layers, steps) of one variant of a metric; NaN where nothing was measured."""
-
-    title: str
-    layers: Sequence[int]
-    steps: Sequence[int]
-    tokens: Mapping[int, int | None]
-    values: Sequence[Sequence[float]]
-    higher_is_better: bool = True
-
-    def best(self) -> tuple[list[int | None], list[bool]]:
-        """The best layer from 1 on at each step (None without any), and whether layer 0 is better than that."""
-        values = np.asarray(self.values, dtype=float)
-        scores = np.where(np.isfinite(values), values if self.higher_is_better else -values, -math.inf)
-        blocks = np.where(np.asarray(self.layers)[:, None] > 0, scores, -math.inf)
-        best = [int(n) if math.isfinite(top) else None for n, top in zip(blocks.argmax(0), blocks.max(0), strict=True)]
-        return best, (scores[0] > blocks.max(0)).tolist()
-
-
-def read_surface(
-    frame: pd.DataFrame, metric: str, *, steps: Sequence[int] | None = None, **chosen: Unpack[tables.Chosen]
-) -> Surface:
-    """Returns a metric per layer and step; `steps` are those that were to be measured, of which some may lack it.
-
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where the metric has no values per layer of at least two steps.
-    """
-    points = tables.select(frame, metric, **chosen, over_steps=True)
-    points, tags = tables.of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
-    every: list[int] = sorted({*tables.steps_of(points), *(steps or [])})
-    if not has_surface(points):
-        raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
-    layers = list(range(max(point.layer or 0 for point in points) + 1))
-    value_of = {(point.layer, point.step): point.value for point in points}
-    values = [[value_of.get((layer, step), math.nan) for step in every] for layer in layers]
-    tokens = {point.step: point.tokens for point in points}
-    higher_is_better = look_up(metric).higher_is_better
-    return Surface(tables.title_of(metric, tags), layers, every, tokens, values, higher_is_better)
-
-
 def has_surface(points: Iterable[tables.Point]) -> bool:
     """Returns whether points of one variant are values per layer of at least two steps."""
     return len({point.step for point in points if _is_of_layer(point)}) > 1
@@ -223,32 +181,48 @@ def layer_surface(
     axis: AxisName = "step",
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
-    """Returns a metric over steps (log, the untrained model apart) and layers as a heat map.
+    """Return a metric over steps (log, the untrained model apart) and layers as a heat map.
 
-    Grey is what was not measured. Colours of values that lie decades apart stand for their logarithm. Of a score dots
-    show the best layer from 1 on, rings where the embedding beats it.
+    `steps` are those that were to be measured; grey is what some of them lack. Colours of values that lie decades apart
+    stand for their logarithm. Of a score dots show the best layer from 1 on, rings where the embedding beats it.
 
-    Raises: as `read_surface`.
+    Raises:
+        InputError: for suspect checkpoints, unless they are allowed.
+        ValueError: where the metric has no values per layer of at least two steps.
     """
-    surface = read_surface(frame, metric, steps=steps, **chosen)
-    training = Training.of(surface.steps, surface.tokens)
+    points = tables.select(frame, metric, **chosen, over_steps=True)
+    points, tags = tables.of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
+    if not has_surface(points):
+        raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
+    every = sorted({*tables.steps_of(points), *(steps or [])})
+    layers = [*range(max(point.layer or 0 for point in points) + 1)]
+    values = as_matrix({(point.layer, point.step): point.value for point in points}, layers, every, digits=17)
     series = []
     if look_up(metric).better is not None:
-        layers, beaten = surface.best()
         dots = {"color": "black", "hover": False}
-        for y, mark, size in ((layers, "circle-open", 6), ([0 if ring else None for ring in beaten], "ring", 7)):
-            series.append(Series(x=surface.steps, y=y, mark=mark, size=size, **dots))
-    cells = Cells(
-        values=[[rounded(row, 4) for row in surface.values]],
-        rows=surface.layers,
-        columns=surface.steps,
-        hover="{w}\nlayer {y}",
-        **colored(metric, surface.values),
-    )
-    last = surface.layers[-1]
-    y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, last + 0.5))
+        for y, mark, size in zip(best_layers(values, metric), ("circle-open", "ring"), (6, 7), strict=True):
+            series.append(Series(x=every, y=y, mark=mark, size=size, **dots))
+    drawn = [rounded(row, 4) for row in values]
+    cells = Cells(values=[drawn], rows=layers, columns=every, hover="{w}\nlayer {y}", **colored(metric, values))
+    y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, layers[-1] + 0.5))
+    training = Training.of(every, {point.step: point.tokens for point in points})
     look: dict[str, Any] = {"x": Axis(grid=False), "y": y, "height": 380, "background": MISSING}
-    return Chart(title=surface.title, cells=cells, series=series, training=training, axis=axis, **look)
+    title = tables.title_of(metric, tags)
+    return Chart(title=title, cells=cells, series=series, training=training, axis=axis, **look)
+
+
+def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> tuple[list[int | None], list[int | None]]:
+    """Return of values (layers, steps) the best layer from 1 on at each step, and 0 where the embedding is better.
+
+    None stands where there is none.
+    """
+    scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
+    scores[np.isnan(scores)] = -math.inf
+    blocks = scores.copy()
+    blocks[0] = -math.inf
+    tops = blocks.max(0)
+    best = [int(n) if math.isfinite(top) else None for n, top in zip(blocks.argmax(0), tops, strict=True)]
+    return best, [0 if embedding > top else None for embedding, top in zip(scores[0], tops, strict=True)]
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
@@ -290,8 +264,8 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) 
 def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
-    Categories stand below their groups (tag `group`), by `category_id` or name; the mean over all of them comes first,
-    where it was recorded. Blue is positive, brown negative; the largest value of any checkpoint is full colour. What
+    Categories stand by their groups (tag `group`), `category_id` and name; the mean over all of them comes first, where
+    it was recorded. Blue is positive, brown negative; the largest value of any checkpoint is full colour. What
     was not measured is blank.
 
     Raises:
@@ -302,38 +276,20 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     if not any(tables.CATEGORY in point.tags for point in points):
         raise ValueError(f"metric {metric!r} has no values per layer and category")
     points, tags = tables.of_plainest(points, chosen.get("tags"))
-    rows = [*_rows(points)]
     layers = sorted({point.layer for point in points if point.layer is not None})
-    full = _full(points)
-    keys = [key for *_, key in rows]
-    frames = _by_step(points, lambda p: (_category(p), p.layer), keys, layers)
-    numbers = [*range(len(rows))]
-    strong = [n for n in numbers if keys[n] == _HEADING]
-    beside = {n: text for n, (text, *_) in enumerate(rows)}
+    groups = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
+    keys = sorted(groups, key=lambda key: (key is not None, groups[key], key or ""))  # the mean first
+    texts = [key[1].replace("_", " ") if key else "Mean" for key in keys]
+    texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
+    full, frames = _full(points), _by_step(points, lambda p: (_category(p), p.layer), keys, layers)
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
-    look["texts"] = [full_text for _, full_text, _ in rows]
-    y = Axis(keys=numbers, labels=beside, strong=strong, grid=False)
-    title, height = tables.title_of(metric, tags), _ROW * len(rows) + 170
-    return slider_map(title, frames, key_axis("Layer", layers), y, look, height=height)
-
-
-_HEADING = ("", "")  # of a row that has no values: the name of a group
-
-
-def _rows(points: Sequence[tables.Point]) -> Iterator[tuple[str, str, tuple[str, str] | None]]:
-    """From the top: the mean, then each group and its categories in order: text, text in full, and category."""
-    if any(tables.CATEGORY not in point.tags for point in points):
-        yield "Mean", "Mean over all categories", None
-    groups = {key: str(point.tags.get("group", "")) for point in points if (key := _category(point)) is not None}
-    by_group = tables.grouped(sorted(groups), lambda key: groups[key])
-    for group, keys in by_group.items():
-        if group and len(by_group) > 1:
-            yield sentence(group), "", _HEADING
-        for number, name in keys:
-            full = ", ".join(filter(None, [" ".join(filter(None, [number, name])), group.replace("_", " ")]))
-            text = name.replace("_", " ")
-            text = text if len(text) <= _LONGEST else text[: _LONGEST - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
-            yield text, full, (number, name)
+    look["texts"] = [
+        ", ".join(filter(None, [" ".join(filter(None, key)), groups[key]])) if key else "Mean over all categories"
+        for key in keys
+    ]
+    numbers = [*range(len(keys))]
+    y, title = Axis(keys=numbers, labels=dict(enumerate(texts)), grid=False), tables.title_of(metric, tags)
+    return slider_map(title, frames, key_axis("Layer", layers), y, look, height=_ROW * len(keys) + 170)
 
 
 def _category(point: tables.Point) -> tuple[str, str] | None:

@@ -1,6 +1,5 @@
 """Models side by side: a metric over the layers or the depth, one line a model."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -162,21 +161,17 @@ def _references(
 
 
 def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
-    """Returns one quantity over the depth percentage, a line a model.
+    """Return one quantity over the depth percentage, a line a model.
 
-    `models` are their values at layers 0 to L, NaN where there is none; layer 0 stands apart as a hollow mark.
+    `models` are their values at layers 0 to L, NaN where there is none; the mark of layer 0 is hollow.
     """
     series = []
     for index, (name, values) in enumerate(models.items()):
-        depth = len(values) - 1
-        at = rounded(100 * layer / depth for layer in range(depth + 1))
-        texts = [f"layer {layer} of {depth}" for layer in range(depth + 1)]
-        look: dict[str, Any] = {"name": name, "color": color_of(index)}
-        line = {"width": 2.0, "mark": symbol_of(index), "legend": len(models) > 1, **look}
-        series.append(Series(x=at[1:], y=rounded(values[1:]), texts=texts[1:], **line))
-        if math.isfinite(values[0]):
-            apart = {"mark": f"{symbol_of(index)}-open", "size": 7, **look}
-            series.append(Series(x=at[:1], y=rounded(values[:1]), texts=texts[:1], **apart))
+        depth, mark = len(values) - 1, symbol_of(index)
+        look: dict[str, Any] = {"name": name, "color": color_of(index), "width": 2.0, "legend": len(models) > 1}
+        look |= {"mark": mark, "marks": [f"{mark}-open", *[mark] * depth]}
+        texts = [f"layer {n} of {depth}" for n in range(depth + 1)]
+        series.append(Series(x=[100 * n / depth for n in range(depth + 1)], y=rounded(values), texts=texts, **look))
     return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)
 
 

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
-import numpy as np
 import pandas as pd
 
 from lit_layers.figures.chart import Bar, Chart, Series
@@ -23,7 +22,7 @@ from lit_layers.figures.tables import (
     steps_of,
     title_of,
 )
-from lit_layers.figures.theme import DASHED, DEPTH, MUTED, SIZES, TIME, Axis, colors_of, layer_axis, rounded, spread
+from lit_layers.figures.theme import DASHED, DEPTH, MUTED, TIME, Axis, colors_of, layer_axis, rounded, spread
 from lit_layers.metrics import look_up
 
 __all__ = ["layer_profile", "list_profile", "sample_size_curves"]
@@ -93,7 +92,6 @@ def layer_profile(
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
     intervals: bool = False,
-    fits: bool = False,
     **chosen: Unpack[Chosen],
 ) -> Chart:
     """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
@@ -102,9 +100,6 @@ def layer_profile(
     `intervals` the first and the last have their 95% intervals around them, where they have any. Rows tagged
     `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control` is named in
     `controls` are dashed lines, at the last checkpoint. `tags` chooses a variant, as in `emergence_curves`.
-
-    With `fits` the exponential fits of the first and of the last checkpoint are dotted in their colours: least-squares
-    lines through the logarithms of layers 1 to L, whose slope is that of rho^l. Hovering shows rho.
 
     Raises:
         ValueError: where the metric has no values per layer.
@@ -117,7 +112,7 @@ def layer_profile(
     by_step = grouped(numbered(points, number), lambda point: point.step)
     places = sorted({point.number(number) or 0 for part in by_step.values() for point in part})
     steps = spread(sorted(by_step), _PROFILES)
-    series, lines = [], []
+    series = []
     for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
         by_place = {point.number(number): point for point in by_step[step]}
         last = step == steps[-1]
@@ -125,9 +120,6 @@ def layer_profile(
         look |= {"mark": "circle" if step > 0 else "diamond"}
         look["interval"] = "band" if intervals and step in (steps[0], steps[-1]) else ""
         series.append(series_of(map(by_place.get, places), places, **look))
-        fitted = [p for p in by_step[step] if p.layer and p.value > 0]
-        if fits and step in (steps[0], steps[-1]) and len(fitted) >= 3:
-            lines.append(_fit(fitted, color, legend=last))
     ends = [places[0], places[-1]]
     for index, (name, part) in enumerate(references(points).items()):
         last_one = max(part, key=lambda point: point.step)
@@ -144,23 +136,12 @@ def layer_profile(
         title=title_of(metric, tags),
         x=layer_axis(number),
         y=value_axis(metric),
-        series=[*series, *lines],
+        series=series,
         bar=color_bar("Step", TIME, range(len(steps)), [count(step) for step in steps]),
         place=f"{number} {{x}}",
-        height=340 if len(series) == len(steps) and not fits else 380,
+        height=340 if len(series) == len(steps) else 380,
     )
     return log_if_wide(chart)
-
-
-def _fit(points: list[Point], color: str, *, legend: bool) -> Series:
-    layers = [float(point.layer or 0) for point in points]
-    slope, start = np.polyfit(layers, [math.log10(point.value) for point in points], 1)
-    ends = [min(layers), max(layers)]
-    name = "exponential fit" if legend else f"exponential fit, step {points[0].step:,}"
-    texts = [f"rho {10**slope:.4g}\nexponential fit, step {points[0].step:,}"] * 2
-    values = rounded(10 ** (start + slope * layer) for layer in ends)
-    look: dict[str, Any] = {"color": color, "dash": "dot", "width": 1.6, "legend": legend, "tells_texts": True}
-    return Series(x=ends, y=values, name=name, texts=texts, **look)
 
 
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
@@ -185,7 +166,6 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     log = is_index or look_up(metric).log
     return _by_slider(
         points,
-        _LAYER,
         lambda p: at(p.tags[ordinal]),
         title=title_of(metric, tags),
         x=Axis(
@@ -199,13 +179,10 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     )
 
 
-def sample_size_curves(
-    frame: pd.DataFrame, metric: str = "accuracy", *, over: Literal["rows", "layers"] = "rows", **chosen: Unpack[Chosen]
-) -> Chart:
-    """Returns a metric over the number of training rows (tag `train_rows`, log axis), one line a layer.
+def sample_size_curves(frame: pd.DataFrame, metric: str = "accuracy", **chosen: Unpack[Chosen]) -> Chart:
+    """Return a metric over the number of training rows (tag `train_rows`, log axis), one line a layer.
 
-    With `over="layers"` the same numbers over the layers, one line a number of rows. Both with 95% intervals, where
-    there are not too many lines for them, and with a slider over the checkpoints.
+    It has 95% intervals, where there are not too many lines for them, and a slider over the checkpoints.
 
     Raises:
         ValueError: where the metric has no values per layer and number of training rows.
@@ -215,61 +192,40 @@ def sample_size_curves(
     points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
     rows = sorted({point.tags[TRAIN_ROWS] for point in points})
     ends = fixed_limits([*map(float, rows)], log=True, pad=0.04)
-    axis = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
-    lines, others = (_LAYER, _ROWS) if over == "rows" else (_ROWS, _LAYER)
-    ends = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
+    low = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
+    many = len({point.layer for point in points}) > _BARS
     return _by_slider(
         points,
-        lines,
-        others.of,
+        lambda point: point.tags[TRAIN_ROWS],
         title=title_of(metric, tags),
-        x=axis if over == "rows" else layer_axis(),
-        y=Axis(title=look_up(metric).unit, ends=ends),
-        place="{x} rows" if over == "rows" else "layer {x}",
+        x=Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends),
+        y=Axis(title=look_up(metric).unit, ends=low),
+        place="{x} rows",
         height=420,
-        look={"width": 1.8, "size": 5, "interval": "bars" if len({*map(lines.of, points)}) <= _BARS else ""},
-        evenly=True,
+        look={"width": 1.8, "size": 5, "interval": "" if many else "bars"},
     )
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """What tells the lines of a figure apart: a number of each point, how that is written, and colours."""
-
-    of: Callable[[Point], int]
-    text: str
-    title: str
-    stops: Sequence[str]
-
-
-_LAYER = _Lines(lambda point: point.layer or 0, "layer {}", "Layer", DEPTH)
-_ROWS = _Lines(lambda point: point.tags[TRAIN_ROWS], "{:,} rows", "Training rows", SIZES)
 _LISTS = {"index": "number", "token_distance": "distance"}
 
 
 def _by_slider(
     points: Sequence[Point],
-    lines: _Lines,
     at: Callable[[Point], Any],
     *,
     look: Mapping[str, Any],
     texts_of: Callable[[Point], str] | None = None,
-    evenly: bool = False,
     **options: Any,
 ) -> Chart:
-    """A line a number, with the checkpoints as places of a slider; the colour bar has numbers, or them `evenly`."""
+    """Return a line a layer, with the checkpoints as places of a slider."""
     steps = spread(steps_of(points), FRAMES)
-    by_line = dict(sorted(grouped(framed(points, steps), lines.of).items()))
+    by_layer = dict(sorted(grouped(framed(points, steps), lambda point: point.layer or 0).items()))
     series = []
-    for (number, part), color in zip(by_line.items(), colors_of(lines.stops, len(by_line)), strict=True):
+    for (layer, part), color in zip(by_layer.items(), colors_of(DEPTH, len(by_layer)), strict=True):
         style: dict[str, Any] = {"texts": [*map(texts_of, part)]} if texts_of else {}
-        style |= {"name": lines.text.format(number), "color": color, "mark": "circle", **look}
+        style |= {"name": f"layer {layer}", "color": color, "mark": "circle", **look}
         series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **style))
-    numbers = [*by_line]
-    bar = color_bar(lines.title, lines.stops, numbers)
-    if evenly:
-        bar = color_bar(lines.title, lines.stops, range(len(numbers)), [count(number) for number in numbers])
-    return Chart(series=series, bar=bar, frames=steps, **options)
+    return Chart(series=series, bar=color_bar("Layer", DEPTH, [*by_layer]), frames=steps, **options)
 
 
 # ------------------------------------------------------------------------------------------------ parts

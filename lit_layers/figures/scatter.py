@@ -223,39 +223,28 @@ def _points(
 
 
 def label_places(content: Scatter, width: float, height: float, *, size: float) -> list[tuple[int, int] | None]:
-    """Where each name may stand in a plot of so many pixels without touching a point, a name or the edge; else None.
+    """Return where each name may stand in a plot of so many pixels without touching a point, a name or the edge.
 
-    Off the line where that can be. Crowded points choose first: the others have room in any case.
+    None stands for a name without such a place. Crowded points choose first: the others have room in any case.
     """
     (left, right), (low, high) = content.limits()
-
-    def pixels(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-        across, up = width / (right - left), height / (high - low)
-        return [((x - left) * across, (y - low) * up) for x, y in zip(xs, ys, strict=True)]
-
-    at = pixels(content.x, content.y)
-    line = content.line()
-    on_line = [(x, y, x, y) for x, y in pixels(line[0], line[1])] if line is not None else []
+    at = [
+        ((x - left) / (right - left) * width, (y - low) / (high - low) * height)
+        for x, y in zip(content.x, content.y, strict=True)
+    ]
     crowd = [sum(math.dist(one, other) < 5 * size for other in at) for one in at]
-    dots = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
-    taken: list[tuple[float, float, float, float]] = []
+    taken = {index: (x - 5, y - 5, x + 5, y + 5) for index, (x, y) in enumerate(at)}
     places: list[tuple[int, int] | None] = [None] * len(at)
     for index in sorted(range(len(at)), key=lambda n: -crowd[n]):
-        x, y = at[index]
-        half = 0.29 * size * len(content.names[index]) + 1
-        others = [*taken, *(dot for number, dot in enumerate(dots) if number != index)]
-        free = {}
+        half, tall = 0.29 * size * len(content.names[index]) + 1, 0.62 * size
         for across, up in _SIDES:
             gap = 5 if across and up else 7
-            center = x + across * (half + gap), y + up * (0.62 * size + gap)
-            box = (center[0] - half, center[1] - 0.62 * size, center[0] + half, center[1] + 0.62 * size)
+            x, y = at[index][0] + across * (half + gap), at[index][1] + up * (tall + gap)
+            box = (x - half, y - tall, x + half, y + tall)
             inside = box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height
-            if inside and not any(_overlap(box, other) for other in others):
-                free[across, up] = box
-        if free:
-            clear = (side for side, box in free.items() if not any(_overlap(box, point) for point in on_line))
-            places[index] = next(clear, next(iter(free)))
-            taken.append(free[places[index]])
+            if inside and not any(_overlap(box, other) for n, other in taken.items() if n != index):
+                places[index], taken[-1 - index] = (across, up), box
+                break
     return places
 
 

@@ -500,14 +500,11 @@ def _absent(places: Any) -> str:
     return f"not of {listing('model', sorted({run for run, _ in places}), most=4)}"
 
 
-def _note(counts: Sequence[int], missing: dict[str, str]) -> str:
+def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
     most, least = max(counts, default=0), min(counts, default=0)
-    text = f"Mean over {most} tasks" if most == least else f"Mean over {least} to {most} tasks, by metric"
-    if not missing:
-        return f"{text}, the same everywhere."
-    reasons = {why: [task for task in missing if missing[task] == why] for why in dict.fromkeys(missing.values())}
-    lacking = "; ".join(f"{', '.join(tasks)} ({why})" for why, tasks in reasons.items())
-    return f"{text}, those measured everywhere. In no mean: {lacking}."
+    lacking = "; ".join(f"{', '.join(tasks)} ({why})" for why, tasks in grouped(missing, missing.get).items())
+    text = f"Mean over {most if most == least else f'{least} to {most}'} tasks, those measured everywhere."
+    return f"{text} In no mean: {lacking}." if lacking else text
 
 
 # ------------------------------------------------------------------------------------------------ medians of variants

@@ -23,20 +23,8 @@ DASHED = ("dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # of the first models that there are colours for, the next...
 
 
-def _star(points: int, inner: float) -> str:
-    """An SVG path of a star with so many points, within the unit circle."""
-    angles = [math.pi * index / points for index in range(2 * points)]
-    sizes = itertools.cycle((0.9, inner))
-    corners = [(size * math.sin(a), -size * math.cos(a)) for a, size in zip(angles, sizes, strict=False)]
-    return "M" + "L".join(f"{x:.3f},{y:.3f}" for x, y in corners) + "Z"
-
-
 # What Vega has no symbol for, as SVG paths.
-MARKS = {"star": _star(5, 0.4), "hexagon": _star(3, 0.9), "hexagram": _star(6, 0.5)}
-MARKS |= {
-    "x": "M-.7,-.4L-.4,-.7L0,-.3L.4,-.7L.7,-.4L.3,0L.7,.4L.4,.7L0,.3L-.4,.7L-.7,.4L-.3,0Z",
-    "line-ew": "M-1,-.14L1,-.14L1,.14L-1,.14Z",
-}
+MARKS = {"line-ew": "M-1,-.14L1,-.14L1,.14L-1,.14Z"}
 MARKS |= {"ring": "M0,-1A1,1,0,1,1,0,1A1,1,0,1,1,0,-1ZM0,-.7A.7,.7,0,1,0,0,.7A.7,.7,0,1,0,0,-.7Z"}
 MARKS |= {"line-ns": "M-.1,-1L.1,-1L.1,1L-.1,1Z"}
 
@@ -111,7 +99,6 @@ class Axis:
     reverse: bool = False
     grid: bool = True
     keys: Sequence[Any] | None = None  # of cells of equal width, in order
-    strong: Sequence[Any] = ()  # keys with bold labels
     divider: float | None = None  # where what stands apart ends
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-import numpy as np
 import pandas as pd
 
 from lit_layers.figures.chart import Chart, Series
@@ -44,11 +43,11 @@ LOOKS = {
     "parallel": (COLORS[2], "diamond"),
     "reverse": ("#6a3d9a", "triangle-up"),
     "random": (COLORS[4], "triangle-down"),
-    LOOPED: ("#1f78d1", "star"),
+    LOOPED: ("#1f78d1", "triangle-left"),
     "skip_one": ("#00798c", "cross"),
-    "switch": ("#d1495b", "x"),
-    "repeat_one": ("#8d6b2f", "hexagram"),
-    CUSTOM: (COLORS[6], "hexagon"),
+    "switch": ("#d1495b", "triangle-right"),
+    "repeat_one": ("#8d6b2f", "wedge"),
+    CUSTOM: (COLORS[6], "arrow"),
 }
 # What a variant is; all other tags tell of the circumstances, of which a figure shows one.
 _CELL = ("variant", "middle", "loops", "schedule")
@@ -198,7 +197,7 @@ def quality_front(
     """Returns the quality of each variant over what it costs, at the last checkpoint; the line is the Pareto front.
 
     On the front are the variants that no other beats: none is as good or better and costs as little or less, one of the
-    two strictly. A star is the full model. Variants without both numbers are left out.
+    two strictly. A diamond is the full model. Variants without both numbers are left out.
 
     Raises: as `variant_curves`.
     """
@@ -208,17 +207,20 @@ def quality_front(
     if not points:
         raise ValueError("no variant has both this quality and this cost")
     at = {cell_of(p): (cost_of[cell_of(p)], p.value) for p in points}
-    is_best = pareto(*zip(*at.values(), strict=True), higher=look_up(metric).higher_is_better)
-    front = sorted((cell for cell, best in zip(at, is_best, strict=True) if best), key=lambda cell: at[cell][0])
-    x, y = (rounded(at[cell][side] for cell in front) for side in (0, 1))
+    sign = -1 if look_up(metric).higher_is_better else 1
+    front = dict[float, float]()  # cost: quality
+    for price, worst in sorted((price, sign * value) for price, value in at.values() if math.isfinite(price + value)):
+        if worst < min((sign * value for value in front.values()), default=math.inf):
+            front[price] = sign * worst
+    x, y = rounded(front), rounded(front.values())
     series = [Series(x=x, y=y, name="Pareto front", dash="dot", width=1.6, steps=True, legend=True, hover=False)]
     by_variant = grouped(points, lambda p: p.tags["variant"])
     for variant in filter(by_variant.get, reversed(LOOKS)):  # the full model above what lies at its place
         part, is_full = by_variant[variant], variant == BASELINE
         names, x = [cell_names(p) for p in part], [at[cell_of(p)][0] for p in part]
         hover = [f"{p.value:.4g} at {c:.4g}\n{name}" for p, c, (name, _) in zip(part, x, names, strict=True)]
-        labels = [short if cell_of(p) in front else "" for p, (_, short) in zip(part, names, strict=True)]
-        look = {"color": LOOKS[variant][0], "mark": "star" if is_full else "circle", "size": 15 if is_full else 8}
+        labels = [short if front.get(c) == p.value else "" for p, c, (_, short) in zip(part, x, names, strict=True)]
+        look = {"color": LOOKS[variant][0], "mark": "diamond" if is_full else "circle", "size": 13 if is_full else 8}
         look |= {"texts": hover, "tells_texts": True, "labels": labels, "sides": [(0, 1)] * len(part), "legend": True}
         series.append(Series(x=rounded(x), y=rounded(p.value for p in part), name=variant_name(variant), **look))
     return Chart(
@@ -426,19 +428,6 @@ def middles_of(points: Iterable[Point]) -> list[int]:
     return sorted({middle for point in points if (middle := middle_of(point)) is not None})
 
 
-def pareto(costs: Sequence[float], qualities: Sequence[float], *, higher: bool = True) -> list[bool]:
-    """Returns which points no other beats: none costs as little or less and is as good or better, one of it strictly.
-
-    Points without a finite cost and quality are beaten.
-    """
-    table = pd.DataFrame({"cost": costs, "quality": qualities}, dtype=float)
-    table["quality"] *= 1 if higher else -1
-    finite: Any = np.isfinite(table).all(axis=1)
-    best: Any = table[finite].groupby("cost")["quality"].max()
-    front = best[best > best.cummax().shift(fill_value=-math.inf)]
-    return (finite & (table["quality"] == table["cost"].map(front))).tolist()
-
-
 def cell_of(point: Point) -> tuple[Any, ...]:
     """Returns what tells a variant from all others of its model."""
     return (*(point.tags.get(name) for name in _CELL), point.layer)
@@ -469,7 +458,7 @@ def _line(
     look: dict[str, Any] = {"frame": [steps.index(p.step) for p in line.points], "interval": "band" if band else ""}
     look |= {"width": 1.4, "dash": "dot", "mark": f"{symbol}-open"} if faint else {"width": 2.0, "mark": symbol}
     look["texts"] = [f"k = {point.tags['loops']}" for point in line.points] if line.is_best else ()
-    look |= {"size": 9 if symbol == "star" and not faint else 7, "legend": True}
+    look |= {"size": 7, "legend": True}
     return series_of(line.points, [at(point) for point in line.points], name=line.name, color=color, **look)
 
 

@@ -74,9 +74,6 @@ def _labels(axis: Axis, side: str) -> dict[str, Any]:
     if two := [place for place, each in lines.items() if len(each) > 1]:
         raised = {"test": f"indexof({json.dumps(two)}, datum.value) >= 0", "value": -_LINE / 2}
         look |= {"labelLineHeight": _LINE, "labelOffset": {"condition": raised, "value": 0}}
-    if axis.strong:
-        test = f"indexof({json.dumps(list(axis.strong))}, datum.value) >= 0"
-        look["labelFontWeight"] = {"condition": {"test": test, "value": "bold"}, "value": "normal"}
     return look
 
 

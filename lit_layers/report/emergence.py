@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,8 @@ from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
 from lit_layers.report.template import Block, Table, block_of, fill, table_of
 
-Emerged = Sequence[tuple[StepCurve, EmergenceTimes]]
 LEAST_P = 1e-4  # that is written out
-MOST_ROWS = 60  # of a timeline or an order, the surest first: more cannot be read
+MOST_ROWS = 60  # of a timeline or an order: more cannot be read
 ONLY_PROMPTS = (
     "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
     "what another seed would, and are too narrow for that."
@@ -82,16 +81,14 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     """Returns a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
 
-    Of more than `MOST_ROWS` rows the surest are shown.
+    Of more than `MOST_ROWS` rows the earliest are shown.
     """
     by_key: dict[Any, list[tuple[int, StepCurve, EmergenceTimes]]] = {}
     for number, run in enumerate(clock.runs):
         for curve, times in emerged_in_order(clock, run):
             by_key.setdefault(curve.key, []).append((number, curve, times))
-    surest = sorted(by_key, key=lambda key: min(_width(times) for _, _, times in by_key[key]))[:MOST_ROWS]
-    keys = sorted(
-        surest, key=lambda key: sum(place(_halfway(times).value) for *_, times in by_key[key]) / len(by_key[key])
-    )
+    mean = lambda key: np.mean([place(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
+    keys = sorted(by_key, key=mean)[:MOST_ROWS]
     rows = {key: row for row, key in enumerate(keys)}
     series, several = [], len(clock.runs)
     for number, run in enumerate(clock.runs):
@@ -127,15 +124,15 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
     )
     charts = []
     for pairs in by_metric.values():
-        series, halves = [], [_halfway(times) for _, times in pairs]
-        for number, run in enumerate(clock.runs):
-            of_run = sorted((pair for pair in pairs if pair[0].run == run), key=lambda pair: pair[0].layer or 0)
-            half = [_halfway(times) for _, times in of_run]
-            texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in of_run]
-            ends = _ends(half, [curve for curve, _ in pairs])
-            look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
-            layers = [curve.layer for curve, _ in of_run]
-            series.append(Series(x=layers, y=rounded(place(t.value) for t in half), texts=texts, **look))
+        halves, lines = [_halfway(times) for _, times in pairs], {}
+        for run, part in grouped(sorted(pairs, key=lambda pair: pair[0].layer or 0), lambda pair: pair[0].run).items():
+            half = [_halfway(times) for _, times in part]
+            texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in part]
+            y = [place(time.value) for time in half]
+            lines[run] = Series(
+                x=[curve.layer for curve, _ in part], y=y, texts=texts, **_ends(half, [c for c, _ in pairs])
+            )
+        series = _of_runs(clock, lines)
         if max(len(one.x) for one in series) > 1:
             first = pairs[0][0]
             title = f"{first.title.removesuffix(f', layer {first.layer}')}: when each layer is half-way"
@@ -157,48 +154,45 @@ def monotonicity_charts(
     for (analysis, metric, tags), group in grouped(
         defined, lambda each: (each.curve.analysis, each.metric, each.tags)
     ).items():
-        runs = {each.curve.run: each for each in group}
-        series = []
-        for number, run in enumerate(clock.runs):
-            if run in runs:
-                line = runs[run]
-                ends = {"low": rounded(line.low), "high": rounded(line.high)}
-                look = style_of_run(number, run, of=len(clock.runs), width=2.0, tells_texts=True, **ends)
-                x = rounded(place(at) for at in line.curve.at)
-                points = zip(line.curve.at, line.curve.values, strict=True)
-                texts = [f"{axis_text(at)}: {value(number)}" for at, number in points]
-                series.append(Series(x=x, y=rounded(line.curve.values), texts=texts, **look))
+        lines = {}
+        for each in group:
+            points = zip(each.curve.at, each.curve.values, strict=True)
+            texts, x = (
+                [f"{axis_text(at)}: {value(number)}" for at, number in points],
+                rounded(map(place, each.curve.at)),
+            )
+            y, low, high = (rounded(part) for part in (each.curve.values, each.low, each.high))
+            lines[each.curve.run] = Series(x=x, y=y, low=low, high=high, texts=texts)
         named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
         chart = Chart(
             title=f"{named.title}: rank correlation with depth",
             x=_time_axis(clock, axis),
             y=Axis(title="Spearman's rho over the layers", ends=(-1.05, 1.05)),
-            series=series,
+            series=_of_runs(clock, lines),
             place="",
         )
         charts.append((" ".join(filter(None, (analysis, metric, tags))), chart))
     return charts
 
 
+def _of_runs(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
+    """Return the lines of runs, each in the colour that its run has in all figures."""
+    look = {"of": len(clock.runs), "width": 2.0, "tells_texts": True}
+    runs = [(number, run) for number, run in enumerate(clock.runs) if run in lines]
+    return [replace(lines[run], **style_of_run(number, run, **look)) for number, run in runs]
+
+
 def order_matrix(clock: Clock, run: str) -> Chart:
     """Returns P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
 
-    Of more than `MOST_ROWS` metrics the surest are shown.
+    Of more than `MOST_ROWS` metrics the earliest are shown.
     """
-    emerged = surest_pairs(clock, run)
+    emerged = emerged_in_order(clock, run)[:MOST_ROWS]
     table = [[None if a is b else is_before(a, b)[0] for b in emerged] for a in emerged]
     names = [_row_title(curve) for curve, _ in emerged]
     title = f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}"
     texts = [f"that {curve.title} is before" for curve, _ in emerged]
     return named_matrix(title, names, [rounded(row, 3) for row in table], (0.0, 1.0), texts)
-
-
-def surest_pairs(clock: Clock, run: str) -> Emerged:
-    """What emerges in a run, earliest first; the surest of many, none of one alone."""
-    emerged = emerged_in_order(clock, run)
-    widest = sorted(_width(times) for _, times in emerged)[:MOST_ROWS]
-    surest = [pair for pair in emerged if _width(pair[1]) <= widest[-1]] if emerged else []
-    return surest if len(surest) > 1 else []
 
 
 def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
@@ -209,12 +203,6 @@ def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
 
 def _row_title(curve: StepCurve) -> str:
     return curve.title.removesuffix(", rank correlation")
-
-
-def _width(times: EmergenceTimes) -> float:
-    """Of the interval of the half-way point, in tens."""
-    half = _halfway(times)
-    return place(half.high) - place(half.low)
 
 
 def _halfway(times: EmergenceTimes) -> Time:
@@ -299,7 +287,7 @@ def _figures(
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]
-    orders = {run: order_matrix(clock, run) for run in clock.runs if surest_pairs(clock, run)}
+    orders = {run: order_matrix(clock, run) for run in clock.runs if len(emerged_in_order(clock, run)) > 1}
     named += [(f"order {run}", chart) for run, chart in orders.items()]
     rising = monotonicity_charts(layers, clock, axis=axis)
     named += [(f"monotonicity {name}", chart) for name, chart in rising]
@@ -351,25 +339,20 @@ def _notes(clock: Clock) -> list[str]:
             f"{guessed} of {len(clock.curves)} curves come without errors, which are guessed from the curve itself."
         )
     if gaps := [times.num_gaps for times in clock.times if times.num_gaps]:
-        curves = f"{len(gaps)} of {len(clock.curves)} curves"
-        notes.append(f"Missing values: {sum(gaps)}, in {curves}; about these gaps the intervals are wider.")
-    tested, false = len(clock.curves), (1 - clock.confidence) * len(clock.curves)
-    return [
-        *notes,
-        *filter(None, [few_seeds_sentence(clock)]),
-        f"Each verdict is a test of its own: of {tested} flat curves some {false:.2g} would be said to emerge.",
-    ]
+        notes.append(f"Missing values: {sum(gaps)}, in {len(gaps)} of {len(clock.curves)} curves.")
+    false = (1 - clock.confidence) * len(clock.curves)
+    verdicts = f"Each verdict is a test: of {len(clock.curves)} flat curves some {false:.2g} would be said to emerge."
+    return [*notes, *filter(None, [few_seeds_sentence(clock)]), verdicts]
 
 
 def _how_paired(clock: Clock) -> str:
     """How the comparisons of the order were made."""
     pairs = order_table(clock)["paired"]
+    alone = "errors of different curves are taken as independent, which those over the same prompts are not"
     if not pairs.any():
-        return "Errors of different curves are taken as independent, which those over the same prompts are not."
-    how = "Both are drawn by the same resampled prompts, as the run keeps the values of each."
-    alone = len(pairs) - int(pairs.sum())
-    rest = f" {alone} of {len(pairs)} pairs, of different prompts or without such values, are taken as independent."
-    return how + (rest if alone else "")
+        return f"{alone[:1].upper()}{alone[1:]}."
+    rest = f"; of {(~pairs).sum()} of {len(pairs)} pairs {alone}" if not pairs.all() else ""
+    return f"Both are drawn by the same resampled prompts, as the run keeps the values of each{rest}."
 
 
 def _agreement(agreement: pd.DataFrame) -> Table | None:

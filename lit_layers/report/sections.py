@@ -160,14 +160,18 @@ def _shapes_of_run(part: pd.DataFrame, metric: str, analysis: str) -> list[Choic
             yield "Over training, the largest", curves
         elif any(map(tables.is_on_axes, alone)):
             yield "Over training", curves
-            look = {"intervals": True, "fits": metric == "prediction_residual", "baselines": baselines}
-            controls = [name for name in CONTROLS if tables.matching(alone, {**tags, "control": name})]
-            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, controls=controls, **look, **options)
+            look: dict[str, Any] = {"intervals": True, "baselines": baselines}
+            look |= {"controls": _controls(alone, options)}
+            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, **look, **options)
         else:
             yield "", curves
-        yield from _lists(part, metric, points, options)
 
     return [(text, figures({"analysis": analysis, **options})) for options, text in choices_of(points)]
+
+
+def _controls(points: Sequence[tables.Point], options: Mapping[str, Any]) -> list[str]:
+    tags = options.get("tags") or {}
+    return [name for name in CONTROLS if tables.matching(points, {**tags, "control": name})]
 
 
 def shapes_of_models(
@@ -185,17 +189,20 @@ def shapes_of_models(
     draw = partial(plots.model_profile, part, metric, baselines=baselines, num_layers=num_layers)
     called = short_names(list(points))
 
+    def profile(options: dict[str, Any]) -> Captioned:
+        return "", partial(draw, controls=_controls(every, options), **options)
+
     def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
         """Pictures that show one model, and the profile of all."""
         of_run = rows[rows["run"] == run]
         chosen = {"analysis": analysis, **options}
-        maps = [*_maps(of_run, metric, points[run], chosen), *_lists(of_run, metric, points[run], chosen)]
+        maps = [*_maps(of_run, metric, points[run], chosen)]
         if any(map(_is_on_profile, every)) and "layer" not in options:
-            maps.insert(0, ("", partial(draw, **options)))  # its legend tells what it shows
+            maps.insert(0, profile(options))  # its legend tells what it shows
         return [("", maps[0][1])] if len(maps) == 1 else maps
 
     if not any(map(_has_picture, every)):
-        return [(text, [("", partial(draw, **options))]) for options, text in choices_of(every)] if every else []
+        return [(text, [profile(options)]) for options, text in choices_of(every)] if every else []
     return [
         (", ".join(filter(None, [called[run] if len(points) > 1 else "", text])), figures(run, options))
         for run, of_run in points.items()
@@ -210,7 +217,7 @@ def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: 
     elif "layer" in options:
         yield "", partial(plots.table_map, part, metric, **options)
     elif any(tables.TRAIN_ROWS in point.tags for point in points):
-        yield from _sample_sizes(partial(plots.sample_size_curves, part, metric, **options))
+        yield "", partial(plots.sample_size_curves, part, metric, **options)
     else:
         if any(tables.CATEGORY in point.tags and point.layer is not None for point in points):
             yield "Categories", partial(plots.concept_map, part, metric, **options)
@@ -218,22 +225,12 @@ def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: 
             yield "Heads", partial(plots.head_map, part, metric, **options)
         if any(map(tables.is_pair, points)):
             yield "", partial(plots.layer_matrix, part, metric, **options)
+        for tag, caption in _LISTS.items():
+            if any(tag in point.tags for point in points):
+                yield caption, partial(plots.list_profile, part, metric, **options)
 
 
 _LISTS = {"index": "At one checkpoint", "token_distance": "Over the distance between the tokens"}
-
-
-def _lists(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
-    """The figures of one choice that have a line a layer, and a checkpoint at a time."""
-    tags = {tag for point in points for tag in point.tags} if "layer" not in options else ()
-    for tag, caption in _LISTS.items():
-        if tag in tags:
-            yield caption, partial(plots.list_profile, part, metric, **options)
-
-
-def _sample_sizes(draw: Callable[..., Chart]) -> Iterator[Captioned]:
-    yield "Over training rows", draw
-    yield "Over layers", partial(draw, over="layers")
 
 
 def _has_picture(point: tables.Point) -> bool:

@@ -197,10 +197,8 @@ def read_side_by_side(
         groups.setdefault("seeds" if seeds else _value_of(root, group) if group is not None else name, []).append(name)
     if seeds:
         groups = {f"{len(by_run)} seeds": list(by_run)}
-    ends = (f"{name}{end}" for name in (*groups, "difference") for end in ("", " low", " high"))
-    columns = ["analysis", "metric", "layer", "tags", "step", "title", *ends]
-    if twice := next((name for name in columns if columns.count(name) > 1), None):
-        raise InputError(f"runs: expected none to be called {twice}, which is a column of the table of last values")
+    if taken := groups.keys() & {"analysis", "metric", "layer", "tags", "step", "title", "difference"}:
+        raise InputError(f"runs: expected none to be called {taken.pop()}, which is a column of the table")
     lines: dict[Key, dict[str, Line]] = {}
     partly: dict[str, None] = {}
     for name, runs in groups.items():
@@ -235,15 +233,7 @@ def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
         fields[run] = {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
     names = dict.fromkeys(name for said in fields.values() for name in said)
     apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
-    texts = {run: [f"{name} {_ends(said[name])}" for name in apart if name in said] for run, said in fields.items()}
-    return {
-        run: ", ".join(each[:6]) + (f" and {len(each) - 6} more" if each[6:] else "") for run, each in texts.items()
-    }
-
-
-def _ends(text: str) -> str:
-    """Of a long path the beginning, and the end, in which it is another than those beside it."""
-    return text if len(text) <= 60 else f"{text[:20]}...{text[-37:]}"
+    return {run: ", ".join(f"{name} {said[name]}" for name in apart if name in said) for run, said in fields.items()}
 
 
 def _value_of(root: str | Path, name: str) -> str:
@@ -331,7 +321,6 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 
 def page_of(content: SideBySide) -> str:
     """Returns the page: what the groups are, a table of last values, and the figures of each analysis."""
-    groups = list(content.groups)
     shown = [
         {"name": analysis, "title": sentence(analysis), "metrics": balanced(blocks)}
         for analysis, blocks in _blocks(content).items()
@@ -339,7 +328,7 @@ def page_of(content: SideBySide) -> str:
     return fill(
         "runs.html.jinja",
         title=f"{sum(map(len, content.groups.values()))} runs",
-        facts=[("Groups", len(groups))] if len(groups) < sum(map(len, content.groups.values())) else [],
+        facts=[],
         groups=content.groups,
         recipes=content.recipes,
         notes=[*content.notes, *_notes(content)],
@@ -395,10 +384,6 @@ def _notes(content: SideBySide) -> list[str]:
     notes = [of_seeds] if any("seeds" in each for each in over) else []
     if "prompts" in over:
         notes.append("Bands of a single run are over prompts (or test rows): another seed may lie outside of them.")
-    pairs = [[*lines.values()] for lines in content.lines.values() if len(lines) == len(content.groups) == 2]
-    if partly := dict.fromkeys(one.curve.title for one, other in pairs if difference(one, other).left_out):
-        where = f"where some have one in a single run alone: {listing('curve', partly, most=8)}."
-        notes.append(f"A difference is over the prompts that both runs have, not that of the two means, {where}")
     return notes
 
 

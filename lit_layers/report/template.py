@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from lit_layers.errors import refused
-from lit_layers.figures.chart import Chart, columns_of
+from lit_layers.figures.chart import Chart, rows_of
 from lit_layers.figures.theme import AxisName
 from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
@@ -84,8 +84,8 @@ def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]
 
 
 def content_of(chart: Chart) -> dict[str, Any]:
-    """Returns what the page holds of a chart: its specification on each axis, and its points by column."""
-    content: dict[str, Any] = {"square": chart.square, **columns_of(chart)}
+    """Return what the page holds of a chart: its specification on each axis, and its rows."""
+    content: dict[str, Any] = {"square": chart.square, "rows": rows_of(chart)}
     axes: Sequence[AxisName] = chart.training.names if chart.training else ["step"]
     for axis in axes:
         spec = chart.spec(axis, width="container", height="container", still=False)

@@ -33,13 +33,13 @@ class _Scores:
     table: Any
     analysis: str
     metric: str
-    tags: Mapping[str, Any]
+    tags: dict[str, Any]
     text: str
 
     @cached_property
     def rows(self) -> Any:
         rows = self.table[(self.table["analysis"] == self.analysis) & (self.table["metric"] == self.metric)]
-        for name, value in ({"seed": None, "statistic": None} | {**self.tags}).items():
+        for name, value in ({"seed": None, "statistic": None} | self.tags).items():
             if name in rows:
                 rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
         return rows

@@ -56,8 +56,13 @@ class PageFigure:
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.problem = content.get("problem", "")
-        self.frames, self.z, self.columns = content.get("frames", []), content.get("z"), content.get("columns")
-        self.points = content.get("points", {})
+        self.frames, rows = content.get("frames", []), content.get("rows", [])
+        self.points, cells = [row for row in rows if "k" in row], [row for row in rows if "z" in row]
+        self.columns = [*dict.fromkeys(row["x"] for row in cells)]
+        by_row: dict[Any, dict[Any, list[Any]]] = {}
+        for row in cells:
+            by_row.setdefault(row.get("f"), {}).setdefault(row["y"], []).append(row["z"])
+        self.z = [[*tables.values()] for tables in by_row.values()] or None
         self.spec: dict[str, Any] = content.get("step", {})
         tables = {
             part["lookup"]: part["from"]["data"]["values"]
@@ -83,11 +88,8 @@ class PageFigure:
     def line(self, name: str, frame: int | None = None) -> dict[Any, Any]:
         """The points of a series, as {x: y}; over training x is a step."""
         kept = {row["k"] for row in self.series if row["s"] == name}
-        columns = self.points
-        frames = columns.get("f", [None] * len(columns["k"]))
-        x = columns["x"] if not self.steps else [self.steps[n] for n in columns["n"]]
-        rows = zip(columns["k"], frames, x, columns["y"], strict=True)
-        return {at: y for k, f, at, y in rows if k in kept and frame in (None, f)}
+        rows = [row for row in self.points if row["k"] in kept and frame in (None, row.get("f"))]
+        return {self.steps[row["n"]] if self.steps else row["x"]: row["y"] for row in rows}
 
     @property
     def dashed(self) -> set[str]:
@@ -107,11 +109,11 @@ class PageFigure:
     @property
     def lines(self) -> dict[str, list[list[Any]]]:
         """Of each series the rows that are drawn: x (over training a step), y, low, high, place of the slider."""
-        columns = {name: self.points.get(name, [None] * len(self.points.get("k", ()))) for name in "knxylhf"}
         found: dict[str, list[list[Any]]] = {name: [] for name in self.names}
         name_of = {row["k"]: row["s"] for row in self.series}
-        for k, n, x, *values in zip(*columns.values(), strict=True):
-            found[name_of[k]].append([self.steps[n] if self.steps else x, *values])
+        for row in self.points:
+            at = self.steps[row["n"]] if self.steps else row["x"]
+            found[name_of[row["k"]]].append([at, *map(row.get, "ylhf")])
         return found
 
 

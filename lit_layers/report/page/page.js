@@ -24,25 +24,6 @@
   };
   let axis = "step";
 
-  // The rows of a figure: its cells, then its points (the same as lit_layers.figures.chart.rows_of).
-  function rows(figure) {
-    const found = [];
-    (figure.z || []).forEach((table, frame) =>
-      table.forEach((values, down) =>
-        values.forEach((z, number) => {
-          const y = figure.rows[down];
-          const cell = { x: figure.columns[number], y, z, n: number, y0: y - 0.5, y1: y + 0.5, t: figure.texts[down] };
-          found.push({ ...cell, v: z === null ? null : z / (figure.full[frame] ?? 1), f: figure.frames ? frame : null });
-        }),
-      ),
-    );
-    const names = Object.keys(figure.points);
-    for (let i = 0; i < (names.length ? figure.points.k.length : 0); i++) {
-      found.push(Object.fromEntries([["i", i], ...names.map((name) => [name, figure.points[name][i]])]));
-    }
-    return found;
-  }
-
   // Colours on a dark page: as light as they were dark, of the same hue.
   const TEXTS = new Set(["s", "t", "w", "q", "title", "text", "subtitle", "domain", "values", "calculate", "labelExpr"]);
   function darkened(color) {
@@ -96,7 +77,7 @@
   function complete(number, node) {
     const figure = figures[number];
     const shape = inColumns(figure[axis] || figure.step, node.clientWidth);
-    const spec = { ...shape, data: { values: rows(figure) } };
+    const spec = { ...shape, data: { values: figure.rows.map((row) => ({ ...row })) } };
     for (const param of spec.params || []) delete param.bind; // the page has a slider of its own
     if (figure.square) {
       Object.assign(spec, { width: Math.min(node.clientWidth, node.clientHeight + 50), height: node.clientHeight });
