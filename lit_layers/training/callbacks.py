@@ -299,7 +299,7 @@ class EmergenceCallback(_AtSteps):
         self.measurer.ranks = self._ranks
         self.measurer.begin()
 
-    def end_batch(self, trainer: L.Trainer) -> None:
+    def end_batch(self, trainer: Any) -> None:
         self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged
         if trainer.loggers and self._place % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._place - 1)
