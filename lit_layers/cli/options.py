@@ -30,7 +30,7 @@ from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_layers.cli.console import QUIET, VERBOSE
-from lit_layers.cli.recipes import CLASSES, find_recipe, trust_code
+from lit_layers.cli.recipes import CLASSES, find_recipe, placed, trust_code
 from lit_layers.errors import InputError, refused
 from lit_layers.schema import refuse_outside
 
@@ -139,6 +139,7 @@ class Recipe:
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
                 refuse_outside("", {name: allowed}, {name: min(value) if isinstance(value, tuple) else value})
+        self._placed(options)
         return options
 
     def typed(self, name: str) -> list[str]:
@@ -161,12 +162,15 @@ class Recipe:
             InputError: what a class refuses.
         """
         with _sentences():
-            return self.parser.instantiate_classes(self.options)
+            return self.parser.instantiate_classes(self._placed(self.options))
+
+    def _placed(self, options: Namespace) -> Namespace:
+        return placed(options, options.get("root") or "checkpoints", self.argv)
 
     def made(self, name: str, options: Namespace) -> Any:
         """Return what an option names by class, instantiated, and nothing else."""
         only = self.parser.get_defaults()
-        only[name] = options[name]
+        only[name] = self._placed(options)[name]
         with _sentences():
             return self.parser.instantiate_classes(only)[name]
 

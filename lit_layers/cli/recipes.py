@@ -1,16 +1,19 @@
-"""What a recipe may name: classes of these modules and of the user's own code, and shipped recipes by their names."""
+"""What a recipe may name: classes of some modules and of the user's code, places below its root, shipped recipes."""
 
 import argparse
 import functools
+import inspect
 import os
+import pkgutil
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import add_instantiator, set_parsing_settings
+from jsonargparse import Namespace, add_instantiator, set_parsing_settings
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
@@ -28,6 +31,9 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
+_OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes of lit_layers write to
+_PLACES = {"default_root_dir", "dir", "dirpath", "root_dir", "save_dir", "staging_dir"}  # and classes of libraries
+_LEAVES = re.compile(r"^~|://|^/|(^|/)\.\.(/|$)")
 
 
 def trust_code(argv: list[str]) -> list[str]:
@@ -65,6 +71,59 @@ def _packages(named: str) -> list[str]:
     except (ImportError, ValueError):
         pass
     raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}")
+
+
+def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
+    """Return the options with the relative places of the classes that they name below `root`.
+
+    Places and addresses of the command line, and defaults of a class, stay as they are. The user's own code is trusted.
+
+    Raises:
+        InputError: a place outside of `root`, or an address, that a recipe names.
+    """
+    options = options.clone()
+    typed = {part for word in argv for part in (word, word.partition("=")[2]) if part}
+    allowed = [Path(folder).resolve() for folder in (root, *typed)]
+
+    def is_within(value: str) -> bool:
+        return not re.search("^~|://", value) and any(Path(value).resolve().is_relative_to(each) for each in allowed)
+
+    for where, within, name, holder in _values(options):
+        value = str(within[name])
+        if value in typed or holder.partition(".")[0] in own_code:
+            continue
+        is_ours = holder.startswith("lit_layers.")
+        is_place = where.endswith(_OWN_PLACES) and where != "series.root" if is_ours else name in _PLACES
+        leaves = _LEAVES.search(value)
+        found = next(filter(is_within, [value] if leaves else [value, str(Path(root) / value)]), None)
+        if is_place and found is not None:
+            within[name] = type(within[name])(found)
+        elif found is None and (is_place or (leaves and not is_ours)) and not _is_default(holder, name, within[name]):
+            raise InputError(
+                f"{where}: a recipe reaches only its root and folders that the command line names, got {value!r}: "
+                "write it relative to the root, or type it"
+            )
+    return options
+
+
+def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield where each text or path among the options of classes stands, what holds it, its name, and the class."""
+    within = vars(within) if isinstance(within, Namespace) else within
+    is_class = isinstance(within, Mapping) and isinstance(within.get("class_path"), str)
+    holder = within["class_path"] if is_class else holder
+    for name, part in list(within.items()) if isinstance(within, Mapping) else enumerate(within):
+        is_inner = isinstance(name, int) or (is_class and name in ("init_args", "dict_kwargs"))
+        at = where if is_inner else f"{where}.{name}"
+        if isinstance(part, Namespace | Mapping | list | tuple):
+            yield from _values(part, at.lstrip("."), "lightning.Trainer" if at == ".trainer" else holder)
+        elif holder and name != "class_path" and isinstance(part, str | Path):
+            yield at.lstrip("."), within, name, holder
+
+
+def _is_default(class_path: str, name: str, value: Any) -> bool:
+    kinds = getattr(pkgutil.resolve_name(class_path), "__mro__", ())
+    options = [inspect.signature(kind.__init__).parameters for kind in kinds]
+    return any(name in each and each[name].default == value for each in options)
 
 
 def _variable(name: str, *default: Any) -> Any:

@@ -169,13 +169,15 @@ class WandbMirror:
             self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._adds_later()}")
             return
         self._wandb, self._errors = wandb, (wandb.Error, OSError)
+        if mode == "auto" and not _has_credentials(wandb):
+            logger.warning("W&B: no API key, so the run is mirrored offline")
+            mode = "offline"
+        if mode != "offline":
+            refuse_settings_of_folder()
         if not self._take_lock():
             self._say(f"W&B: another process mirrors {self.root} already, so this one does not")
             return
         self._files = run_files(self.root, run_id)
-        if mode == "auto" and not _has_credentials(wandb):
-            logger.warning("W&B: no API key, so the run is mirrored offline")
-            mode = "offline"
         self._start(mode, run_id, dict(config))
 
     def catch_up(self) -> None:
@@ -231,8 +233,6 @@ class WandbMirror:
 
     def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
         """Sets the run, or leaves it None and says why."""
-        if mode in ("auto", "online"):
-            refuse_settings_of_folder()
         # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
         os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
         for each in ("online", "offline") if mode in ("auto", "online") else ("offline",):

@@ -48,7 +48,8 @@ class Base(NamedTuple):
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{self.argv[0]}"), self.argv[0])
         named = [each.dest for each in parser_of(verb)._actions if each.option_strings]
         left_out = {*NOT_TRIED, *PATIENT, *self.kept}
-        return [name for name in named if name not in left_out and "=" not in name and not name.endswith(".help")]
+        named = [name for name in named if "=" not in name and not name.startswith("trainer.")]
+        return [name for name in named if name not in left_out and not name.endswith(".help")]
 
 
 def bases(home: Home) -> list[Base]:  # noqa: F811
@@ -60,6 +61,7 @@ def bases(home: Home) -> list[Base]:  # noqa: F811
         Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--root=out", "--rounds=1")),
         Base("follow", ("analyze", str(root / "series"), *watched(home))),
         Base("audit", ("audit", str(root / "series"))),
+        Base("fit that saves", ("fit", "--config=recipe.yaml", "--analyses=[]"), kept=("root", "analyses")),
         Base("analyze on ray", ("analyze", str(root / "series"), *on_ray)),
     ]
 
@@ -92,6 +94,7 @@ def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
     assert {"metrics", "confidence", "seeds"} < set(tried["emerge"])
     assert {"dtype", "shard", "engine"} < set(tried["analyze"])
+    assert {"resume_every", "steps"} < set(tried["fit"])
     assert not {*NOT_TRIED, *PATIENT} & {name for names in tried.values() for name in names}
     assert PER_OPTION * sum(map(len, tried.values())) >= 50
 
