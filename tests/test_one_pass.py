@@ -375,7 +375,7 @@ def test_each_is_said_to_start_before_it_ends_and_all_come_in_their_order():
 
 
 def test_half_precision_is_widened_once_for_all(monkeypatch):
-    from lit_layers.analyses import states
+    from lit_layers.models import states
 
     model, batch, copies = tiny("gpt2").half(), texts(), []
     deepcopy = states.copy.deepcopy
