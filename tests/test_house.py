@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 34_991
-CHARACTERS = 1_666_800
+LINES = 35_002
+CHARACTERS = 1_667_500
 FILES = 203
 FILES_IN_A_FOLDER = 16
 

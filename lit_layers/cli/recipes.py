@@ -90,7 +90,14 @@ def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
 
     for where, within, name, holder in _values(options):
         value = str(within[name])
-        if value in typed or holder.partition(".")[0] in own_code:
+        if _is_function(within[name]):
+            path = f"{getattr(within[name], '__module__', '')}.{getattr(within[name], '__name__', '')}"
+            allowed_code = {"lit_layers.functional", *own_code}
+            if not _is_under(path, allowed_code) and not _is_default(holder, name, within[name]):
+                pure = "what lit_layers.functional or --code PACKAGE defines"
+                raise InputError(f"{where}: a recipe names no function but {pure}, got {path}")
+            continue
+        if value in typed or _is_under(holder, own_code):
             continue
         is_ours = holder.startswith("lit_layers.")
         is_place = where.endswith(_OWN_PLACES) and where != "series.root" if is_ours else name in _PLACES
@@ -107,7 +114,7 @@ def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
 
 
 def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield where each text or path among the options of classes stands, what holds it, its name, and the class."""
+    """Yield where each text, path or function among options of classes stands, what holds it, its name, the class."""
     within = vars(within) if isinstance(within, Namespace) else within
     is_class = isinstance(within, Mapping) and isinstance(within.get("class_path"), str)
     holder = within["class_path"] if is_class else holder
@@ -116,8 +123,16 @@ def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[st
         at = where if is_inner else f"{where}.{name}"
         if isinstance(part, Namespace | Mapping | list | tuple):
             yield from _values(part, at.lstrip("."), "lightning.Trainer" if at == ".trainer" else holder)
-        elif holder and name != "class_path" and isinstance(part, str | Path):
+        elif holder and name != "class_path" and (isinstance(part, str | Path) or _is_function(part)):
             yield at.lstrip("."), within, name, holder
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type | Namespace)
+
+
+def _is_under(path: str, packages: set[str]) -> bool:
+    return any(path.startswith(f"{package}.") for package in packages)
 
 
 def _is_default(class_path: str, name: str, value: Any) -> bool:
