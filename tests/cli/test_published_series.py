@@ -151,8 +151,8 @@ def place(published, tmp_path_factory) -> Iterator[Path]:
         pd.DataFrame({"text": rows}).to_parquet(files[split])
     load = datasets.load_dataset
 
-    def wikitext(name, config, *, split, revision, streaming):
-        assert (name, config, revision) == ("Salesforce/wikitext", "wikitext-103-raw-v1", "abc")
+    def wikitext(path, *, name, split, revision, streaming):
+        assert (path, name, revision) == ("Salesforce/wikitext", "wikitext-103-raw-v1", "abc")
         return load("parquet", data_files=files, split=split, streaming=streaming)
 
     with pytest.MonkeyPatch.context() as patch, served(published, folder / "home" / "hub", patch):
