@@ -4,8 +4,8 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.files.hub import ADAPTER, MERGE_IT
@@ -41,45 +41,38 @@ class Finding:
     note: bool = False
 
 
-Weights = Mapping[Format, Mapping[str, str]]  # format, the one that is loaded first -> file -> hash
-
-
 @dataclass(frozen=True)
 class Listed:
     """What a listing shows of a series: the chosen checkpoints, the last step and `main`, and their weight files."""
 
     series: Series
     chosen: Sequence[Checkpoint]
-    weights: Mapping[str, Weights]  # by checkpoint
+    compared: Mapping[str, Checkpoint]  # by name: the last step, `main`, the chosen ones
+    hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded first
 
     @classmethod
     def of(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
-        """Asks for the list of files of each, several at once."""
+        """Ask for the list of files of each checkpoint, several at once."""
         beside = filter(None, (series.listing.last, series.listing.main))
-        compared = {one.name: one for one in (*chosen, *beside)}
-        weights = at_once(_weights_of, compared.values())
-        return cls(series, chosen, dict(zip(compared, weights, strict=True)))
+        compared = {one.name: one for one in (*beside, *chosen)}
+        hashes = at_once(_hashes_of, compared.values())
+        return cls(series, chosen, compared, dict(zip(compared, hashes, strict=True)))
 
     @property
     def listing(self) -> Listing:
         return self.series.listing
 
-    def loaded(self, one: Checkpoint) -> Mapping[str, str]:
-        """The hashes of the weight files that are loaded."""
-        return next(iter(self.weights[one.name].values()), {})
-
-    def equal(self, one: Checkpoint, other: Checkpoint | None) -> bool | None:
-        """Whether both hold the same contents, in the format that is loaded where both have it; None: none is."""
-        there = {} if other is None else self.weights[other.name]
-        for kind, files in self.weights[one.name].items():
-            if kind in there:
-                return set(files.values()) == set(there[kind].values())
+    def equal(self, one: str, other: str) -> bool | None:
+        """Return whether both hold the same contents, in the first format that both have; None if they share none."""
+        for kind, contents in self.hashes[one].items():
+            if kind in self.hashes[other]:
+                return contents == self.hashes[other][kind]
         return None
 
 
-def _weights_of(checkpoint: Checkpoint) -> Weights:
+def _hashes_of(checkpoint: Checkpoint) -> Mapping[Format, frozenset[str]]:
     by_format = formats(checkpoint.source.files)
-    return {kind: {path: file.hash for path, file in files.items()} for kind, files in by_format.items() if files}
+    return {kind: frozenset(file.hash for file in files.values()) for kind, files in by_format.items() if files}
 
 
 def broken(listed: Listed) -> Iterator[Finding]:
@@ -101,81 +94,45 @@ def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tup
             indexes[files[path].hash] = checkpoint.source.read(path)
         return indexes[files[path].hash]
 
-    is_adapter = ADAPTER in files and "config.json" not in files
-    if is_adapter:
-        yield "no config", f"an adapter of peft without its model: {MERGE_IT}", False
-    elif "config.json" not in files:
-        yield "no config", "config.json is missing: the model cannot be loaded", False
     weights = formats(files)
-    if not weights and not is_adapter:
+    if "config.json" not in files:
+        is_adapter = ADAPTER in files
+        says = f"an adapter of peft without its model: {MERGE_IT}" if is_adapter else "config.json is missing"
+        yield "no config", says, False
+    if not weights and ADAPTER not in files:
         yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load", False
     for place, kind in enumerate(weights):
+        unused = " (not loaded where there are safetensors)" if place else ""
         try:
-            lost = missing(kind, files, read)
+            if lost := missing(kind, files, read):
+                rest = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+                yield "missing shard", f"{', '.join(lost[:3])}{rest} not there{unused}", bool(place)
         except ValueError as error:
-            yield "missing shard", f"{error}: nobody can say which shards belong to it", place > 0
-            continue
-        if lost:
-            rest = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            loaded = "not loaded where there are safetensors" if place else "the model cannot be loaded"
-            yield "missing shard", f"{', '.join(lost[:3])}{rest} not there ({kind}): {loaded}", place > 0
-
-
-def duplicates(listed: Listed) -> Iterator[Finding]:
-    """Groups of equal weights. The last step is right by itself; of others nobody knows which one is."""
-    last, warm_up = listed.listing.last, listed.listing.warm_up
-    others = [one for one in listed.chosen if one is not last]
-    final = [one for one in others if listed.equal(one, last)]
-    others = [one for one in others if one not in final]
-    as_main = [one for one in others if listed.equal(one, listed.listing.main)]
-    if final and last is not None:
-        early = (last.step or 0) <= warm_up
-        serves = "learning rate still 0, as far as is known" if early else f"serve the weights of step {last.step}"
-        yield finding("equal to the final step", serves, final, note=early)
-    if as_main:
-        yield finding("equal to main", "serve the weights of main", as_main)
-    for group in _groups(listed, [one for one in others if one not in as_main]):
-        early = all(one.step is not None and one.step <= warm_up for one in group)
-        message = "may be genuine: the learning rate starts at 0" if early else "the same files under several names"
-        yield finding("identical weights", message, group, note=early)
-
-
-def _groups(listed: Listed, checkpoints: Sequence[Checkpoint]) -> Iterable[list[Checkpoint]]:
-    by_content: dict[tuple[Format, frozenset[str]], list[Checkpoint]] = {}
-    for one in checkpoints:
-        for kind, files in listed.weights[one.name].items():
-            by_content.setdefault((kind, frozenset(files.values())), []).append(one)
-    groups = {
-        tuple(one.name for one in group): group
-        for (kind, _), group in by_content.items()
-        # Where no one of them loads this format, safetensors say better.
-        if len(group) > 1 and any(next(iter(listed.weights[one.name])) == kind for one in group)
-    }
-    return groups.values()
+            yield "missing shard", f"{error}{unused}", bool(place)
 
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:
     """Single files that two steps share while the rest of them differs."""
     last = listed.listing.last
-    compared = {one.name: one for one in (*listed.chosen, *filter(None, [last]))}
-    holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
-    for name, one in compared.items():
-        for path, content in listed.loaded(one).items():
-            holders.setdefault(content, {}).setdefault(name, path)
     shards: dict[tuple[str, ...], list[str]] = {}  # by the checkpoints that share them
+    holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
+    compared = [*listed.chosen, *([last] if last is not None and last not in listed.chosen else [])]
+    for one in compared:
+        for path, content in one.source.weights().items():
+            holders.setdefault(content, {}).setdefault(one.name, path)
     for paths in holders.values():
-        if len({frozenset(listed.loaded(compared[name]).values()) for name in paths}) > 1:
+        if len({next(iter(listed.hashes[name].values())) for name in paths}) > 1:
             shards.setdefault(tuple(paths), []).append(next(iter(paths.values())))
     for names, paths in shards.items():
-        sharing = [compared[name] for name in names]
+        sharing = [listed.compared[name] for name in names]
         message = f"{', '.join(sorted(paths))} is one file in {', '.join(one.label for one in sharing)}"
         yield finding("shared shard", message, [one for one in sharing if one is not last])
 
 
 def main_differs(listed: Listed) -> Iterator[Finding]:
     """A `main` that is not the last step."""
-    last, is_said = listed.listing.last, listed.listing.main_is_last
-    if last is not None and is_said is not False and listed.equal(last, listed.listing.main) is False:
+    last, main, is_said = listed.listing.last, listed.listing.main, listed.listing.main_is_last
+    if last and main and is_said is not False and listed.equal(last.name, main.name) is False:
         what = "although it is said to be the same" if is_said else "which it need not share"
         yield finding("main differs", f"main serves other weights than the last step, {what}", [last], note=not is_said)
 
@@ -245,7 +202,7 @@ def reported(listed: Listed) -> Iterator[Finding]:
             yield finding("reported", f"{defect.says} ({defect.source}): there is {steps}", (), note=True)
 
 
-OF_A_LISTING = (broken, duplicates, shared_shards, main_differs, gaps, unreadable_names, reported)
+OF_A_LISTING = (broken, shared_shards, main_differs, gaps, unreadable_names, reported)
 
 
 def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
@@ -271,48 +228,35 @@ _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor o
 _PRECISIONS, _HEADERS = (0.25, 0.5, 2, 4), 0.05  # beside which headers stay as long as they are
 
 
-class Odd(NamedTuple):
-    """Checkpoints whose value is not the usual one; or, with `undecided`, those that have one of two, as often each."""
-
-    checkpoints: list[Checkpoint]
-    value: Any
-    usual: Any
-    note: bool = False  # only worth knowing
-    undecided: bool = False
-
-
-def odd(values: Sequence[tuple[Checkpoint, Hashable]], *, first_may_differ: bool = False) -> Iterator[Odd]:
-    """What does not have the usual value.
-
-    What changes once and stays for two steps or more, to the end or from the beginning, is how a training may go on
-    (a longer context, say). What changes and comes back is an error, and so is a single last step. Where as many steps
-    have another value, as of two, nobody can say which is the usual one.
-    """
-    counts = Counter(value for _, value in values)
-    most = max(counts.values(), default=0)
-    usual = next((value for _, value in reversed(values) if counts[value] == most), None)
-    runs = [(value, [one for one, _ in group]) for value, group in itertools.groupby(values, lambda pair: pair[1])]
-    found: list[Odd] = []
-    for place, (value, group) in enumerate(runs):
-        stays = place in (0, len(runs) - 1) and len(group) > 1
-        if value != usual:
-            found.append(Odd(group, value, usual, stays or (first_may_differ and place == 0)))
-    rivals = dict.fromkeys(each.value for each in found if not each.note and counts[each.value] == most)
-    for rival in rivals:
-        yield Odd([one for one, value in values if value in (rival, usual)], rival, usual, undecided=True)
-    yield from (each for each in found if each.value not in rivals)
-
-
-def _findings(
+def differing(
     kind: str,
     values: Sequence[tuple[Checkpoint, Hashable]],
     says: Callable[[Any, Any], str],
     *,
     first_may_differ: bool = False,
 ) -> Iterator[Finding]:
-    for each in odd(values, first_may_differ=first_may_differ):
-        rest = ", or those are wrong: as many steps have one as the other" if each.undecided else ""
-        yield finding(kind, says(each.value, each.usual) + rest, each.checkpoints, note=each.note)
+    """Checkpoints without the usual value.
+
+    What changes once and stays for two steps or more, to the end or from the beginning, is how a training may go on
+    (a longer context, say): a note. What changes and comes back is an error, and so is a single last step. Where as
+    many steps have another value, as of two, the usual one is not known.
+    """
+    counts = Counter(value for _, value in values)
+    most = max(counts.values(), default=0)
+    usual = next((value for _, value in reversed(values) if counts[value] == most), None)
+    runs = [(value, [one for one, _ in group]) for value, group in itertools.groupby(values, lambda pair: pair[1])]
+    odd = []
+    for place, (value, group) in enumerate(runs):
+        stays = place in (0, len(runs) - 1) and len(group) > 1
+        if value != usual:
+            odd.append((value, group, stays or (first_may_differ and place == 0)))
+    rivals = dict.fromkeys(value for value, _, note in odd if not note and counts[value] == most)
+    for rival in rivals:
+        both = [one for one, value in values if value in (rival, usual)]
+        yield finding(kind, f"{says(rival, usual)}, or those are wrong: as many steps have one as the other", both)
+    for value, group, note in odd:
+        if value not in rivals:
+            yield finding(kind, says(value, usual), group, note=note)
 
 
 def changes(
@@ -324,8 +268,8 @@ def changes(
     yield from other_tokenizer(chosen)
     yield from mislabelled_steps([one for one in chosen if one.source.is_here])
     shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
-    yield from _findings("other tensors", shapes, _tensor_differences)
-    yield from _findings(
+    yield from differing("other tensors", shapes, _tensor_differences)
+    yield from differing(
         "other precision",  # the first step may hold a model that training began with
         [(one, each.precision) for one, each in read],
         lambda value, usual: f"its values are {value}, those of the other steps {usual}",
@@ -340,7 +284,7 @@ def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose config.json makes another function of the weights; read only where the listed files differ."""
     configs = _contents(chosen, CONFIG, _config)
     yield from (finding("damaged", f"its {CONFIG} is no JSON", [one]) for one, config in configs if config is None)
-    yield from _findings("other config", [pair for pair in configs if pair[1] is not None], _differences)
+    yield from differing("other config", [pair for pair in configs if pair[1] is not None], _differences)
 
 
 def _config(text: str) -> str | None:
@@ -375,32 +319,24 @@ def _differences(value: str, usual: str) -> str:
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
-    for name in (TOKENIZER, *_VOCABULARIES):
+    kinds = {TOKENIZER: _tokenizer, TOKENIZER_CONFIG: _settings, "special_tokens_map.json": _settings}
+    for name in (*kinds, *_VOCABULARIES):
         files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
-        parsed = _contents(chosen, name, _tokenizer) if name == TOKENIZER else []
-        if any(each is not None for _, each in parsed):  # else of a library that is newer than this one's
-            for one in (one for one, each in parsed if each is None):
-                yield finding("damaged", f"its {name} is damaged", [one])
+        parsed = _contents(chosen, name, kinds[name]) if name in kinds else []
+        # Where none can be parsed, the tokenizers are of a library newer than this one's.
+        if name in kinds and (name != TOKENIZER or any(each is not None for _, each in parsed)):
+            yield from (finding("damaged", f"its {name} is damaged", [one]) for one, each in parsed if each is None)
             files = [pair for pair in parsed if pair[1] is not None]
-        yield from _findings("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
-    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
-        settings = _contents(chosen, name, _keys_and_values)
-        for one in (one for one, each in settings if each is None):
-            yield finding("damaged", f"its {name} is no JSON", [one])
-        for decides in (True, False):
-            values = [(one, _settings(each, decides)) for one, each in settings if each is not None]
-            for each in _findings("other tokenizer", values, lambda *pair, name=name: f"{name}: {_differences(*pair)}"):
-                yield each if decides else replace(each, note=True)
+        yield from differing("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
 
 
-def _settings(settings: Mapping[str, Any], decides: bool) -> str:
-    """The settings that decide which tokens a text has, or all others; a token with its options is that token, and one
-    that is null is one that is not named."""
-    chosen = {name: value for name, value in settings.items() if (name in _OF_A_TEXT) == decides}
-    if decides:
-        chosen = {name: value.get("content") if isinstance(value, dict) else value for name, value in chosen.items()}
-    kept = {name: value for name, value in chosen.items() if value is not None and name not in _OF_A_FILE}
-    return json.dumps(kept, sort_keys=True)
+def _settings(text: str) -> str | None:
+    """The settings that decide which tokens a text has: a token with its options is that token, null is not named."""
+    if (settings := _keys_and_values(text)) is None:
+        return None
+    chosen = {name: settings[name] for name in _OF_A_TEXT & settings.keys() if settings[name] is not None}
+    said = {name: value.get("content") if isinstance(value, dict) else value for name, value in chosen.items()}
+    return json.dumps(said, sort_keys=True)
 
 
 def _tokenizer(text: str) -> str | None:
@@ -429,7 +365,7 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     middle = sorted(size for _, size in sizes)[len(sizes) // 2] if sizes else 0
     near = [(one, middle if abs(size - middle) <= _SIZE * middle else size) for one, size in sizes]
     first, second = [size for _, size in near[:2]] if len(near) > 1 else (0, 0)
-    yield from _findings(
+    yield from differing(
         "other size",
         near,
         lambda size, usual: f"{size:,} bytes of weights, not {usual:,}",
@@ -440,23 +376,16 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:
     here, there = dict(value), dict(usual)
-    if missing := sorted(there.keys() - here.keys()):
-        return f"{missing[0]} is missing" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-    if more := sorted(here.keys() - there.keys()):
-        return f"{more[0]} is there as at no other step"
-    name = next(name for name in sorted(there) if here[name] != there[name])
-    return f"{name} is {here[name]}, not {there[name]}"
+    other = sorted(name for name, _ in value ^ usual)[0]
+    return f"{other} is {here.get(other, 'missing')}, not {there.get(other, 'missing')}, as at the other steps"
 
 
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps that say of themselves that they are another one; where most do, another count is meant."""
-    recorded = {one.name: one.source.recorded_step() for one in chosen}
-    shifts = [
-        (one, step - one.step) for one in chosen if (step := recorded[one.name]) is not None and one.step is not None
-    ]
+    recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
+    shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]
     usual = Counter(shift for _, shift in shifts).most_common(1)
-    if not usual or usual[0][1] * 2 <= len(shifts):
-        return
-    for each in odd(shifts):
-        for one in each.checkpoints:
-            yield finding("other step", f"says of itself that it is step {recorded[one.name]}", [one], note=each.note)
+    if usual and usual[0][1] * 2 > len(shifts):
+        yield from differing(
+            "other step", shifts, lambda shift, usual: f"counts {shift - usual:+} steps beside the name"
+        )

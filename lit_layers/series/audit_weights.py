@@ -7,13 +7,14 @@ reported.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lit_layers.series.audit_files import Finding, finding
+from lit_layers.series.audit_files import Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.weight_files import Fingerprint
 
@@ -156,31 +157,53 @@ def lone_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) 
                 break
 
 
-def copies(
-    steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None
-) -> Iterator[Finding]:
-    """Steps that hold another step's values, saved anew or rounded; not where a training hardly moves."""
-    groups: dict[str, list[Checkpoint]] = {}
-    for one in steps:
-        groups.setdefault(prints[one.name].digest, []).append(one)
-    same = [group for group in groups.values() if len(group) > 1]
-    for group in same:
-        early = all(one.step is not None and one.step <= 1 for one in group)
-        still = is_still(steps, prints, group)
-        excuse = "the learning rate may be 0" if early else "hardly anything changes here" if still else ""
-        if last is not None and last in group:
-            kind, checkpoints, message = "equal to the final step", [*group], f"hold the weights of {last.label}"
-            checkpoints.remove(last)
-        else:
-            kind, checkpoints, message = "identical weights", group, "the same values under several names"
-        yield finding(kind, excuse or message, checkpoints, note=bool(excuse))
-    copied = {one.name for group in same for one in group}
-    grids = {one.name: prints[one.name].precision for one in steps}
-    for one, other in itertools.permutations(steps, 2):
-        grid = grids[one.name]
-        if one.name in copied or grid not in COARSE or grids[other.name] == grid:
+def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Checkpoint]) -> Iterator[Finding]:
+    """Checkpoints with equal weights, by the hashes of their files or by the values that were read.
+
+    The last step and `main` are right by themselves; of others the hashes do not show which one is. It is a note where
+    the learning rate may still be 0 and where a training hardly moves.
+    """
+
+    def is_same(one: str, other: str) -> bool:
+        return bool(listed.equal(one, other)) or (
+            one in prints and other in prints and prints[one].digest == prints[other].digest
+        )
+
+    groups: list[set[str]] = []
+    for name in listed.compared:
+        alike = [group for group in groups if any(is_same(name, other) for other in group)]
+        groups = [group for group in groups if group not in alike] + [{name}.union(*alike)]
+    last, main = listed.listing.last, listed.listing.main
+    for group in groups:
+        same = [one for one in listed.chosen if one.name in group and one is not last]
+        kind, message = "identical weights", "the same weights under several names"
+        if last is not None and last.name in group:
+            kind, message = "equal to the final step", f"serve the weights of {last.label}"
+        elif main is not None and main.name in group:
+            kind, message = "equal to main", "serve the weights of main"
+        elif len(same) < 2:
             continue
-        if _is_rounded(prints[one.name], prints[other.name], grid) and not is_still(steps, prints, [one, other], grid):
+        steps = [listed.compared[name].step for name in group]
+        is_early = all(step is not None and step <= listed.listing.warm_up for step in steps)
+        is_read = {one.name for one in same} <= {one.name for one in read}
+        excuse = ""
+        if is_early:
+            excuse = "may be genuine: the learning rate starts at 0"
+        elif is_read and same and is_still(read, prints, [one for one in read if one.name in group]):
+            excuse = "hardly anything changes here"
+        if same:
+            yield finding(kind, excuse or message, same, note=bool(excuse))
+
+
+def rounded_copies(read: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps that hold the values of another step, rounded."""
+    counts = Counter(prints[one.name].digest for one in read)
+    grids = {one.name: prints[one.name].precision for one in read}
+    for one, other in itertools.permutations(read, 2):
+        grid = grids[one.name]
+        if counts[prints[one.name].digest] > 1 or grid not in COARSE or grids[other.name] == grid:
+            continue
+        if _is_rounded(prints[one.name], prints[other.name], grid) and not is_still(read, prints, [one, other], grid):
             yield finding("rounded copy", f"holds the weights of {other.label}, rounded to {grid}", [one])
 
 

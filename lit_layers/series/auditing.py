@@ -26,7 +26,6 @@ UNSEEN: Mapping[Level, str] = {
     "another training at the first step or from a long gap on, small changes (noise, single values, biases and norms), "
     "a step under another number between its neighbours': docs/series.md has all",
 }
-_COPIES = ("identical weights", "equal to the final step")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Audit:
     commits: Mapping[str, str] = field(default_factory=dict)
     level: Level = "listing"
     levels: Mapping[str, Level] = field(default_factory=dict)
-    _steps: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def is_clean(self) -> bool:
@@ -57,7 +55,8 @@ class Audit:
     @property
     def suspect_steps(self) -> tuple[int, ...]:
         """The steps that no curve should be drawn through."""
-        return tuple(sorted(self._steps[name] for name in self.suspect_names if name in self._steps))
+        found = (each for each in self.findings if each.names and not each.note)
+        return tuple(sorted({step for each in found for step in each.steps}))
 
     def verdict(self, checkpoint: Checkpoint) -> str:
         """The verdict on one checkpoint, for its measurements: `suspect: ...`, or `clean` or `note: ...` with the level
@@ -118,19 +117,17 @@ def audit(
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]
-    findings = _findings_of_values(steps, prints, listed.listing.last, findings)
+    findings += _findings_of_values(listed, steps, prints, findings)
     commits = {one.name: one.source.describe().get("commit") for one in chosen}
-    levels: dict[str, Level] = {one.name: "listing" for one in chosen}
-    levels |= dict.fromkeys(prints, "weights")
-    there = {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
+    levels: dict[str, Level] = {one.name: "weights" if one.name in prints else "listing" for one in chosen}
+    is_unread = "listing" in {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
     return Audit(
         series=series.name,
         num_checked=len(chosen),
         findings=tuple(findings),
         commits={name: commit for name, commit in commits.items() if commit},
-        level="listing" if "listing" in there else "weights",
+        level="listing" if is_unread else "weights",
         levels=levels,
-        _steps={one.name: one.step for one in steps if one.step is not None},
     )
 
 
@@ -170,30 +167,25 @@ def read_weights(checkpoint: Checkpoint) -> Fingerprint | None:
 
 
 def _findings_of_values(
-    steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], last: Checkpoint | None, findings: list[Finding]
+    listed: Listed, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], findings: Sequence[Finding]
 ) -> list[Finding]:
-    """The findings with those that the values of the weights show.
+    """What equal hashes and the values of the weights show.
 
-    Steps that are out for another reason are left out before the path of the rest is judged.
+    Steps that are suspect for another reason are left out before the path of the rest is judged.
     """
-    findings = list(findings)
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
-    read = [one for one in steps if one.name in prints and one.name not in odd]
-    read = [one for one in read if prints[one.name].tensors]
-    for place, each in enumerate(findings):
-        if each.kind in _COPIES and not each.note and set(each.names) <= {one.name for one in read}:
-            names = {*each.names, *([last.name] if each.kind == "equal to the final step" and last else ())}
-            if audit_weights.is_still(read, prints, [one for one in read if one.name in names]):
-                findings[place] = replace(each, note=True, message="hardly anything changes here")
-    copied = _names(each for each in findings if each.kind in _COPIES)
-    findings += [*audit_weights.broken_values(read, prints), *audit_weights.lone_values(read, prints)]
-    findings += [each for each in audit_weights.copies(read, prints, last) if not copied >= set(each.names)]
-    suspects = _names(each for each in findings if not each.note)
+    read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
+    found = [
+        *audit_weights.copies(listed, prints, read),
+        *audit_weights.broken_values(read, prints),
+        *audit_weights.lone_values(read, prints),
+        *audit_weights.rounded_copies(read, prints),
+    ]
+    suspects = _names(each for each in (*findings, *found) if not each.note)
     rest = [one for one in read if one.name not in suspects]
     of_path = audit_weights.path_findings(audit_weights.Path.of(rest, prints))
     named = _names(of_path)
-    returned = audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)
-    return [*findings, *of_path, *returned]
+    return [*found, *of_path, *audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)]
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:

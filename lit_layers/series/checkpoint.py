@@ -330,6 +330,19 @@ THREAD = "prefetch"
 
 
 class _Download(Future[Path]):
+    """A download by a daemon thread, which ends with the process: the thread of an executor would be waited for."""
+
+    def __init__(self, checkpoint: Checkpoint, after: Sequence[Future[Path]]) -> None:
+        super().__init__()
+        threading.Thread(target=self._run, args=(checkpoint, after), name=THREAD, daemon=True).start()
+
+    def _run(self, checkpoint: Checkpoint, after: Sequence[Future[Path]]) -> None:
+        wait(after)
+        try:
+            self.set_result(checkpoint.fetch())
+        except BaseException as error:  # raised where the result is asked for
+            self.set_exception(error)
+
     def result(self, timeout: float | None = None) -> Path:
         """Wait a second at a time: a Ctrl-C just before a wait begins is only raised when that wait ends."""
         while timeout is None and not self.done():
@@ -338,31 +351,9 @@ class _Download(Future[Path]):
 
 
 def fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
-    """Yields each checkpoint and its download; the next download begins when this one is complete.
-
-    Whoever stops early need not wait: a download under way is left to a daemon, which ends with the process.
-    """
-    downloads = [(checkpoint, _Download()) for checkpoint in checkpoints]
-
-    def start(number: int) -> None:
-        # A ThreadPoolExecutor would be waited for, here and once more when the interpreter ends.
-        for download in downloads[number : number + 1]:
-            threading.Thread(target=_download, args=download, name=THREAD, daemon=True).start()
-
-    try:
-        start(0)
-        for number, download in enumerate(downloads, start=1):
-            download[1].add_done_callback(lambda _, number=number: start(number))
-            yield download
-    finally:
-        for _, fetched in reversed(downloads):
-            fetched.cancel()
-
-
-def _download(checkpoint: Checkpoint, fetched: "Future[Path]") -> None:
-    if not fetched.set_running_or_notify_cancel():
-        return
-    try:
-        fetched.set_result(checkpoint.fetch())
-    except BaseException as error:  # whatever it is belongs to whoever asks for the result
-        fetched.set_exception(error)
+    """Yield each checkpoint and its download; the next download begins when this one is complete."""
+    ahead: list[Future[Path]] = []
+    for number, checkpoint in enumerate(checkpoints):
+        for each in checkpoints[number + len(ahead) : number + 2]:
+            ahead.append(_Download(each, ahead[-1:]))
+        yield checkpoint, ahead.pop(0)

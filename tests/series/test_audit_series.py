@@ -83,10 +83,10 @@ def test_a_step_equal_to_the_last_is_suspect_and_the_last_is_not(hub, root, mode
 
 def test_a_step_equal_to_main_is_suspect_where_main_is_not_the_last(hub, root, model):
     found = audit(HubRevisions(pythia(root, model, values={64: 5.0}, main=5.0)))
-    assert [(finding.kind, finding.steps, finding.note) for finding in found.findings] == [
+    assert {(finding.kind, finding.steps, finding.note) for finding in found.findings} == {
         ("equal to main", (64,), False),
         ("main differs", (1000,), True),
-    ]
+    }
     assert found.suspect_steps == (64,)
 
 
@@ -149,13 +149,9 @@ def test_missing_shards_are_named_and_an_index_is_fetched_once(hub, root, sharde
     (repository / "step128" / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     found = audit(HubRevisions("org/tiny"))
     assert {(finding.kind, finding.steps, finding.message) for finding in found.findings} == {
-        ("missing shard", (8,), f"{shards[1]} not there (safetensors): the model cannot be loaded"),
-        ("missing shard", (64,), "model.safetensors.index.json not there (safetensors): the model cannot be loaded"),
-        (
-            "missing shard",
-            (128,),
-            "model.safetensors.index.json is damaged: nobody can say which shards belong to it",
-        ),
+        ("missing shard", (8,), f"{shards[1]} not there"),
+        ("missing shard", (64,), "model.safetensors.index.json not there"),
+        ("missing shard", (128,), "model.safetensors.index.json is damaged"),
     }
     assert found.suspect_steps == (8, 64, 128)
     asked = [request for request in hub.requests if "resolve" in request["path"] and request["method"] == "HEAD"]
