@@ -25,7 +25,6 @@ COMMANDS = {  # each a file of `verbs`
     "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
 }
-STAGES = ("validate", "test", "predict")  # of a Trainer, with the options of `fit`
 GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
 
 
@@ -55,8 +54,8 @@ def _answered(argv: list[str]) -> list[str]:
     if command in ("-h", "--help", "-V", "--version"):
         print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
         return [""]
-    if command in STAGES:
-        command, rest = "fit", [*rest, f"--stage={command}"]
+    if command == "validate":
+        command, rest = "fit", [*rest, "--stage=validate"]
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
         raise InputError(f"unknown command {command!r}; {hint}")
@@ -114,5 +113,5 @@ How structure emerges, layer by layer, while a transformer trains.
 
 To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.
 lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).
-validate, test and predict take the options of fit: lit-layers test RECIPE --ckpt_path FILE.ckpt
+validate takes the options of fit: lit-layers validate RECIPE --ckpt_path FILE.ckpt
 fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder."""

@@ -1,7 +1,6 @@
 """Samples for training and validation: token blocks, images."""
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,15 +55,6 @@ class LitStepData(L.LightningDataModule):
         """Return what run.json says of the data."""
         return {}
 
-    def test_dataloader(self) -> Any:
-        """Returns the validation data: they are what no training sees."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> Any:
-        """Returns the validation data."""
-        warnings.filterwarnings("ignore", "You are using a custom batch sampler")  # which leaves no sample out
-        return self.val_dataloader()
-
     def _loop(self) -> L.Trainer:
         if self.trainer is None:
             name = type(self).__name__
@@ -96,7 +86,7 @@ class LitStepData(L.LightningDataModule):
                 f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
             )
         numbers = torch.arange(trainer.global_rank, count, trainer.world_size)
-        return _Batches(part.tolist() for part in numbers.split(self.validation_batch_size))
+        return [part.tolist() for part in numbers.split(self.validation_batch_size)]
 
     def _loader(self, dataset: Any, batches: Any, **options: Any) -> DataLoader:
         return DataLoader(
@@ -107,10 +97,6 @@ class LitStepData(L.LightningDataModule):
             persistent_workers=self.num_workers > 0,
             **options,
         )
-
-
-class _Batches(list[list[int]]):
-    """Numbers of samples; Lightning's prediction wraps no plain list."""
 
 
 class LitTextData(LitStepData):

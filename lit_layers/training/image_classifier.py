@@ -241,10 +241,6 @@ class LitImageClassifier(LitModule):
             else:
                 metric.update(logits, labels)
 
-    def predict_step(self, batch: Any, batch_index: int) -> Tensor:
-        """Returns the most likely class of each image."""
-        return self(_images_and_labels(batch)[0]).argmax(-1)
-
     def scores(self) -> dict[str, Tensor]:
         scores = {"loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
         self.validation_loss.reset()

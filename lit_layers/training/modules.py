@@ -262,14 +262,8 @@ class LitModule(L.LightningModule, ABC):
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates after this step, whatever the interval
 
-    def test_step(self, batch: Any, batch_index: int) -> None:
-        self.validation_step(batch, batch_index)
-
     def on_validation_epoch_end(self) -> None:
         self.log_dict({f"validation/{name}": score for name, score in self.scores().items()})
-
-    def on_test_epoch_end(self) -> None:
-        self.log_dict({f"test/{name}": score for name, score in self.scores().items()})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         reduce_gradients_(self.model, now=not self.trainer.fit_loop._should_accumulate())
@@ -485,10 +479,6 @@ class LitCausalLM(LitModule):
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         self.validation_loss.update(self.loss(batch), weight=_token_ids(batch)[:, 1:].numel())
-
-    def predict_step(self, batch: Any, batch_index: int) -> Tensor:
-        """Returns the most likely next token at each place that the loss judges: (batch, tokens)."""
-        return self(_token_ids(batch)[:, :-1]).argmax(-1)
 
     def scores(self) -> dict[str, Tensor]:
         loss = self.validation_loss.compute()  # over all ranks, weighted by tokens

@@ -61,18 +61,18 @@ def test_blocks_of_any_loader_are_trained_on_alike(form, tmp_path):
     with torch.no_grad():
         logits = module.eval()(BLOCKS.tokens[:, :-1])
         expected = F.cross_entropy(logits.flatten(0, 1), BLOCKS.tokens[:, 1:].flatten())
-    (scores,) = trainer(tmp_path).test(module, blocks(form), verbose=False)
-    assert scores["test/loss"] == pytest.approx(expected.item(), rel=1e-5)
+    (scores,) = trainer(tmp_path).validate(module, blocks(form), verbose=False)
+    assert scores["validation/loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
     module = images(mixup=0.5)
     loader = DataLoader(TensorDataset(PIXELS, LABELS), batch_size=4)
     trainer(tmp_path).fit(module, loader)
-    (scores,) = trainer(tmp_path).test(module, loader, verbose=False)
+    (scores,) = trainer(tmp_path).validate(module, loader, verbose=False)
     with torch.no_grad():
         hits = module.eval()(PIXELS).argmax(-1) == LABELS
-    assert scores["test/accuracy"] == pytest.approx(hits.float().mean().item())
+    assert scores["validation/accuracy"] == pytest.approx(hits.float().mean().item())
     with pytest.raises(InputError, match="LitImageClassifier needs LitImageData for this, got NoneType"):
         trainer(tmp_path).fit(images(lr_batch_size=8), loader)
 
@@ -226,26 +226,17 @@ def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those
 
 
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_the_data_of_images_validate_test_and_predict_alike(decay, tmp_path):
+def test_the_data_of_images_validate_a_file_without_the_average(decay, tmp_path):
     images = tiny_images.data()
     run, _ = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=decay), images=images, steps=1)
     run.save_checkpoint(tmp_path / "last.ckpt")
     again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     other = tiny_images.trainer(tmp_path, limit_val_batches=None)
     (validated,) = other.validate(again, datamodule=images, verbose=False)
-    (tested,) = other.test(again, datamodule=images, verbose=False)
-    assert {name.partition("/")[2]: score for name, score in tested.items()} == {
-        name.partition("/")[2]: score for name, score in validated.items()
-    }
     assert not any("ema" in name for name in validated), "the file holds the average itself"
-    predicted = torch.cat(other.predict(again, datamodule=images))
-    hits = predicted == images.source.test.labels[: len(predicted)]
-    assert len(predicted) == 40
-    assert hits.float().mean().item() == pytest.approx(validated["validation/accuracy"])
-
-
-def test_a_text_module_predicts_the_most_likely_next_tokens(tmp_path):
-    module = text()
-    (predicted,) = trainer(tmp_path).predict(module, one(BLOCKS.tokens[:4]))
-    with torch.no_grad():
-        assert torch.equal(predicted, module.eval()(BLOCKS.tokens[:4, :-1]).argmax(-1))
+    hits = []
+    for batch in images.val_dataloader():
+        batch = images.on_after_batch_transfer(batch, 0)
+        with torch.no_grad():
+            hits.append(again.eval()(batch["pixel_values"]).argmax(-1) == batch["labels"])
+    assert torch.cat(hits).float().mean().item() == pytest.approx(validated["validation/accuracy"])

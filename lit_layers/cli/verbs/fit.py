@@ -70,8 +70,7 @@ class RunOptions:
         ckpt_path: Go on from a .ckpt that a Trainer saved, in a new root, with its weights, optimizer and step.
         optimizer: The optimizer, by class_path and init_args; null: the module's own, AdamW.
         lr_scheduler: Its learning rates, by class_path and init_args, stepped with it; null: the module's own.
-        stage: fit, or only validate, test or predict with the weights of ckpt_path, resume or the model; nothing is
-            written.
+        stage: fit, or only validate with the weights of ckpt_path, resume or the model; nothing is written.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
         steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
             until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
@@ -88,7 +87,7 @@ class RunOptions:
     ckpt_path: Path | None = None
     optimizer: Callable[[Any], Optimizer] | None = None
     lr_scheduler: Callable[[Any], LRScheduler] | None = None
-    stage: Literal["fit", "validate", "test", "predict"] = "fit"
+    stage: Literal["fit", "validate"] = "fit"
     resume_every: Annotated[int | None, COUNT] = 500
     steps: Steps = "pythia"
     corpus: str | None = None
@@ -176,12 +175,12 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
 
 
 def _evaluate(options: Any) -> int:
-    """Validate, test or predict as Lightning does, which prints what the module logs."""
+    """Validate as Lightning does, which prints what the module logs."""
     point, trainer = _point(options), _new_trainer(dict(options.trainer), options.root)
     state = None if point is None else point.state
     about: Any = {"datamodule": options.data, "ckpt_path": state, "weights_only": True}
     with _blaming_options():
-        getattr(trainer, options.stage)(options.model, **about)
+        trainer.validate(options.model, **about)
     return 0
 
 
