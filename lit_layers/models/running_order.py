@@ -3,7 +3,6 @@
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -253,64 +252,12 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
         raise InputError(f"{place}{error}") from error
 
 
-# Many orders on one batch, with what they begin with in common computed once.
-
-
-@dataclass(eq=False)
-class Node:
-    """Where all schedules stand that begin with the same steps."""
-
-    layer: int | None  # whose state it is, if the full model passes here
-    children: "dict[Step, Node]" = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-
-    @property
-    def next_of_full(self) -> int | None:
-        """The block that the full model runs from here."""
-        return None if self.layer is None else self.layer + 1
-
-    def uses(self) -> Counter[int]:
-        """For how many of the next steps each block is needed."""
-        return Counter(number for step in self.children for number in set(members(step)))
-
-
-class _Place:
-    """A node on the way, with its state and the steps that are left: single blocks, then groups, which need the same
-    outputs and then let go of them; the full model's last, so that nothing is held all along its way."""
-
-    def __init__(self, node: Node, state: Tensor, trajectory: Trajectory) -> None:
-        self.node, self.state, self.trajectory = node, state, trajectory
-        self.left = sorted(node.children, key=lambda step: (step != node.next_of_full, isinstance(step, int)))
-        self.needed = node.uses()
-        self.outputs: dict[int, Tensor] = {}
-        number = node.next_of_full
-        if number is not None and number in self.needed and number < len(trajectory.hidden):
-            self.outputs[number] = trajectory.hidden[number]
-
-    def following(self) -> "_Place":
-        """The place behind the next step."""
-        step = self.left.pop()
-        group = members(step)
-        for number in group:
-            if number not in self.outputs:
-                with torch.no_grad():
-                    self.outputs[number] = self.trajectory.block(number)(self.state)
-        outputs = [self.outputs[number] for number in group]
-        self.needed.subtract(set(group))
-        self.outputs = {number: output for number, output in self.outputs.items() if self.needed[number]}
-        state = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-        return _Place(self.node.children[step], state, self.trajectory)
-
-
 class SharedPrefixes:
-    """Final states of many schedules, as a walk through the tree of their common beginnings.
+    """Final states of many schedules on one batch; what they begin with in common is computed once.
 
-    Composed as in `running_order`. On one state each block runs at most once: as a step of its own, as the first
-    of several schedules, in groups of blocks side by side. States that the full model passes are those of the
-    trajectory and cost no run, as far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one.
-
-    In memory are at most `num_held` states, not one for each schedule: those on the way to where the walk is, one for
-    each step, and at each of them what the branches yet to come still need of a group.
+    Composed as in `running_order`. States that the full model passes are those of the trajectory and cost no run, as
+    far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one. At most `num_held` states are in
+    memory, however many schedules there are: those on the way through the present one, and those of one group.
 
     Raises:
         TypeError, ValueError: a schedule that does not fit `num_blocks` blocks.
@@ -318,16 +265,17 @@ class SharedPrefixes:
 
     def __init__(self, schedules: Sequence[Sequence[Step]], num_blocks: int) -> None:
         self.num_blocks, self.num_orders = num_blocks, len(schedules)
-        self._root = Node(layer=0)
-        steps = [checked(schedule, num_blocks) for schedule in schedules]
-        for index, schedule in enumerate(steps):
-            self._insert(index, schedule)
-        widest = max((len(members(step)) for schedule in steps for step in schedule), default=1)
-        # On the way, of a group each output and its copy, and what a block is given, what it returns, what is read.
-        self.num_held = max(map(len, steps), default=0) + 2 * widest + 3
+        indices: dict[Schedule, list[int]] = {}
+        for index, schedule in enumerate(schedules):
+            indices.setdefault(checked(schedule, num_blocks), []).append(index)
+        # In this order schedules with a common beginning follow each other.
+        self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
+        widest = max((len(members(step)) for schedule in indices for step in schedule), default=1)
+        # Of a group each output and its copy, and what a block is given, what it returns, what is read.
+        self.num_held = max(map(len, indices), default=0) + 2 * widest + 3
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yields the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
+        """Yield the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
 
         The state is to be read and not written to: it may be needed for others.
 
@@ -338,22 +286,19 @@ class SharedPrefixes:
             raise ValueError(
                 f"expected a trajectory through {self.num_blocks} blocks, got one through {trajectory.num_layers}"
             )
-        place, way = _Place(self._root, trajectory.hidden[0], trajectory), list[_Place]()
-        while True:
-            if place.left:
-                way.append(place)
-            if place.node.ends:
-                yield tuple(place.node.ends), place.state
-            if not way:
-                return
-            place = way[-1].following()
-            if not way[-1].left:
-                way.pop()
+        way, before, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
+        for schedule, indices in self.indices.items():
+            pairs = zip(schedule, before, strict=False)
+            start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            del way[start + 1 :]
+            for layer, step in enumerate(schedule[start:], start + 1):
+                is_passed = schedule[:layer] == full[:layer]
+                way.append(trajectory.hidden[layer] if is_passed else _after(step, way[-1], trajectory))
+            yield tuple(indices), way[-1]
+            before = schedule
 
-    def _insert(self, index: int, schedule: Schedule) -> None:
-        node = self._root
-        for step in schedule:
-            if step not in node.children:
-                node.children[step] = Node(layer=node.next_of_full if step == node.next_of_full else None)
-            node = node.children[step]
-        node.ends.append(index)
+
+@torch.no_grad()
+def _after(step: Step, state: Tensor, trajectory: Trajectory) -> Tensor:
+    outputs = [trajectory.block(number)(state) for number in members(step)]
+    return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
