@@ -1,7 +1,6 @@
 """Which layer is enough: features of labelled rows, probes fitted on train, a layer chosen on validation."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ class Features(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over rows, or a number that was measured, with its 95% interval."""
+    """A mean over rows with its 95% interval."""
 
     value: float
     low: float
@@ -69,10 +68,9 @@ class Choice:
     metric: str
     rule: Rule
     tolerance: float
-    validation: Mapping[int, Score]  # layers 0 to L, on the validation rows; or what was measured of them
-    baseline: float | None  # of what knows no text, on the validation rows; None where the metric was measured
+    validation: Mapping[int, Score]  # layers 0 to L, on the validation rows
+    baseline: float  # of what knows no text, on the validation rows
     shares: Mapping[int, float]  # of bootstrap resamples of the validation rows that choose each layer 1 to L
-    test_metric: str
     test: Mapping[int, Score]  # of the chosen layer and the last
     difference: Score  # on test, of the chosen layer to the last: paired over rows
     probe: Fitted  # of the chosen layer, fitted on train
@@ -96,58 +94,44 @@ def choose(
     rule: Rule = "within_tolerance",
     tolerance: float = 0.01,
     by: str | None = None,
-    measured: Mapping[int, Score] | None = None,
     options: ProbeOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total, what: None,
 ) -> Choice:
-    """The first layer that a rule takes, judged by its probe's score on validation rows, or by what was measured of it.
+    """Return the first layer that a rule takes, judged by its probe's score on validation rows.
 
     A probe is fitted on the training rows of each layer, 0 to L; the rule sees layers 1 to L. `features` is asked for
-    "test" only when the layer has been chosen, and test is scored for that layer and the last alone. `num_classes` is
-    None for a regression. `by` is the metric, of `BY`, or any that `measured` has the values of: then probes are fitted
-    to the chosen layer and the last alone, and tested by the first of `BY`.
+    "test" only when the layer has been chosen, and test is scored only for that layer and the last. `num_classes` is
+    None for a regression. `by` is the metric, of `BY`.
 
     Raises:
         InputError: a rule or metric that does not fit, too few rows or classes, a probe that has not converged, or no
             layer that is better than knowing no text at all.
     """
-    options, show_progress = options or ProbeOptions(), progress or (lambda done, total, what: None)
+    options = options or ProbeOptions()
     usual = BY["regression" if num_classes is None else "classification"]
     metric = by or usual[0]
-    if measured is None and metric not in usual:
+    if metric not in usual:
         raise InputError(f"by: expected {' or '.join(usual)} of this task's probes, got {metric}")
     _check(targets, metric, rule, tolerance, is_classification=num_classes is not None)
-    train = features("train")
-    num_layers = train.num_layers
-
-    def fitted(layer: int) -> Fitted:
+    train, held_out = features("train"), features("validation")
+    num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
+    for layer in range(num_layers + 1):
+        progress(layer, num_layers + 1, f"probe of layer {layer}")
         probe = fit_layer(train.layer(layer), targets["train"], options, num_classes=num_classes)
         if isinstance(probe, LogisticProbes) and not probe.converged.all():
             raise InputError(
                 f"max_iterations: the probe of layer {layer} has not converged in {options.max_iterations}: allow "
                 "more, or give a smaller c"
             )
-        return probe
-
-    probes: dict[int, Fitted] = {}
-    if measured is None:
-        held_out, rows = features("validation"), list[Tensor]()
-        for layer in range(num_layers + 1):
-            show_progress(layer, num_layers + 1, f"probe of layer {layer}")
-            probes[layer] = fitted(layer)
-            rows.append(score_rows(probes[layer], held_out.layer(layer), targets["validation"]).row_shares(metric))
-        validation = {each: _score(values, metric) for each, values in enumerate(_defined(torch.stack(rows)))}
-        baseline = float(_defined(_baseline(targets, num_classes).row_shares(metric)[None]).mean())
-        layer, by_layer = _chosen(_defined(torch.stack(rows))[1:], metric, rule, tolerance, baseline)
-        shares = dict(enumerate(by_layer.tolist(), start=1))
-    else:
-        validation, baseline, shares = _complete(measured, num_layers, metric), None, {}
-        layer = _by_rule([validation[each].value for each in range(1, num_layers + 1)], metric, rule, tolerance)
-        probes = {each: fitted(each) for each in {layer, num_layers}}
-    show_progress(num_layers + 1, num_layers + 1, "")
-    test, test_metric = features("test"), usual[0] if measured is not None else metric
+        probes.append(probe)
+        rows.append(score_rows(probe, held_out.layer(layer), targets["validation"]).row_shares(metric))
+    scores = _defined(torch.stack(rows))
+    baseline = float(_defined(_baseline(targets, num_classes).row_shares(metric)[None]).mean())
+    layer, by_layer = _chosen(scores[1:], metric, rule, tolerance, baseline)
+    progress(num_layers + 1, num_layers + 1, "")
+    test = features("test")
     on_test = {
-        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).row_shares(test_metric)[None])[0]
+        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).row_shares(metric)[None])[0]
         for each in {layer, num_layers}
     }
     return Choice(
@@ -156,11 +140,10 @@ def choose(
         metric=metric,
         rule=rule,
         tolerance=tolerance,
-        validation=validation,
+        validation={each: _score(values, metric) for each, values in enumerate(scores)},
         baseline=baseline,
-        shares=shares,
-        test_metric=test_metric,
-        test={each: _score(values, test_metric) for each, values in on_test.items()},
+        shares=dict(enumerate(by_layer.tolist(), start=1)),
+        test={each: _score(values, metric) for each, values in on_test.items()},
         difference=_score(on_test[layer] - on_test[num_layers], None),
         probe=probes[layer],
         test_rows=on_test[layer],
@@ -170,13 +153,6 @@ def choose(
 def _defined(rows: Tensor) -> Tensor:
     """Those of the rows (layers, rows) whose class some training row had: others have no log-loss."""
     return rows[:, rows.isfinite().all(0)]
-
-
-def _complete(measured: Mapping[int, Score], num_layers: int, metric: str) -> dict[int, Score]:
-    defined = {layer: score for layer, score in sorted(measured.items()) if math.isfinite(score.value)}
-    if missing := [layer for layer in range(1, num_layers + 1) if layer not in defined]:
-        raise InputError(f"by: {metric} was not measured of layer {missing[0]} of {num_layers}: measure all layers")
-    return defined
 
 
 def _check(

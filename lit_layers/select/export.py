@@ -91,7 +91,7 @@ def render(
             pooling=POOLINGS[of_images].get(facts.pooling, "taken at the first token"),
             about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
             validation=score_table(choice.validation, choice.metric, chosen=facts.layer),
-            test=markdown(("layer", choice.test_metric), test),
+            test=markdown(("layer", choice.metric), test),
             picture=picture,
             final_norm=final_norm,
         )

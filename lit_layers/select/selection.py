@@ -56,7 +56,6 @@ class Selection:
             **{name: getattr(choice, name) for name in ("layer", "num_layers", "rule")},
             "tolerance": self.tolerance,
             "metric": choice.metric,
-            "test_metric": choice.test_metric,
             "pooling": task.pooling,
             "max_tokens": task.max_tokens,
             "validation": {str(layer): asdict(score) for layer, score in choice.validation.items()},
@@ -74,16 +73,14 @@ class Selection:
     def picture(self) -> Panels:
         """Returns the validation score of each layer, over depth and over the time that it takes to get there."""
         choice, ids = self.choice, self.task.batch.get("input_ids")
-        share = choice.shares.get(choice.layer)
-        text = f"\u25cb layer {choice.layer}" + ("" if share is None else f", chosen in {share:.0%} of resamples")
+        text = f"\u25cb layer {choice.layer}, chosen in {choice.shares[choice.layer]:.0%} of resamples"
         by_depth = {layer: float(layer) for layer in choice.validation}
         by_time = {layer: 1e3 * seconds for layer, seconds in self.seconds.items()}
         timed = "an image" if ids is None else f"a text of {ids.shape[1]} tokens"
         axis = Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.06 * max(by_time.values())))
-        shaded = f"shaded: 95% interval{' over the rows' if choice.baseline is not None else 's'}"
         charts = [
             self._scores(by_depth, text, Axis(title="layer", whole=True)),
-            self._scores(by_time, shaded, axis, numbered=True),
+            self._scores(by_time, "shaded: 95% interval over the rows", axis, numbered=True),
         ]
         last = f"layer of {choice.num_layers}"
         where = (
@@ -101,18 +98,16 @@ class Selection:
         shown = layers if len(layers) <= _NUMBERED else [layers[0], choice.layer, layers[-1]]
         labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
         look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
-        at, what = [places[layer] for layer in layers], look_up(choice.metric).title
-        what = what if choice.baseline is None else f"validation {what.lower()}"
+        at, what = [places[layer] for layer in layers], f"validation {look_up(choice.metric).title.lower()}"
         picked = {"mark": "ring", "size": 14, "color": _PICK, "name": "chosen"}
         series = [
             Series(x=at, y=value, low=low, high=high, name=what, sides=[(-1, 1)] * len(at), **look),
             Series(x=[places[choice.layer]], y=rounded([choice.validation[choice.layer].value]), **picked),
         ]
-        if choice.baseline is not None:
-            name = choice.baseline_name
-            line: dict[str, Any] = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""]}
-            line |= {"sides": [(1, -1)] * 2, "label_color": MUTED}
-            series.insert(1, Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line))
+        name = choice.baseline_name
+        line: dict[str, Any] = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "label_color": MUTED}
+        line["sides"] = [(1, -1)] * 2
+        series.insert(1, Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line))
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, **options: bool) -> None:
@@ -188,7 +183,7 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
         choice = model.choice
         layer, last = choice.layer, choice.num_layers
         row: dict[str, Any] = {"model": model.name, "metric": choice.metric, "layer": layer}
-        row |= {"test_metric": choice.test_metric, "num_layers": last, "validation": choice.validation[layer].value}
+        row |= {"num_layers": last, "validation": choice.validation[layer].value}
         scores: dict[str, Score | None] = {"test": choice.test[layer], "test_last": choice.test[last]}
         scores["difference_to_last"] = choice.difference
         scores["difference_to_reference"] = None if model is best else difference(model, best)
@@ -229,7 +224,7 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
     return Chart(
         title=f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows",
         x=Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest)),
-        y=Axis(title=f"test {in_sentence(look_up(models[0].choice.test_metric).title)}"),
+        y=Axis(title=f"test {in_sentence(look_up(models[0].choice.metric).title)}"),
         series=series,
         place="",
         height=420,

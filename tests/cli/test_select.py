@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.probes.logistic import fit_logistic_probes
 from lit_layers.functional.probes.regression import fit_ridge_probes
-from lit_layers.metrics import METRICS, Metric
 from lit_layers.models.build import quiet, save, vit
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Measurement, Record
 from lit_layers.select import load_classifier
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import (
@@ -441,63 +437,3 @@ def test_the_help_names_every_option(capsys):
     said = capsys.readouterr().out
     for option in ("--task", "--images", "--rule", "--tolerance", "--export", "--text", "--label", "--regression"):
         assert option in said
-
-
-def test_any_metric_with_a_row_that_was_measured_of_the_checkpoint_chooses(home, tmp_path, monkeypatch, capsys):
-    """One row in the table of metrics is enough: here of a Brier score, of which lower is better."""
-    brier = Metric("brier_score", "Probe Brier score", low=0, high=2, better="lower", group="score")
-    monkeypatch.setitem(METRICS, "brier_score", brier)
-    run = shutil.copytree(home / "run", tmp_path / "run")
-    values = {0: 0.1, 1: 0.7, 2: 0.2, 3: 0.6}
-
-    def found(metric: str, task: str, scale: float) -> list[Record]:
-        tags = {"task": task, "split": "test"}
-        return [Record(metric=metric, value=scale * value, layer=at, tags=tags) for at, value in values.items()]
-
-    for step, scale in ((400, 1.0), (800, -1.0)):
-        numbers = found("brier_score", "topics", scale) + found("banana", "topics", scale)
-        line = Measurement(run="run", step=step, tokens=None, analysis="probe/topics", records=numbers, seconds=1)
-        records.append(run / "measurements.jsonl", line)
-    command = [run / "step-000000400", "--task", "banking77", "--folder", home / "data", "--root", tmp_path / "out"]
-    printed = select(capsys, *command, "--by", "brier_score", "--rule", "best", "--export", tmp_path / "cut")
-    numbers = content(tmp_path / "out")
-    assert (numbers["layer"], numbers["metric"], numbers["test_metric"]) == (2, "brier_score", "accuracy")
-    assert numbers["baseline"] is None
-    assert "brier_score as measured" in printed
-    assert "test accuracy, layer 2 less layer 3" in printed
-    assert "brier_score" in (tmp_path / "cut" / "README.md").read_text()
-    refusals = {
-        "banana": "by: expected a metric with a better direction (docs/metrics.md), and banana has none",
-        "macro_f1": "by: expected a metric of layers that one analysis measured in",
-        "brier_score[split=train]": "by: expected a metric of layers that one analysis measured in",
-        "brier[": "by: expected NAME, ANALYSIS/NAME or NAME[tag=value,...], got 'brier['",
-    }
-    for by, sentence in refusals.items():
-        assert main(["select", *map(str, command), "--by", by]) == 2
-        assert sentence in capsys.readouterr().err
-    other = [home / "vit", "--images", "digits", "--by", "brier_score"]
-    assert main(["select", *map(str, other)]) == 2
-    assert "by: brier_score was not measured of" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("steps", [(None, None), (400, 400)], ids=["models", "steps"])
-def test_a_metric_measured_of_several_models_in_one_folder_chooses_by_that_of_the_one_named(
-    home, tmp_path, capsys, steps
-):
-    """Layer 1 is the best of the model named, 3 of the one measured after it."""
-    name = "run" if steps[0] is None else "step-000000400"
-    models = shutil.copytree(home / "run" / "step-000000400", tmp_path / "models" / name).parent
-    losses = {"models" if steps[0] else str(models / name): (1, 2, 3), str(models / "other"): (3, 2, 1)}
-    for (run, of_layers), step in zip(losses.items(), steps, strict=True):
-        numbers = [Record(metric="logit_lens_loss", value=loss, layer=at) for at, loss in enumerate(of_layers, start=1)]
-        line = Measurement(run=run, step=step, tokens=None, analysis="lens", records=numbers, seconds=1)
-        records.append(models / "measurements.jsonl", line)
-    command = [models / name, "--task", "banking77", "--folder", home / "data", "--by", "logit_lens_loss"]
-    select(capsys, *command, "--rule", "best", "--root", tmp_path / "out")
-    found = content(tmp_path / "out")
-    assert found["layer"] == 1
-    assert [found["validation"][str(layer)]["value"] for layer in (1, 2, 3)] == [1, 2, 3]
-    if steps[0] is None:
-        shutil.copytree(models / name, models / "third")
-        assert main(["select", str(models / "third"), *map(str, command[1:])]) == 2
-        assert f"has no measurements of {models / 'third'}: measure it by" in capsys.readouterr().err

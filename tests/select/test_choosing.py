@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import row_counts
-from lit_layers.select.choosing import Choice, Score, choose
+from lit_layers.select.choosing import Choice, choose
 
 SIZES = {"train": 240, "validation": 160, "test": 200}
 DIM = 6
@@ -281,25 +281,10 @@ def test_by_log_loss_the_choice_is_that_of_scikit_learns_probabilities():
     shares = np.bincount(data.targets["train"].numpy(), minlength=3) / SIZES["train"]
     truth = data.targets["validation"].numpy()
     assert found.baseline == pytest.approx(-np.log(shares[truth[truth < 3]]).mean(), rel=1e-9)
-    assert (found.metric, found.test_metric, found.higher_is_better) == ("log_loss", "log_loss", False)
+    assert (found.metric, found.higher_is_better) == ("log_loss", False)
 
 
-def test_what_was_measured_of_the_layers_chooses_and_the_tasks_probe_is_tested():
+def test_another_metric_than_the_tasks_probes_have_is_refused():
     data = planted(2)
-    values = {0: 0.0, 1: 0.9, 2: 0.4, 3: 0.1, 4: 0.3, 5: 0.2}
-    measured = {layer: Score(value, value, value) for layer, value in values.items()}
-    found = choose(data, data.targets, num_classes=2, rule="best", by="of_mine", measured=measured)
-    assert found.layer == 1  # of what has no row higher is better
-    found = choose(data, data.targets, num_classes=2, rule="best", by="logit_lens_loss", measured=measured)
-    assert (found.layer, found.metric, found.test_metric, found.baseline) == (3, "logit_lens_loss", "accuracy", None)
-    assert found.test[3].value == by_scikit_learn(data, "test", 3, 2).mean()
-    assert {each[1] for each in data.asked if each[0] == "train"} >= {3, 5}
-    undefined = measured | {0: Score(math.nan, math.nan, math.nan)}
-    assert [*choose(data, data.targets, num_classes=2, by="logit_lens_loss", measured=undefined).validation] == [
-        *range(1, 6)
-    ]
-    del measured[4]
-    with pytest.raises(InputError, match="by: logit_lens_loss was not measured of layer 4 of 5: measure all layers"):
-        choose(data, data.targets, num_classes=2, by="logit_lens_loss", measured=measured)
     with pytest.raises(InputError, match="by: expected accuracy or log_loss of this task's probes, got mean_squared"):
         choose(data, data.targets, num_classes=2, by="mean_squared_error")

@@ -31,7 +31,6 @@ def candidate(
         validation={2: Score(validation, 0.1, 0.9), 4: Score(0.75, 0.1, 0.9)},
         baseline=0.5,
         shares={},
-        test_metric=metric,
         test={2: Score(float(hits.double().mean()), 0.1, 0.9), 4: Score(0.7, 0.6, 0.8)},
         difference=Score(-0.05, -0.1, 0.0),
         probe=None,

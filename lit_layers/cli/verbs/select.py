@@ -12,18 +12,14 @@ from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.cli.plan import name_of
-from lit_layers.correlate import run_models
 from lit_layers.errors import InputError, whole_path
-from lit_layers.identity import variant_of
 from lit_layers.measuring.offline import device_of
-from lit_layers.metrics import look_up
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
 from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Measurement
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
-from lit_layers.select.choosing import BY, Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
+from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
 from lit_layers.select.export import refuse_taken
 from lit_layers.select.selection import Candidate, Selection, comparison_table, write_comparison
 from lit_layers.series import OneModel
@@ -35,7 +31,6 @@ from lit_layers.tasks.task_files import SUFFIXES, is_local
 
 WITHOUT_TOLERANCE = ("knee", "best")
 OF_FILES = ("text", "label", "regression")
-MEASUREMENTS = "measurements.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +47,7 @@ class SelectOptions:
         folder: a folder of local data that holds a task of the catalogue (default: the Hub)
         images: for a vision model, in place of a task: digits, cifar10, a local path, ORG/NAME
         tokenizer: the tokenizer that reads the texts (default: the model's own)
-        by: the score of a layer: accuracy (default) or log_loss of its probe, for a regression mean_squared_error; or
-            any metric with a better direction that was measured at every layer of this checkpoint, as NAME or
-            ANALYSIS/NAME, with [tag=value,...] for a variant
+        by: the score of a layer: accuracy (default) or log_loss of its probe; for a regression mean_squared_error
         rule: which layer is enough (docs/select.md)
         tolerance: how much the rule lets a layer lose, in units of the score
         pooling: how a layer's states become one vector (default: as modules.json says, else last; cls for images)
@@ -198,9 +191,6 @@ def _names(models: list[str], options: SelectOptions) -> list[str]:
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """Return the layer chosen for a model."""
     numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
-    by, measured = options.by, None
-    if by is not None and by not in BY["classification" if texts is None else texts.kind]:
-        by, measured = _measured(by, model, options.revision)
     with bar("opening the model") as show:
         files = ModelFiles(model, revision=options.revision)
         view, task, tokenizer = _opened(files, options, texts)
@@ -209,7 +199,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             show(0, 1, f"features of {part}")
             return task.features(part)
 
-        about: Any = {"rule": options.rule, "tolerance": options.tolerance, "by": by, "measured": measured}
+        about: Any = {"rule": options.rule, "tolerance": options.tolerance, "by": options.by}
         about |= {"num_classes": task.num_classes, "options": ProbeOptions(**numbers), "progress": show}
         choice = choose(features, task.targets, **about)
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
@@ -217,54 +207,6 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
     tolerance = None if options.rule in WITHOUT_TOLERANCE else options.tolerance
     found: Any = {"view": view, "task": task, "tokenizer": tokenizer, "choice": choice, "seconds": seconds}
     return Selection(name=name, files=files, revision=options.revision, tolerance=tolerance, **found)
-
-
-def _measured(by: str, model: str, revision: str | None) -> "tuple[str, dict[int, Score]]":
-    """Return the metric that is meant, and its value at each layer, of what was measured of a checkpoint: in the folder
-    of its run, or where `lit-layers analyze` writes by default.
-
-    Raises:
-        InputError: no measurements, a metric that is none of theirs or has no better direction, several that are meant.
-    """
-    query = run_models.MetricQuery.of(by, "by")
-    if look_up(query.name).better is None:
-        raise InputError(f"by: expected a metric with a better direction (docs/metrics.md), and {query.name} has none")
-    folder, then = Path(model).resolve(), f"measure it by lit-layers analyze {model}"
-    roots = [root for root in (folder.parent, Path("checkpoints") / name_of(model)) if (root / MEASUREMENTS).is_file()]
-    if not roots:
-        raise InputError(f"by: {query.name} was not measured of {model}: {then}")
-    numbers = re.fullmatch(r"(?:step|checkpoint)-?(\d+)", folder.name)
-    step = int(numbers[1]) if numbers else None
-    runs = run_models.read_run_models(roots[:1])
-    if step is not None and len(runs) > 1:  # as on the page of a run: others in its folder are not of it
-        runs = [run for run in runs if run.name == run.about.get("run", roots[0].name)]
-    at = [each for run in runs for each in run.measurements if each.step == step]
-    beside = roots[0] == folder.parent
-    at = [each for each in at if step is not None or _is_of(each, model, revision, beside=beside)]
-    if not at:
-        raise InputError(f"by: {roots[0]} has no measurements of {model}: {then}")
-    of_layers = [(name, record) for name, record in run_models.candidates(at, query) if record.layer is not None]
-    of_layers = [(name, record) for name, record in of_layers if query.fits(record.tags)]
-    names = sorted({name for name, _ in of_layers})
-    if len(names) != 1:
-        near = run_models.nearest(by, sorted({f"{m.analysis}/{record.metric}" for m in at for record in m.records}))
-        raise InputError(f"by: expected a metric of layers that one analysis measured in {roots[0]}, got {by}{near}")
-    variants = [variant_of(record.tags) for _, record in of_layers]
-    about: Any = {"option": "by", "example": f"{query.name}[{{}}]"}
-    variant = run_models.plainest_variant(variants, f"{names[0]}/{query.name}", **about)
-    curve: dict[int, Score] = {}
-    for (_, record), of in zip(of_layers, variants, strict=True):
-        if record.layer is not None and of == variant:
-            ends = (record.value if end is None else end for end in (record.low, record.high))
-            curve[record.layer] = Score(record.value, *ends)
-    return query.name, curve
-
-
-def _is_of(measured: "Measurement", model: str, revision: str | None, *, beside: bool) -> bool:
-    """Return whether a model without steps is the one that was measured; one that lies beside may have moved."""
-    one, other = Path(str(measured.provenance.get("checkpoint", measured.run))).resolve(), Path(model).resolve()
-    is_same = one == other or (beside and one.name == other.name)
-    return is_same and measured.provenance.get("revision") in (None, revision or "main")
 
 
 def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
@@ -332,20 +274,18 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
             "layer": layer,
             "score": f"{score.value:.4f}",
             "95% interval": f"{score.low:.4f} to {score.high:.4f}",
-            "chosen in": f"{choice.shares[layer]:.0%}" if layer in choice.shares else "",
+            "chosen in": f"{choice.shares[layer]:.0%}" if layer else "",
             "": "<- chosen" if layer == choice.layer else "",
         }
         for layer, score in choice.validation.items()
     ]
-    measured = choice.baseline is None
-    show_table(rows, f"{task.name}: {choice.metric} {'as measured' if measured else 'on validation rows'}")
-    if not measured:
-        print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
-    test, last = f"test {choice.test_metric}" if measured else "test", choice.num_layers
+    show_table(rows, f"{task.name}: {choice.metric} on validation rows")
+    print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
+    last = choice.num_layers
     for layer, score in sorted(choice.test.items()):
-        print(f"{test}, layer {layer}: {_interval(score)}")
+        print(f"test, layer {layer}: {_interval(score)}")
     if choice.layer != last:
-        print(f"{test}, layer {choice.layer} less layer {last}, the same rows: {_interval(choice.difference, '+.4f')}")
+        print(f"test, layer {choice.layer} less layer {last}, the same rows: {_interval(choice.difference, '+.4f')}")
     print(*task.notes, sep="\n")
 
 
