@@ -11,8 +11,8 @@ import pytest
 
 from lit_layers import records
 from lit_layers.correlate import correlate, published
-from lit_layers.correlate.correlation_page import plots_of
 from lit_layers.correlate.model_table import ModelTable, read_file, table_of_models
+from lit_layers.correlate.pages import plots_of
 from lit_layers.correlate.run_models import read_run_models
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation
@@ -166,7 +166,7 @@ def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_
     early = read_runs([root], metric="coupling", score="validation/accuracy", step=0)
     assert set(of(early, "coupling").values()) == {0.0}
     assert of(early, "validation/accuracy")["cell3"] == pytest.approx(0.103)
-    with pytest.raises(InputError, match="cell0: no measurement at step 7"):
+    with pytest.raises(InputError, match="cell0: no coupling/coupling with step 7"):
         read_runs([root], metric="coupling", score="validation/accuracy", step=7)
 
 
@@ -343,23 +343,8 @@ def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_n
     (warning,) = correlate(table_of(**columns), resamples=100).warnings
     assert warning.startswith("m follows log width, R² = 1.00")
     assert "beyond it r =" in warning
-    p_1 = replace(table_of(**some()), p_is_1=True)
-    assert "divides by the sum of the leading singular values (p = 1)" in correlate(p_1, resamples=100).warnings[0]
     few = {name: column[:5] for name, column in some().items()}
     assert "Only 5 models" in correlate(table_of(**few), resamples=100).warnings[-1]
-
-
-def test_coupling_measured_with_p_1_is_known_from_the_recipe_of_the_run(tmp_path):
-    root = grid(tmp_path / "grid")
-    assert not read_runs([root], metric="coupling", score="validation/accuracy").p_is_1
-    for folder in root.iterdir():
-        about = json.loads((folder / "run.json").read_text())
-        used = {"class_path": "lit_layers.analyses.Coupling", "init_args": {"p": 1.0}}
-        about["config"]["analyses"] = [used]
-        (folder / "run.json").write_text(json.dumps(about))
-    table = read_runs([root], metric="coupling", score="validation/accuracy")
-    assert table.p_is_1
-    assert "p = 1" in correlate(table, resamples=100).warnings[0]
 
 
 def test_the_corrected_metric_is_shown_beside_the_metric(tmp_path):
@@ -437,8 +422,7 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
         expected = [np.corrcoef(sizes, there[column])[0, 1] for column in ("coupling", "score")]
         assert [one.r_metric, one.r_score] == pytest.approx(expected)
         assert [one.r2_metric, one.r2_score, one.n] == pytest.approx([*np.square(expected), n])
-    assert "p = 1" in found.warnings[0]
-    assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[1]
+    assert "follows coupling by width alone, R² = 0.93; beyond it r = 0.568 (p = 0.002)" in found.warnings[0]
 
 
 def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):

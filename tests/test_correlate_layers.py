@@ -10,7 +10,7 @@ import pytest
 from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
-from lit_layers.correlate.layer_page import write_layers
+from lit_layers.correlate.pages import write_layers
 from lit_layers.correlate.run_models import MetricQuery, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
@@ -66,7 +66,6 @@ def test_each_task_s_metric_is_paired_with_its_scores(tmp_path):
     assert np.array_equal(x, metric[:, 1:])
     assert np.array_equal(y, scores[:, 1:])
     assert (model.name, model.step, model.num_layers, found.states) == ("model", None, 8, "normed")
-    assert model.domains["STS12"] == "sts"
 
 
 def test_layer_0_is_apart_unless_asked_for(tmp_path):
@@ -296,17 +295,16 @@ def test_scores_of_a_file_meet_metrics_of_runs(tmp_path):
 # ------------------------------------------------------------------------------------------------ what is said
 
 
-def test_with_one_model_both_directions_are_told_and_halves_of_the_tasks_choose(tmp_path):
+def test_with_one_model_both_directions_are_told_and_none_is_chosen(tmp_path):
     root, metric, scores = one_model(tmp_path)
     found = correlate_layers(read_layers([root], metrics=["prompt_entropy"], scores="mteb"), resamples=100)
     (model,) = found.models
     rules = [choice.rule for choice in model.choices]
-    assert rules == ["min", "max", "cross-fitted"]
-    assert [choice.is_chosen for choice in model.choices] == [False, False, True]
+    assert rules == ["min", "max"]
+    assert not any(choice.is_chosen for choice in model.choices)
     expected = np.mean([row[1:][own[1:].argmin()] for own, row in zip(metric, scores, strict=True)])
     assert model.choices[0].result.score.value == pytest.approx(expected)
-    assert model.choices[2].shares == {"min": 1.0}, "scores fall with this metric, in every half"
-    assert "random halves of the tasks" in found.basis
+    assert "takes the scores of other models" in found.basis
 
 
 def test_with_several_models_the_others_choose_the_direction(tmp_path):
@@ -343,7 +341,7 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     assert "coefficient of the mean curves" in told
     assert "random walks" in told
     assert "leave one model out" in told
-    pictures = ("depth", "scatter_m0", "scatter_m1", "scatter_m2")
+    pictures = ("depth_score", "depth_prompt_entropy", *(f"scatter_m{n}_prompt_entropy" for n in range(3)))
     names = {"layers.html", "layers.json", "correlations.csv", "selection.csv", "curves.csv"}
     names |= {f"{picture}{suffix}" for picture in pictures for suffix in (".png", ".svg", ".pdf")}
     assert {path.name for path in out.iterdir()} == names

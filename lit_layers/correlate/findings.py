@@ -21,7 +21,6 @@ Column = NDArray[np.float64]
 CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
 FEW = 10
 _FEWEST_DRAWN = 5  # models: of fewer, resamples are mostly the same two or three points
-_FEWEST_HALVED = 4  # tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +249,6 @@ def _influence(table: ModelTable, x: Column, y: Column) -> dict[str, Any] | None
 
 def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     warnings, title = [], table.title(table.metric)
-    if table.p_is_1:
-        warnings.append(
-            f"{title} divides by the sum of the leading singular values (p = 1): it grows with their number, and so "
-            f"with the width, also where blocks share nothing."
-        )
     for name, r2 in confounders(table).items():
         partial = next((row for row in rows if row.name == _given(table, [name])), None)
         beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
@@ -280,16 +274,14 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 class Choice:
     """A way of choosing the layer of each task without labels, and what it is worth.
 
-    `rule` is "min" or "max" of `metric`, "cross-fitted" where halves of the tasks choose between them, or what is
-    chosen among all metrics (no `metric`). `is_chosen`: this direction is the better one on the other models.
-    `shares`: how often each rule was chosen.
+    `rule` is "min" or "max" of `metric`, or what is chosen among all metrics (no `metric`). `is_chosen`: this direction
+    is the better one on the other models.
     """
 
     metric: str | None
     rule: str
     result: layer_selection.Selection
     is_chosen: bool = False
-    shares: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +305,7 @@ class ModelFindings:
     null: layer_selection.Null
     metrics: list[MetricFindings]
     choices: list[Choice]
-    notes: list[str]
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,19 +318,20 @@ class LayerFindings:
     left_out: dict[str, str]
 
 
-def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int = 100, seed: int = 0) -> LayerFindings:
-    """Returns how each metric follows the scores over the layers of each model, and what choosing by it is worth.
+def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 0) -> LayerFindings:
+    """Return how each metric follows the scores over the layers of each model, and what choosing by it is worth.
 
-    With several models the direction (and the metric, where one is picked among all) is that which scores higher on
-    the other models. With one, random halves of its tasks choose and the other halves are scored.
+    With several models the chosen direction (and the metric, where one is picked among all) is that which scores higher
+    on the other models. With one model nothing is chosen.
     """
     options, first = {"resamples": resamples, "seed": seed}, tables.first_layer
-    many = len(tables.models) > 1
     models = []
     for model in tables.models:
         others = [other for other in tables.models if other is not model]
         keys = [key for key in tables.titles if key in model.metrics]
-        sets = [[key] for key in keys] + ([keys] if len(keys) > 1 else [])
+        sets = [[key] for key in keys] + ([keys] if len(keys) > 1 and others else [])
+        least, most = min(counts := [len(model.metrics[key]) for key in keys]), max(counts)
+        note = f"The metrics have scores of {least} to {most} tasks: compare each with its own last layer."
         models.append(
             ModelFindings(
                 model=model.name,
@@ -346,16 +339,13 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, repeats: int
                 num_layers=model.num_layers,
                 null=layer_selection.distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
                 metrics=[_correlated(model, key, first, options) for key in keys],
-                choices=[c for names in sets for c in _choices(model, others, names, first, repeats, options)],
-                notes=_notes([len(model.metrics[key]) for key in keys], many),
+                choices=[c for names in sets for c in _choices(model, others, names, first, options)],
+                note=note if least < most else "",
             )
         )
-    way = (
-        "is that which scores highest on average over the other models (leave one model out)."
-        if many
-        else f"is chosen by random halves of the tasks and scored on the other halves ({repeats} times, cross-fitted)."
-    )
-    basis = f"The direction, and the metric where one is picked among all, {way}"
+    basis = "The direction, and the metric where one is picked among all, is that which scores highest on average over "
+    basis += "the other models (leave one model out)."
+    basis = basis if len(models) > 1 else "Neither direction is chosen: that takes the scores of other models."
     return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
 
 
@@ -372,14 +362,9 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
 
 
 def _choices(
-    model: ModelTables,
-    others: Sequence[ModelTables],
-    keys: Sequence[str],
-    first: int,
-    repeats: int,
-    options: Mapping[str, Any],
+    model: ModelTables, others: Sequence[ModelTables], keys: Sequence[str], first: int, options: Mapping[str, Any]
 ) -> list[Choice]:
-    """Both directions of a metric, or the rule picked among several on other models, else by halves of the tasks."""
+    """Return both directions of a metric, or the rule that the other models pick among several."""
     shared = _shared(model, keys, first)
     if shared is None:
         return []
@@ -388,7 +373,7 @@ def _choices(
     better = layer_selection.better_rule(pairs) if pairs else None
     one = keys[0] if len(keys) == 1 else None
     rules: list[Any] = [(one, direction) for direction in layer_selection.DIRECTIONS] if one else [better]
-    choices = [
+    return [
         Choice(
             metric=one,
             rule=direction if one else f"{direction} {key}",
@@ -397,12 +382,6 @@ def _choices(
         )
         for key, direction in filter(None, rules)
     ]
-    if better is None and len(scores) >= _FEWEST_HALVED:
-        fitted = layer_selection.cross_fitted(metrics, scores, repeats=repeats, seed=options["seed"])
-        shares = {rule.split()[0] if one else rule: share for rule, share in fitted.shares.items()}
-        result = layer_selection.compared(fitted.scores, scores, first_layer=first, **options)
-        choices.append(Choice(metric=one, rule="cross-fitted", result=result, is_chosen=True, shares=shares))
-    return choices
 
 
 def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[str, Column], Column] | None:
@@ -413,11 +392,3 @@ def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[s
     tables = {key: model.tables(key, first, tasks) for key in keys}
     metrics = {key: metric for key, (_, metric, _) in tables.items()}
     return (metrics, tables[keys[0]][2]) if tasks else None
-
-
-def _notes(counts: Sequence[int], many: bool) -> list[str]:
-    """Of the numbers of tasks that the metrics have."""
-    least, most = min(counts), max(counts)
-    notes = [f"The metrics have scores of {least} to {most} tasks: compare each with its own last layer."]
-    few = f"{most} tasks are too few to choose a direction on half of them."
-    return (notes if least < most else []) + ([few] if most < _FEWEST_HALVED and not many else [])

@@ -43,7 +43,6 @@ class ModelTables:
     name: str
     step: int | None
     scores: pd.DataFrame
-    domains: dict[str, str]
     metrics: dict[str, pd.DataFrame]
     left_out: dict[str, dict[str, str]]
 
@@ -173,8 +172,7 @@ def _model_tables(
         refuse_unlike(variants, one.query.text, option=one.option, example=one.example)
     tables.states = of_scores.states or tables.states
     tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
-    table, domains = table.drop(index=[*gaps]), dict(of_scores.domains)
-    return ModelTables(name=name, step=step, scores=table, domains=domains, metrics=tables_of, left_out=left_out)
+    return ModelTables(name=name, step=step, scores=table.drop(index=[*gaps]), metrics=tables_of, left_out=left_out)
 
 
 def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
@@ -221,13 +219,13 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
 
 
 def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
-    """Why no model is left."""
+    """Return why no model is left."""
     for source in sources:
         if models and source.values.empty:
-            pairs = [(m.analysis, r) for model in models for m in model.measurements for r in m.records]
-            there = dict.fromkeys(f"{a.partition('/')[0]}/{r.metric}" for a, r in pairs if r.layer is not None)
-            text = source.query.text
-            return f"{source.option}: no model has {text!r} per layer{nearest(text, there)}"
+            there = dict.fromkeys(
+                f"{analysis.partition('/')[0]}/{name}" for m in models for analysis, name in m.pairs()
+            )
+            return f"{source.option}: no model has {source.query.text!r} per layer{nearest(source.query.text, there)}"
     reasons = "; ".join(f"{model}: {why}" for model, why in list(tables.left_out.items())[:3])
     return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
 
@@ -241,11 +239,10 @@ class _Curves(NamedTuple):
     by_task: dict[str, dict[int, float]]
     states: str | None
     variant: Mapping[str, Any]
-    domains: dict[str, str]
 
 
 # Of a number at a layer: an empty `task` where it is of texts common to all, no `states` where a table does not tell.
-_COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "domain", "variant"]
+_COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "variant"]
 _OF_FILES = {*_COLUMNS} - {"analysis", "variant"}
 
 
@@ -293,8 +290,7 @@ class _Source:
         variant = plainest_variant(rows["variant"], what, option=self.option, example=self.example)
         plain = rows[[each == variant for each in rows["variant"]]].groupby("task", sort=False)
         by_task = {str(task): dict(zip(part["layer"], part["value"], strict=True)) for task, part in plain}
-        domains = {task: domain for task, domain in zip(rows["task"], rows["domain"], strict=True) if domain}
-        return _Curves(by_task, states, variant, domains)
+        return _Curves(by_task, states, variant)
 
 
 def _source(query: MetricQuery, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
@@ -313,13 +309,13 @@ def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]
             tags = {"states": states, "normalization": "raw", **record.tags}
             if record.layer is not None and of_width(query, model).fits(tags):
                 place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
-                yield (*place, str(tags.get("domain", "")), variant_of(record.tags, _BESIDE))
+                yield (*place, variant_of(record.tags, _BESIDE))
 
 
 def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any, ...]]:
     """Those of a table with the columns model, layer and either one named like the value, or `metric` and `value`.
 
-    Columns step, task, domain and states are read where they are there; another is asked for as a tag.
+    Columns step, task and states are read where they are there; another is asked for as a tag.
     """
     rows: Any = read_table(path, option)
     is_long = {"metric", "value"} <= {*rows.columns}
@@ -346,6 +342,6 @@ def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any,
             f"choose with [column=value]"
         )
     return [
-        (model, step and int(step), "", str(task or ""), layer, value, states and str(states), str(domain or ""), {})
-        for model, step, task, layer, value, states, domain in rows.itertuples(index=False)
+        (model, step and int(step), "", str(task or ""), layer, value, states and str(states), {})
+        for model, step, task, layer, value, states in rows.itertuples(index=False)
     ]

@@ -52,7 +52,6 @@ class ModelTable:
     corrected: str | None = None
     group: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
-    p_is_1: bool = False  # the metric divides by a sum of singular values, which grows with their number
     source: str = ""
     titles: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -163,8 +162,7 @@ def table_of_models(
         raise InputError(f"metric: no model has a value of {metric} ({reasons})")
     titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(tags or {}))]))}
-    p_is_1 = any(model.has_p_1(str(query.analysis)) for model in models)
-    facts: Any = {"left_out": left_out, "titles": titles, "source": source, "p_is_1": p_is_1}
+    facts: Any = {"left_out": left_out, "titles": titles, "source": source}
     return _finished(frame, name, column, baseline, where="these models", **facts)
 
 
@@ -221,11 +219,10 @@ def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any,
 
 
 def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str | None) -> str:
-    if step is not None and not model.at(step):
-        return f"no measurement at step {step}"
     if not model.measurements and model.num_suspect:
         return "all its checkpoints are suspect"
-    text = ", ".join(filter(None, [tag_text(dict(query.tags)), f"layer {layer}" if layer is not None else ""]))
+    at = [f"layer {layer}" if layer is not None else "", f"step {step}" if step is not None else ""]
+    text = ", ".join(filter(None, [tag_text(dict(query.tags)), *at]))
     there = _tags([model], query)
     has = ", ".join(tag_text({tag: value}) for tag in query.tags for value in there.get(tag, ()))
     return f"no {query.text}{f' with {text}' if text else ''}{f', it has {has}' if has else ''}"

@@ -122,15 +122,6 @@ class RunModel:
         several = Counter(last.values())
         return {name if several[end] > 1 else end: found[name] for name, end in last.items()}
 
-    def has_p_1(self, analysis: str) -> bool:
-        """Whether a coupling was measured with p = 1, by its tags or the run's configuration."""
-        if any(r.tags.get("p") == 1 for m in self.measurements if m.analysis == analysis for r in m.records):
-            return True
-        configured = [one for one in self.about.get("config", {}).get("analyses") or [] if isinstance(one, dict)]
-        couplings = [one for one in configured if str(one.get("class_path", "")).endswith("Coupling")]
-        options = [one.get("init_args") or {} for one in couplings]
-        return any(each.get("p") == 1 and each.get("name", analysis) == analysis for each in options)
-
     def scalar(self, name: str, step: int | None, take: str) -> float | None:
         """A scalar of training, up to a step: the last, the highest or the lowest value; None without any."""
         values = [row[name] for row in self.scalars if name in row and (step is None or row["step"] <= step)]

@@ -84,13 +84,6 @@ class Selection:
     num_tasks: int
 
 
-class CrossFit(NamedTuple):
-    """Scores (tasks,) at the layers of the rule that other tasks chose, and how often each rule was chosen."""
-
-    scores: NDArray[np.float64]
-    shares: dict[str, float]
-
-
 def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, seed: int = 0) -> list[LayerCorrelation]:
     """Return distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores, in both forms.
 
@@ -169,7 +162,7 @@ def selection(
 ) -> Selection:
     """Return what choosing the layer of each task by a metric's extreme is worth; the columns begin with `first_layer`.
 
-    The direction is to be chosen on other models or tasks, as `better_rule` and `cross_fitted` do.
+    The direction is to be chosen on other models, as `better_rule` does.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.
@@ -177,19 +170,6 @@ def selection(
     metric, scores = _tables(metric, scores)
     chosen = extreme_layers(metric, direction)
     at_chosen = scores[np.arange(len(scores)), chosen]
-    return compared(at_chosen, scores, chosen=chosen, first_layer=first_layer, resamples=resamples, seed=seed)
-
-
-def compared(
-    at_chosen: NDArray[np.float64],
-    scores: Table,
-    *,
-    chosen: NDArray[np.intp] | None = None,
-    first_layer: int = 1,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Selection:
-    """Return what `selection` does, from the score (tasks,) that some way of choosing has on each task."""
     last_layer = first_layer + scores.shape[1] - 1
     means = scores.mean(0)
     best, middle = int(means.argmax()), (last_layer + 1) // 2 - first_layer
@@ -203,7 +183,7 @@ def compared(
         by_layer = torch.from_numpy(np.array(scores.T))
         share = choice_distribution(by_layer, rule="best", resamples=resamples, seed=seed)[best].item()
     return Selection(
-        chosen=() if chosen is None else tuple(int(column) + first_layer for column in chosen),
+        chosen=tuple(int(column) + first_layer for column in chosen),
         best_layer=best + first_layer,
         best_share=share,
         middle_layer=middle + first_layer,
@@ -227,35 +207,6 @@ def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[st
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
     values = [np.mean([scores_at(metrics[name], scores, d).mean() for metrics, scores in models]) for name, d in rules]
     return rules[int(np.argmax(values))]
-
-
-def cross_fitted(metrics: Mapping[str, Table], scores: Table, *, repeats: int = 100, seed: int = 0) -> CrossFit:
-    """Return the score of each task at the layer of the rule (a metric and a direction) that other tasks chose.
-
-    The tasks are halved at random, `repeats` times: each half chooses the rule with the highest mean score over its
-    tasks, which the other half then scores. What is returned is each task's mean over the repeats.
-
-    Raises:
-        ValueError: fewer than 4 tasks, or tables of unequal shape.
-    """
-    scores = np.asarray(scores, dtype=np.float64)
-    if len(scores) < 4:
-        raise ValueError(f"expected at least 4 tasks, half of them to choose, got {len(scores)}")
-    rules = [f"{direction} {name}" for name in metrics for direction in DIRECTIONS]
-    values = np.stack(
-        [scores_at(_tables(table, scores)[0], scores, d) for table in metrics.values() for d in DIRECTIONS]
-    )
-    rng = np.random.default_rng(seed)
-    total, counts = np.zeros(len(scores)), np.zeros(len(rules), dtype=np.intp)
-    for _ in range(repeats):
-        order = rng.permutation(len(scores))
-        halves = order[: len(order) // 2], order[len(order) // 2 :]
-        for choosing, scored in (halves, halves[::-1]):
-            rule = int(values[:, choosing].mean(1).argmax())
-            counts[rule] += 1
-            total[scored] += values[rule, scored]
-    shares = {rule: int(count) / (2 * repeats) for rule, count in zip(rules, counts, strict=True) if count}
-    return CrossFit(total / repeats, shares)
 
 
 def _tables(metric: Table, scores: Table) -> tuple[Table, Table]:

@@ -11,8 +11,6 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import (
     better_rule,
-    compared,
-    cross_fitted,
     distance_null_over_layers,
     extreme_layers,
     layer_correlations,
@@ -187,38 +185,6 @@ def test_the_direction_is_the_one_that_scores_higher_elsewhere():
         better_rule([])
 
 
-def test_cross_fitting_agrees_with_a_loop_over_the_halves():
-    metric, scores = curves(tasks=9, layers=8, seed=5)
-    other = curves(tasks=9, layers=8, seed=6)[0]
-    found = cross_fitted({"a": metric, "b": other}, scores, repeats=30, seed=2)
-    rules = {
-        f"{direction} {name}": [
-            row[getattr(np, f"arg{direction}")(own)] for row, own in zip(scores, table, strict=True)
-        ]
-        for name, table in (("a", metric), ("b", other))
-        for direction in ("min", "max")
-    }
-    rng, totals, counts = np.random.default_rng(2), np.zeros(9), dict.fromkeys(rules, 0)
-    for _ in range(30):
-        order = rng.permutation(9)
-        for choosing, scored in ((order[:4], order[4:]), (order[4:], order[:4])):
-            best = max(rules, key=lambda rule: np.mean([rules[rule][task] for task in choosing]))
-            counts[best] += 1
-            for task in scored:
-                totals[task] += rules[best][task]
-    assert found.scores == pytest.approx(totals / 30, abs=1e-12)
-    assert found.shares == pytest.approx({rule: count / 60 for rule, count in counts.items() if count})
-
-
-def test_a_task_does_not_choose_for_itself():
-    metric = np.tile([0.0, 1.0, 2.0, 3.0], (6, 1))
-    scores = np.tile([0.9, 0.5, 0.5, 0.1], (6, 1))  # the smallest is best
-    scores[0] = [0.0, 0.5, 0.5, 1.0]  # but for this task, whose own choice would be the largest
-    found = cross_fitted({"m": metric}, scores, repeats=50)
-    assert found.scores[0] == 0.0
-    assert compared(found.scores, scores).score.value < scores_at(metric, scores, "min").mean() + 1e-12
-
-
 @pytest.mark.parametrize(
     ("metric", "scores", "message"),
     [
@@ -238,7 +204,5 @@ def test_too_few_layers_and_constant_curves_are_refused():
         layer_correlations(*(table[:, :3] for table in curves()))
     with pytest.raises(UndefinedError, match="constant over the layers of every task"):
         layer_correlations(np.ones((3, 5)), curves(3, 5)[1])
-    with pytest.raises(ValueError, match="at least 4 tasks, half of them to choose, got 3"):
-        cross_fitted({"m": curves(3)[0]}, curves(3)[1])
     with pytest.raises(ValueError, match="direction to be one of 'min', 'max', got 'least'"):
         extreme_layers(curves()[0], "least")  # pyright: ignore[reportArgumentType]

@@ -10,17 +10,20 @@ from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, Pairs, given, pairs, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
-from lit_layers.correlate.correlation_page import (
-    Table,
-    coefficient_table,
-    covariate_table,
-    influence_text,
-    write_models,
-)
 from lit_layers.correlate.findings import Findings, LayerFindings
-from lit_layers.correlate.layer_page import choice_table, correlation_table, missing_tasks, write_layers
 from lit_layers.correlate.layer_tables import LayerTables
 from lit_layers.correlate.model_table import ModelTable, read_file, table_of_models
+from lit_layers.correlate.pages import (
+    Table,
+    choice_table,
+    coefficient_table,
+    correlation_table,
+    covariate_table,
+    influence_text,
+    missing_tasks,
+    write_layers,
+    write_models,
+)
 from lit_layers.correlate.run_models import read_run_models, split
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence
@@ -200,10 +203,10 @@ def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
     coefficients = correlation_table(tables, findings)
     show_table(_rows(coefficients), f"Metrics against {in_sentence(tables.score_title)} over layers")
     print(*(f"{group.heading}: {group.note}" for group in coefficients.groups), sep="\n")
-    title = "\nLayers chosen without labels (* chosen on held-out models or tasks)"
+    title = "\nLayers chosen without labels (* chosen on the other models)"
     show_table(_rows(choice_table(tables, findings)), title)
     for model, metric, tasks, why in missing_tasks(tables, findings):
         print(f"{model}, {metric}: left out {tasks}: {why}")
-    notes = [f"{model.model}: {note}" for model in findings.models for note in model.notes]
+    notes = [f"{model.model}: {model.note}" for model in findings.models if model.note]
     left_out = [f"left out: {name}: {why}" for name, why in findings.left_out.items()]
     print("", *notes, findings.basis, *left_out, sep="\n")

@@ -1,0 +1,348 @@
+"""Output of a correlation over models or over layers: its page, its figures and its numbers."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lit_layers import records
+from lit_layers.correlate.findings import Findings, LayerFindings, ModelFindings, Row, confounders
+from lit_layers.correlate.layer_tables import LayerTables, ModelTables
+from lit_layers.correlate.model_table import ModelTable
+from lit_layers.figures.chart import Chart
+from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, value
+from lit_layers.figures.models import depth_curves
+from lit_layers.figures.scatter import Scatter, scatter_plot
+from lit_layers.figures.tables import grouped
+from lit_layers.figures.vega import write_pictures
+from lit_layers.functional import correlation
+from lit_layers.functional.correlation import UndefinedError
+from lit_layers.functional.layer_selection import COEFFICIENTS, Estimate
+from lit_layers.report.template import Cells, Group, Table, block_of, fill
+
+COEFFICIENT_TITLES = {
+    "distance_correlation": "Distance correlation",
+    "spearman": "Spearman rho",
+    "kendall": "Kendall tau",
+}
+FORM_TITLES = {"per_task_mean": "mean over tasks of the coefficient", "of_task_means": "coefficient of the mean curves"}
+
+
+def _write(
+    folder: Path,
+    name: str,
+    content: Mapping[str, Any],
+    page: str,
+    frames: Mapping[str, pd.DataFrame],
+    charts: Iterable[tuple[str, Chart]],
+) -> list[Path]:
+    """Write the page NAME.html, NAME.json, a .csv a table, a .png, .svg and .pdf a chart; return their paths."""
+    numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    tables = {f"{each}.csv": frame for each, frame in frames.items()}
+    files = records.write_files(folder, {f"{name}.html": page, f"{name}.json": numbers, **tables})
+    return [files[0], *write_pictures(charts, folder), *files[1:]]  # pictures, which may fail, after the numbers
+
+
+def number_cell(row: Row | Estimate) -> tuple[str, str]:
+    """Return a number and its interval, as a cell."""
+    return value(row.value), "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
+
+
+# ------------------------------------------------------------------------------------------------ over models
+
+
+def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
+    """Write correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures.
+
+    Return their paths, the page first. Files of these names are replaced.
+
+    Raises:
+        InputError: where the folder cannot be written.
+    """
+    parts = {table.metric: findings.rows + findings.groups, table.corrected: findings.corrected}
+    rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
+    charts, blocks = [], []
+    for name, (plot, note) in plots_of(table, findings).items():
+        charts.append((name, scatter_plot(plot, width=1140, height=500)))
+        title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
+        blocks.append(block_of(title, [("", charts[-1][1])], f"{plot.title}. {note}", tall=True))
+    page = fill(
+        "correlation.html.jinja",
+        table=table,
+        findings=findings,
+        title=f"{table.title(table.metric)} against {in_sentence(table.title(table.score))}",
+        r2=next(row for row in findings.rows if row.name == "R²"),
+        p_text=p_text,
+        blocks=blocks,
+        coefficients=coefficient_table(table, findings),
+        covariates=covariate_table(findings),
+        influence=influence_text(findings),
+    )
+    content = asdict(findings) | {"source": table.source, "notes": table.notes}
+    return _write(folder, "correlation", content, page, {"correlation": rows, "models": table.frame}, charts)
+
+
+def coefficient_table(table: ModelTable, findings: Findings) -> Table:
+    """Return all coefficients: whole, of the corrected metric, with something held fixed, and within groups."""
+    partial = [row for row in findings.rows if row.name.startswith("Partial")]
+    parts = {
+        table.title(table.metric): [row for row in findings.rows if row not in partial],
+        f"{table.title(str(table.corrected))}: the baseline taken off": findings.corrected,
+        "With something else held fixed": partial,
+        "Within groups": findings.groups,
+    }
+    cells = lambda row: Cells([(row.name, row.note), number_cell(row), (p_text(row.p), ""), (str(row.n), "")])  # noqa: E731
+    groups = [Group(title, "", [*map(cells, rows)]) for title, rows in parts.items() if rows]
+    return Table(("Coefficient", "Value, 95% interval", "p", "Models"), groups)
+
+
+def covariate_table(findings: Findings) -> Table | None:
+    """Return what other columns explain of the metric and the score; None where none is known."""
+    if not findings.covariates:
+        return None
+    cells = []
+    for one in findings.covariates:
+        shares = ((one.r2_metric, one.r_metric), (one.r2_score, one.r_score))
+        cells.append(Cells([(one.name, ""), *((f"{r2:.2f}", f"r = {value(r)}") for r2, r in shares), (str(one.n), "")]))
+    return Table(("", "R² of the metric", "R² of the score", "Models"), [Group("", "", cells)])
+
+
+def influence_text(findings: Findings) -> str:
+    """Return how far one model decides the coefficient, as a sentence; empty for too few models."""
+    influence = findings.influence
+    if influence is None:
+        return ""
+    if influence["without"] is None:
+        return f"Without {influence['model']} the correlation is undefined: all others are alike."
+    return (
+        f"Leaving out one model moves r to between {value(influence['lowest'])} and {value(influence['highest'])}; "
+        f"{influence['model']} counts most: without it r = {value(influence['without'])}."
+    )
+
+
+def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[Scatter, str]]:
+    """Return the scatter plots of a table by the names of their files, the headline first, each with a sentence."""
+    x, y = table.title(table.metric), table.title(table.score)
+    metric, score = table.values(table.metric), table.values(table.score)
+    plots: dict[str, tuple[Any, Any, str, str, str]] = {
+        "scatter": (metric, score, x, y, "Line: least squares, with the 95% band.")
+    }
+    if table.corrected is not None:
+        note = "The same with the baseline of each model taken off: 0 is what chance gives."
+        plots["corrected"] = (table.values(table.corrected), score, table.title(table.corrected), y, note)
+    for confounder in list(confounders(table))[:1]:
+        at, title = table.values(confounder), table.covariate_title(confounder)
+        there, left = ~np.isnan(at), np.full((2, len(at)), math.nan)
+        with suppress(UndefinedError):
+            for rest, column in zip(left, (metric, score), strict=True):
+                rest[there] = correlation.residuals(column[there], [at[there]])
+            note = f"What is left of both once {in_sentence(title)} is regressed out: the partial correlation."
+            plots["partial"] = (*left, f"{x}, residual", f"{y}, residual", note)
+        note = f"The closer to the line, the less the metric tells beyond {in_sentence(title)}."
+        plots["confounder"] = (at, metric, title, x, note)
+    return {
+        name: (_scatter(table, findings, *columns, fitted=int(name == "partial")), note)
+        for name, (*columns, note) in plots.items()
+    }
+
+
+def _scatter(
+    table: ModelTable, findings: Findings, x: Any, y: Any, x_title: str, y_title: str, *, fitted: int = 0
+) -> Scatter:
+    """Return a plot of the models that have both values; `fitted` degrees of freedom went to covariates."""
+    there = ~np.isnan(x) & ~np.isnan(y)
+    frame: Any = table.frame[there]
+    r = correlation.pearson(x[there], y[there])
+    p = p_equation(correlation.p_value(r.value, r.df - fitted))
+    group = findings.group
+    order = dict.fromkeys([table.metric, table.score, *frame.columns.drop("model")])
+    hover = [
+        [f"{table.title(name)}: {_cell(row[name])}" for name in order if not pd.isna(row[name])]
+        for row in frame.to_dict("records")
+    ]
+    return Scatter(
+        x=x[there].tolist(),
+        y=y[there].tolist(),
+        names=frame["model"].tolist(),
+        x_title=x_title,
+        y_title=y_title,
+        title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p}, {len(frame)} models",
+        groups=[None if pd.isna(label) else label for label in frame[group].tolist()] if group else None,
+        group_title=table.title(group) if group else "",
+        hover=hover,
+    )
+
+
+def _cell(cell: Any) -> str:
+    if isinstance(cell, bool | str):
+        return str(cell)
+    number = float(cell)
+    return (count(number) if number.is_integer() else f"{number:.4g}").replace("-", MINUS, 1)
+
+
+# ------------------------------------------------------------------------------------------------ over layers
+
+
+def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
+    """Write layers.html, layers.json, correlations.csv, selection.csv, curves.csv and the pictures into a folder.
+
+    Return their paths, the page first. Files of these names are replaced.
+
+    Raises:
+        InputError: where the folder cannot be written.
+    """
+    depth, blocks = depth_charts(tables), []
+    charts = [(f"depth {key}", chart) for key, chart in zip(("score", *tables.titles), depth, strict=True)]
+    for model, result in zip(tables.models, findings.models, strict=True):
+        note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
+        drawn = {one.metric: scatter_plot(_path(tables, one, model, result)) for one in result.metrics}
+        charts += [(f"scatter {model.name} {key}", chart) for key, chart in drawn.items()]
+        texts = [f"{tables.titles[key]}: {chart.title}" for key, chart in drawn.items()]
+        blocks.append(block_of(heading(result), zip(texts, drawn.values(), strict=True), note))
+    page = fill(
+        "layers.html.jinja",
+        tables=tables,
+        findings=findings,
+        title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
+        num_tasks=len({task for model in tables.models for task in model.scores.index}),
+        missing=missing_tasks(tables, findings),
+        depth=[block_of(chart.title, [("", chart)]) for chart in depth],
+        scatters=blocks,
+        coefficients=correlation_table(tables, findings),
+        choices=choice_table(tables, findings),
+    )
+    content = asdict(findings) | {"source": tables.source, "states": tables.states, "titles": tables.titles}
+    return _write(folder, "layers", content, page, _frames(tables, findings), charts)
+
+
+def depth_charts(tables: LayerTables) -> list[Chart]:
+    """Return the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
+    curves = {f"{tables.score_title}, mean over tasks": {model.name: model.scores for model in tables.models}}
+    for key, title in tables.titles.items():
+        curves[title] = {m.name: m.metrics[key] for m in tables.models if key in m.metrics}
+    return [
+        depth_curves(title, {name: table.to_numpy().mean(0).tolist() for name, table in of_models.items()})
+        for title, of_models in curves.items()
+    ]
+
+
+def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFindings) -> Scatter:
+    """Return a metric against the scores, a point a layer, both averaged over the same tasks."""
+    _, metric, scores = model.tables(one.metric, tables.first_layer)
+    layers = range(tables.first_layer, model.num_layers + 1)
+    means = {c.coefficient: c.estimate.value for c in one.correlations if c.form == "of_task_means"}
+    null = f"noise {findings.null.noise:.2f}, walks {findings.null.walk:.2f}"
+    title = f"dCor {value(means['distance_correlation'])} ({null}); " if means else one.note
+    title += f"rho {value(means['spearman'])}, tau {value(means['kendall'])}" if means else ""
+    return Scatter(
+        x=metric.mean(0).tolist(),
+        y=scores.mean(0).tolist(),
+        names=[str(layer) for layer in layers],
+        x_title=tables.titles[one.metric],
+        y_title=tables.score_title,
+        title=title,
+        groups=list(layers),
+        group_title="Layer",
+        hover=[[f"layer {layer} of {model.num_layers}"] for layer in layers],
+        path=True,
+    )
+
+
+def heading(model: ModelFindings) -> str:
+    """Return what a model is called above its rows."""
+    return f"{model.model}{f', step {model.step:,}' if model.step is not None else ''}, {model.num_layers} layers"
+
+
+def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
+    """Return a row a metric and form of each model, beside the null."""
+    groups = []
+    for model in findings.models:
+        null, rows = model.null, []
+        note = (
+            f"Distance correlation of unrelated layers: noise {null.noise:.2f} (95th percentile {null.noise_95:.2f}), "
+            f"random walks {null.walk:.2f} ({null.walk_95:.2f})"
+        )
+        for one in model.metrics:
+            title = tables.titles[one.metric]
+            for form, part in grouped(one.correlations, lambda c: c.form).items():
+                by_name = {c.coefficient: number_cell(c.estimate) for c in part}
+                cells = [by_name[name] for name in COEFFICIENTS]
+                rows.append(Cells([(title, FORM_TITLES[form]), *cells, (str(part[0].num_tasks), "")]))
+            if one.note:
+                rows.append(Cells([(title, one.note), *[("", "")] * 4]))
+        groups.append(Group(heading(model), note, rows))
+    return Table(("Metric", *COEFFICIENT_TITLES.values(), "Tasks"), groups)
+
+
+def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
+    """Return a row a way of choosing of each model; strong are those chosen on other models."""
+    columns = ("Layer of each task", "Score", "Above last layer", "Above best single", "Last", "Middle", "Random")
+    groups = []
+    for model in findings.models:
+        rows = []
+        for choice in model.choices:
+            result, (direction, _, key) = choice.result, choice.rule.partition(" ")
+            share = "" if result.best_share is None else f" ({result.best_share:.0%} of resamples)"
+            way = "smallest" if direction == "min" else "largest"
+            way = (
+                f"All metrics: {way} {in_sentence(tables.titles[key])}, picked on other models"
+                if key
+                else f"{way} value"
+            )
+            cells = [
+                (way if key else f"{tables.titles[str(choice.metric)]}: {way}", ""),
+                *(number_cell(each) for each in (result.score, result.minus_last, result.minus_best)),
+                (value(result.last.value), ""),
+                (value(result.middle.value), f"layer {result.middle_layer}"),
+                (value(result.random.value), ""),
+                (value(result.best.value), f"layer {result.best_layer}{share}"),
+                (value(result.oracle.value), ""),
+                (str(result.num_tasks), ""),
+            ]
+            rows.append(Cells(cells, choice.is_chosen))
+        groups.append(Group(heading(model), "", rows))
+    return Table((*columns, "Best single", "Best per task", "Tasks"), groups)
+
+
+def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:
+    """Return the tasks that are left out: model, metric, tasks and reason, one line a reason."""
+    return [
+        (model.model, tables.titles[one.metric], ", ".join(tasks), why)
+        for model in findings.models
+        for one in model.metrics
+        for why, tasks in grouped(one.left_out, one.left_out.__getitem__).items()
+    ]
+
+
+def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
+    """Return a row a coefficient, a row a way of choosing, and a row a model, task and layer."""
+    correlations, choices, curves = [], [], []
+    for model, result in zip(tables.models, findings.models, strict=True):
+        place = {"model": model.name, "step": model.step}
+        null = {"null_noise": result.null.noise, "null_walk": result.null.walk}
+        for one in result.metrics:
+            for c in one.correlations:
+                row = place | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
+                row |= {**c.estimate._asdict(), "num_tasks": c.num_tasks}
+                correlations.append(row | (null if c.coefficient == "distance_correlation" else {}))
+        for choice in result.choices:
+            row = place | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
+            facts = vars(choice.result)
+            row |= {name: facts[name] for name in ("num_tasks", "best_layer", "best_share", "middle_layer")}
+            for name, estimate in facts.items():
+                if isinstance(estimate, Estimate):
+                    row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+            choices.append(row)
+        scores = model.scores.stack()
+        values = {"score": scores} | {key: table.stack().reindex(scores.index) for key, table in model.metrics.items()}
+        curves.append(pd.DataFrame(values).reset_index(names=["task", "layer"]).assign(**place))
+    tables_of = {"correlations": pd.DataFrame(correlations), "selection": pd.DataFrame(choices)}
+    curve_table = pd.concat(curves, ignore_index=True)
+    first = ["model", "step", "task", "layer"]
+    return {**tables_of, "curves": curve_table[[*first, *(name for name in curve_table if name not in first)]]}
