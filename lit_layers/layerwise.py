@@ -21,7 +21,7 @@ from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
-from lit_layers.report.sections import shapes_of_models
+from lit_layers.report.sections import shapes
 
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
@@ -110,8 +110,8 @@ class LayerResult:
         table: Any = self.frame
         charts = []
         for run, part in table[table["metric"].isin([metric, METRICS[metric].baseline])].groupby("run", sort=False):
-            shapes = shapes_of_models(part[part["analysis"] == analysis], metric, analysis or "")
-            for _, draw in list(shapes[0][1])[:1] if shapes else ():
+            choices = shapes(part[part["analysis"] == analysis], metric, analysis or "", comparing=True)
+            for _, draw in list(choices[0][1])[:1] if choices else ():
                 chart = draw(**chosen)
                 charts.append(replace(chart, title=f"{run}: {chart.title}"))
         return charts

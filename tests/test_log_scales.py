@@ -1,18 +1,15 @@
 """Figures of numbers many decades apart: a logarithmic axis or logarithmic colours, and ticks that have room."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from lit_layers import plots, records
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.profiles import fixed_limits
-from lit_layers.figures.theme import Axis, log_axis
+from lit_layers.figures.theme import Axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts
@@ -50,54 +47,29 @@ def models() -> pd.DataFrame:
     return records.frame([lens(None), task(None)])
 
 
-def test_every_curve_of_perplexities_has_a_log_axis_with_ticks_that_have_room(over_steps, models):
+def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
     figures = {
         "emergence_curves": plots.emergence_curves(over_steps, LENS),
         "layer_profile": plots.layer_profile(over_steps, LENS),
         "model_profile": plots.model_profile(models, LENS),
         "variant_curves": plots.variant_curves(over_steps, TASK),
         "variant_curves_of_blocks": plots.variant_curves(over_steps, TASK, blocks=True),
-        "variants_over_training": plots.variants_over_training(over_steps, TASK, middle=3),
         "models_by_middle": plots.models_by_middle(models, TASK, variant="skip"),
         "training_curves": plots.training_curves(
             [{"step": n, "validation/perplexity": 10.0 ** (43 - n)} for n in range(1, 43)], ["validation/perplexity"]
         ),
     }
     for name, fig in figures.items():
-        assert fig.y.log, name
-        low, high = fig.spec()["encoding"]["y"]["scale"]["domain"]
-        labels = fig.spec()["encoding"]["y"]["axis"]["values"]
-        assert 4 <= len(labels) <= 10, name
-        assert low <= min(labels) < max(labels) <= high <= 1e50, name
-        assert all(math.log10(label) == pytest.approx(round(math.log10(label))) for label in labels), name
-    across = plots.schedule_scores(models, TASK)
-    assert across.spec()["encoding"]["x"]["scale"]["type"] == "log"
+        assert fig.spec()["encoding"]["y"]["scale"]["type"] == "log", name
+    assert plots.models_in_rows(models, TASK).spec()["encoding"]["x"]["scale"]["type"] == "log"
 
 
-def test_few_decades_have_numbers_between_them():
-    rows = [{"step": n, "validation/perplexity": value} for n, value in enumerate((9000.0, 1200.0, 90.0), 1)]
-    axis = plots.training_curves(rows, ["validation/perplexity"]).spec()["encoding"]["y"]["axis"]
-    assert axis["values"] == [100, 200, 500, 1000, 2000, 5000, 10000]
-    assert '"5,000"' in axis["labelExpr"]
-
-
-@pytest.mark.parametrize("ratio", [1.05, 1.4, 2.0, 3.0, 4.9, 5.1, 8.0, 12.0, 40.0])
-def test_a_log_axis_of_less_than_a_decade_has_numbers_to_read_it_by(ratio):
-    for lowest in np.geomspace(0.01, 100, 83):
-        axis = log_axis(Axis(log=True), [lowest, ratio * lowest])
-        low, high = axis.ends
-        places = list(axis.labels)
-        assert 2 <= len(places) <= 7
-        assert low <= places[0] < places[-1] <= high
-        assert [float(text.replace(",", "")) for text in axis.labels.values()] == pytest.approx(places)
-
-
-@pytest.mark.parametrize("ends", [None, fixed_limits([3.00001, 3.00002], log=True)], ids=["one checkpoint", "several"])
-def test_a_log_axis_of_equal_values_has_numbers_around_them(ends):
-    axis = log_axis(Axis(log=True, ends=ends), [3.00001, 3.00002])
-    low, high = axis.ends
-    assert low <= 3.00001 < 3.00002 <= high
-    assert len(axis.labels) >= 2
+@pytest.mark.parametrize("ratio", [1.00001, 1.05, 2.0, 4.9, 12.0, 1e4, 1e40])
+def test_a_log_axis_has_a_few_numbers_to_read_it_by(ratio):
+    series = Series(x=[0, 1], y=[3.0, 3.0 * ratio], width=2)
+    texts = svg_texts(Chart(title="", x=Axis(), y=Axis(log=True), series=[series]))
+    numbers = [float(text.replace(",", "")) for text in texts if text not in ("0", "1") or ratio > 1e3]
+    assert 2 <= len({*numbers} & {n for n in numbers if 2.9 <= n <= 3.1 * ratio}) <= 12, texts
 
 
 def test_numbers_beside_the_colours_of_a_map_differ():
@@ -123,11 +95,6 @@ def test_heat_maps_are_coloured_by_the_logarithm(over_steps):
     ]) for step in (1, 2)), "logit_lens_loss")  # fmt: skip
     assert loss.cells.values[0][2][0] == 4.0
     assert not loss.cells.log
-
-
-def test_pictures_have_these_labels(over_steps):
-    texts = svg_texts(plots.layer_profile(over_steps, LENS))
-    assert {"1e+12", "1e+19", "1e+33"} <= {*texts}
 
 
 def on_log_axis(values: list[float], low: list[float], high: list[float], **look: Any) -> str:
@@ -157,9 +124,8 @@ def test_an_interval_that_ends_below_zero_reaches_the_edge_of_a_log_axis(high):
         re.findall(r'd="(M[^"]*Z)" fill="#0b62a4"', band)[:1]
         or re.findall(r'fill="#0b62a4"[^>]* d="(M[^"]*Z)"', band)[:1]
     )
-    edge = 270.0  # pixels from the top
     if high > 0:
-        assert heights(area)[2] == edge
+        assert heights(area)[2] == max(heights(area)), "at the lowest number that is drawn"
     assert min(heights(area)) > 0, "nothing goes to the top"
     bars = on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], low, high_ends, interval="bars")
     assert bars.count('stroke-width="1.2"') == (5 if high > 0 else 4)

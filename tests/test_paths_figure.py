@@ -63,13 +63,7 @@ def test_every_path_goes_through_the_layers_in_order_with_a_frame_a_checkpoint(f
         for path, wanted in zip(lines(series, number), expected, strict=True):
             assert path == [pytest.approx(point, rel=1e-3) for point in wanted]
         assert fig.notes[number] == f"axis 1: {0.5 + 0.1 * prompt + step / 100:.0%}, axis 2: 20%"
-        for side, (low, high) in enumerate(fig.ranges[number]):
-            found = [point[side] for path in expected for point in path]
-            assert low < min(found) < max(found) < high
-            assert high - low < 1.2 * (max(found) - min(found)), "each checkpoint fills the picture"
     assert fig.title == f"Paths of tokens through the layers, prompt {prompt}"
-    encoding = fig.spec()["encoding"]
-    assert [encoding[side]["scale"]["domain"] for side in "xy"] == [[*ends] for ends in fig.ranges[-1]], "the last"
 
 
 def test_dots_are_coloured_by_layer_and_tell_token_and_layer(frame) -> None:
@@ -80,8 +74,6 @@ def test_dots_are_coloured_by_layer_and_tell_token_and_layer(frame) -> None:
     assert len({*colors}) == LAYERS + 1
     assert colors == colors[: LAYERS + 1] * len(TOKENS) * len(fig.frames)
     assert [series.texts[n] for n in dots[:5]] == [*(f"token 1, layer {n}" for n in range(4)), "token 4, layer 0"]
-    assert [series.marks[n] for n in dots[:2]] == ["circle-open", "circle"]
-    assert series.sizes[dots[3]] > series.sizes[dots[2]]
     assert list(fig.bar.labels.values()) == ["0", "2", "3"]
 
 

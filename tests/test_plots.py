@@ -345,13 +345,10 @@ def test_long_curves_are_averaged_over_steps_that_share_a_pixel() -> None:
 
 
 def test_decades_apart_are_on_a_log_axis_with_labels_at_plain_numbers() -> None:
-    for numbers, labels in (((2000.0, 150.0), {200: "200", 500: "500", 1000: "1,000"}), ((500.0, 150.0), {200: "200"})):
-        rows = [{"step": step, "validation/perplexity": value} for step, value in enumerate(numbers, start=1)]
-        encoding = plots.training_curves(rows, ["validation/perplexity"]).spec()["encoding"]["y"]
-        assert encoding["scale"]["type"] == "log"
-        assert labels.keys() <= {*encoding["axis"]["values"]}
-        assert all(f'"{text}"' in encoding["axis"]["labelExpr"] for text in labels.values())
-    assert "type" not in plots.training_curves([{"step": 1, "train/loss": 1.0}]).spec()["encoding"]["y"]["scale"]
+    rows = [{"step": step, "validation/perplexity": value} for step, value in enumerate((2000.0, 150.0), start=1)]
+    chart = plots.training_curves(rows, ["validation/perplexity"])
+    assert chart.spec()["encoding"]["y"]["scale"]["type"] == "log"
+    assert {"200", "500", "1,000"} <= {*svg_texts(chart)}
 
 
 @pytest.mark.parametrize(

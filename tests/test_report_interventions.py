@@ -71,7 +71,7 @@ def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
         *("Middle blocks changed", "Number of loops", "Single blocks", "Own schedules", "Over training"),
     ]
     assert found["Interventions"]["Middle blocks changed"] == ["Loss", "Accuracy", "Divergence from the full model"]
-    assert found["Interventions"]["Over training"][:2] == ["Accuracy kept, M = 3", "Accuracy kept, M = 5"]
+    assert found["Interventions"]["Over training"][:2] == ["Loss, M = 3", "Loss, M = 5"]
     tasks = found["Tasks under intervention"]["Middle blocks changed"]
     assert tasks[0] == "Median normalized score"
     assert len(tasks) == 1 + 2 * len(variant_results.TASKS)
@@ -93,13 +93,12 @@ def test_the_page_shows_the_numbers_of_the_records(run: Path, page: Path) -> Non
     assert accuracy.frames == [0, 512]
 
 
-def test_similarities_have_maps_without_a_graph_of_pairs_and_their_stages(page: Path) -> None:
+def test_similarities_have_maps_without_a_graph_of_pairs_and_their_stages_curves(page: Path) -> None:
     (maps,) = figures_of(page, "Cosine of layers")
     assert all(one.is_map for one in maps)
     assert len({json.dumps(one.z) for one in maps}) == len(maps) == 2, "each mode has its own"
-    (stages,) = figures_of(page, "Stages of a model")
-    assert [one.names for one in stages] == [["Beginning", "Middle", "Ending"]] * 3
-    assert sections(page)["Layer similarity"]["Stages of a model"][0] == "token by token, by cosine"
+    stages = sections(page)["Layer similarity"]["Stages of a model"]
+    assert stages == ["Beginning layers", "Middle layers", "Ending layers"]
 
 
 def test_tables_of_results_have_a_few_variants_and_no_single_order(run: Path) -> None:

@@ -15,7 +15,7 @@ from lit_layers.figures.theme import MISSING
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.report.rendering import write_pictures
-from tests.support.charts import axis, place
+from tests.support.charts import axis, page_figures, place
 from tests.support.layer_scores import DOMAINS, TASKS, add
 
 STEPS = (0, 1, 8, 512)
@@ -193,23 +193,21 @@ def test_pictures_are_equal_for_equal_numbers(tmp_path):
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_page_has_one_section_for_all_tasks_and_one_of_surfaces(tmp_path):
+def test_the_page_has_one_section_for_all_tasks_with_a_surface_for_each_domain(tmp_path):
     root = tmp_path / "run"
     series(root, absent=((8, "BIOSSES"),))
-    for step in STEPS:
-        add(root, "series", step, metric=values(1, 4, len(TASKS), seed=step)[0], tags={"normalization": "raw"})
     page = write_report(root).read_text()
     assert "<h2>MTEB: mean over tasks</h2>" in page
     assert "<h2>MTEB: STS12</h2>" not in page
     assert "BIOSSES (not at step 8)" in page
-    section = page[page.index("<h2>Layers over steps</h2>") : page.index("<h2>Cost of measuring</h2>")]
-    assert section.count('<article class="metric') == 2
-    choices = [line.split(">")[1].split("<")[0] for line in section.splitlines() if "<option" in line]
+    choices = [line.split(">")[1].split("<")[0] for line in page.splitlines() if "<option" in line]
     assert choices == ["all tasks", "classification", "clustering", "sts"]
+    surfaces = [figure for figure in page_figures(root / "report.html") if figure.is_map and figure.steps]
+    assert len(surfaces) == len(choices)
 
 
-def test_a_run_without_such_analyses_has_no_section_of_surfaces(tmp_path):
-    own = [Record(metric="loss", value=1.0, layer=layer) for layer in range(3)]
+def test_a_number_that_is_no_score_has_no_surface(tmp_path):
+    own = [Record(metric="token_curvature", value=1.0, layer=layer) for layer in range(3)]
     for step in (1, 2):
         measured = Measurement(run="r", step=step, tokens=None, analysis="lens", records=own, seconds=0)
         records.append(tmp_path / "measurements.jsonl", measured)
@@ -225,7 +223,8 @@ def test_every_figure_of_a_page_is_a_png_an_svg_and_a_pdf(tmp_path):
     page = write_report(tmp_path / "run").read_text()
     numbers = [number for each in re.findall(r'data-figures="([\d ]+)"', page) for number in each.split()]
     assert len(found) == len(numbers) == len(paths) / 3
-    assert {"surfaces_main_score_share_all_tasks", "surfaces_main_score_share_sts"} <= found
+    ends = "layers_over_steps_dots_the_best_layer"
+    assert {f"mteb_mean_over_tasks_main_score_share_{name}_{ends}" for name in ("all_tasks", "sts")} <= found
     assert (tmp_path / "out" / f"{min(found)}.pdf").read_bytes().startswith(b"%PDF")
 
 

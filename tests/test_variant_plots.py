@@ -1,4 +1,4 @@
-"""Figures of models whose blocks run otherwise: numbers against the records, medians, best loops and Pareto fronts."""
+"""Figures of models whose blocks run otherwise: numbers against the records, medians and best loops."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.variants import LOOKS
 from lit_layers.records import Measurement, Record
 from tests.support import variant_results
-from tests.support.charts import drawn, line, names, place, svg_texts, values
+from tests.support.charts import line, names, values
 
 MIDDLES = [1, 3, 5]
 
@@ -75,14 +75,6 @@ def test_each_variant_is_a_line_over_the_middle_blocks_and_single_orders_are_non
 def test_the_colours_of_variants_differ():
     assert len({color for color, *_ in LOOKS.values()}) == len(LOOKS)
     assert len({symbol for _, symbol in LOOKS.values()}) == len(LOOKS)
-
-
-def test_the_best_loops_are_a_line_of_their_own_and_tell_their_number():
-    rows = of_variants("variant_loss", {"parallel": [2.9, 2.6, 5.0]}, loops=LOOPS)
-    fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss", best_loops=True)
-    best = line(fig, "Looped parallel, best k")
-    assert list(best.y) == [2.9, 2.2, 3.7]
-    assert best.texts == ["k = 1", "k = 4", "k = 6"]
 
 
 def test_intervals_come_from_the_record():
@@ -145,12 +137,8 @@ def test_figures_refuse_what_they_cannot_show(tmp_path: Path):
     middle = table(("interventions", 1, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})))
     with pytest.raises(ValueError, match="no values of single blocks"):
         plots.variant_curves(middle, "variant_loss", blocks=True)
-    with pytest.raises(ValueError, match="no variant of 4 middle blocks; it has: 1, 3, 5"):
-        plots.variants_over_training(middle, "variant_loss", middle=4)
     with pytest.raises(ValueError, match="no rows of metric 'nothing'"):
         plots.variant_curves(middle, "nothing")
-    with pytest.raises(ValueError, match="no values of schedules"):
-        plots.schedule_scores(middle, "variant_loss")
     with pytest.raises(ValueError, match="no values of the variant 'reverse'"):
         plots.models_by_middle(middle, "variant_loss", variant="reverse")
     seeds = table(("interventions", 1, [record("kendall_distance", 1.0, "random", middle=3, seed=0, schedule="1 2")]))
@@ -210,47 +198,6 @@ def test_single_blocks_are_lines_over_the_blocks():
     assert [list(line(fig, "Skip one block").x), list(line(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
     assert list(line(fig, "Switch with the next").y) == [6, 7]
     assert list(line(fig, "Full model").y) == [1, 1]
-
-
-def test_own_schedules_are_a_row_each():
-    rows = [record("variant_loss", 1.0, "baseline")]
-    rows += [record("variant_loss", 2.0 + n, "custom", schedule=f"1 {n}") for n in (2, 3)]
-    fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
-    assert drawn(fig, "Schedule") == {0: 4, 1: 5}
-    assert fig.x.labels == {0: "1. 1 2", 1: "2. 1 3"}
-    assert {"1. 1 2", "2. 1 3"} <= {*svg_texts(fig)}
-
-
-def test_a_long_schedule_stands_whole_in_two_lines():
-    orders = [" ".join(map(str, range(1, 25))), " ".join(map(str, (*range(1, 24), 25)))]
-    rows = [record("variant_loss", 2.0, "custom", schedule=order) for order in orders]
-    fig = plots.schedule_scores(table(("interventions", None, rows)), "variant_loss")
-    lines = [label.split("\n") for label in fig.x.labels.values()]
-    assert [" ".join(two) for two in lines] == [f"{number}. {order}" for number, order in enumerate(orders, 1)]
-    assert all(len(line) <= 46 for two in lines for line in two)
-    assert {"".join(two) for two in lines} <= {*svg_texts(fig)}
-
-
-# ------------------------------------------------------------------------------------------------ over training
-
-
-def test_over_training_accuracy_is_a_share_of_the_full_models_at_the_same_step():
-    full, skipped = {0: 0.0, 1: 0.1, 8: 0.4}, {0: 0.0, 1: 0.05, 8: 0.36}
-    measured = []
-    for step in full:
-        rows = [record("variant_accuracy", full[step], "baseline")]
-        rows += [record("variant_accuracy", skipped[step], "skip", middle=3)]
-        rows += [record("variant_accuracy", 0.001, "skip", middle=5)]
-        measured.append(("interventions", step, rows))
-    frame = table(*measured)
-    fig = plots.variants_over_training(frame, "variant_accuracy", middle=3, kept=True)
-    one = line(fig, "Skip")
-    assert (one.x, one.y) == ([0, 1, 8], [None, pytest.approx(0.5), pytest.approx(0.9)]), "0 of 0 is undefined"
-    assert [place(fig, step) for step in (1, 8)] == pytest.approx([math.log10(2), math.log10(9)], abs=1e-4)
-    assert place(fig, 0) < place(fig, 1)
-    assert values(fig, "Full model") == [None, 1, 1]
-    plain = plots.variants_over_training(frame, "variant_accuracy", middle=3, axis="tokens")
-    assert values(plain, "Skip") == [0.0, 0.05, 0.36]
 
 
 # ------------------------------------------------------------------------------------------------ over tasks
@@ -317,25 +264,7 @@ def test_one_task_has_no_median_and_glue_has_a_mean():
     assert dict(zip(own["training"], own["value"], strict=True)) == pytest.approx({"full": 0.65, "frozen": 0.35})
 
 
-# ------------------------------------------------------------------------------------------------ quality and cost
-
-
-def test_quality_is_drawn_over_the_latency_of_the_same_variant():
-    quality = [record("variant_accuracy", 0.5, "baseline"), record("variant_accuracy", 0.1, "parallel", middle=5)]
-    quality += [record("variant_accuracy", 0.4, "skip", middle=3), record("variant_accuracy", 0.2, "skip", middle=5)]
-    cost = [record("relative_latency", 1.0, "baseline", when="before")]
-    cost += [record("relative_latency", v, "skip", middle=m, when="before") for m, v in ((5, 0.5), (3, 0.7))]
-    cost += [record("relative_latency", 0.6, "parallel", middle=5, when="before")]
-    cost += [record("relative_latency", 0.2, "reverse", middle=5, when="before")]
-    cost += [record("relative_latency", 0.1, "skip", middle=3, when="after")]
-    frame = table(("interventions", None, quality), ("intervene/speed", None, cost))
-    fig = plots.quality_front(frame, "variant_accuracy", cost_tags={"when": "before"})
-    assert drawn(fig, "Skip") == {0.7: 0.4, 0.5: 0.2}
-    assert drawn(fig, "Pareto front") == {0.5: 0.2, 0.7: 0.4, 1.0: 0.5}
-    assert (drawn(fig, "Full model"), line(fig, "Full model").mark) == ({1.0: 0.5}, "diamond")
-    assert "Reverse" not in names(fig), "its quality is not known"
-    with pytest.raises(ValueError, match="several ways"):
-        plots.quality_front(frame, "variant_accuracy")
+# ------------------------------------------------------------------------------------------------ models
 
 
 def test_models_are_a_line_each():
@@ -400,41 +329,19 @@ def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
         assert fig.cells.ends == (0.3 * scale, 1.0)
 
 
-def test_stages_are_drawn_over_training():
-    counts = {0: (1, 9, 3), 1: (2, 8, 3), 8: (4, 7, 2)}
-    names = ("num_beginning", "num_middle", "num_ending")
-    measured = [
-        (
-            "layer_similarity",
-            s,
-            [Record(metric=n, value=v, tags={"of": "layer_cka"}) for n, v in zip(names, row, strict=True)],
-        )
-        for s, row in counts.items()
-    ]
-    fig = plots.stages_over_training(table(*measured))
-    assert {one.name: list(one.y) for one in fig.series} == {
-        "Beginning": [1, 2, 4],
-        "Middle": [9, 8, 7],
-        "Ending": [3, 3, 2],
-    }
-
-
 @pytest.mark.soak
 def test_pictures_are_equal_for_equal_numbers(tmp_path: Path):
-    variant_results.write(tmp_path / "run", steps=(0, 8), blocks=6, seeds=2, analyses=("interventions", "speed"))
+    variant_results.write(tmp_path / "run", steps=(0, 8), blocks=6, seeds=2, analyses=("interventions",))
     frame = records.frame(tmp_path / "run" / "measurements.jsonl")
-    cost = {"analysis": "interventions"}
     drawn = {
-        "middle": (plots.variant_curves, {"best_loops": True}, "Looped parallel, best k"),
+        "middle": (plots.variant_curves, {}, "Looped parallel, k = 3"),
         "loops": (plots.loop_map, {}, "Number of middle blocks in the loop (M)"),
         "blocks": (plots.variant_curves, {"blocks": True}, "Switch with the next"),
-        "training": (plots.variants_over_training, {"middle": 3}, "M = 3"),
-        "front": (plots.quality_front, cost, "Pareto front"),
     }
     for name, (draw, options, text) in drawn.items():
         draw(frame, "variant_accuracy", **options).write(tmp_path / f"{name}.svg")
         assert text in (tmp_path / f"{name}.svg").read_text(), name
-    plots.variant_curves(frame, "variant_accuracy", best_loops=True).write(tmp_path / "again.svg")
+    plots.variant_curves(frame, "variant_accuracy").write(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "middle.svg").read_bytes()
     plots.variant_curves(frame, "variant_loss").write(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, AxisName, Training, log_axis, symbol
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, AxisName, Training, symbol
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -54,15 +54,12 @@ class Series:
     mark: str = ""
     apart: str = ""  # the mark of the untrained model
     size: float = 5.0
-    sizes: Sequence[float] = ()
-    marks: Sequence[str] = ()
     labels: Sequence[str] = ()  # beside the points
     label_color: str = INK
     sides: Sequence[tuple[int, int]] = ()  # where they stand: -1, 0 or 1 across and up
     legend: bool = False
     hover: bool = True
     tells_texts: bool = False  # touching a point says its text alone
-    steps: bool = False  # the line keeps its value up to the next point
 
     @property
     def has_interval(self) -> bool:
@@ -136,7 +133,6 @@ class Chart(Picture):
     frames: Sequence[int] = ()
     place: str = "{w}"  # of a point, for hovering
     notes: Sequence[str] = ()  # in the corner of the plot, one, or one a frame
-    ranges: Sequence[tuple[tuple[float, float], tuple[float, float]]] = ()  # of both axes, one a frame
     height: int = 340
     square: bool = False
     horizontal: bool = False  # values go across, keys down
@@ -186,13 +182,9 @@ class Chart(Picture):
         return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
 
     def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
-        up = self.y
-        if up.log:
-            parts = [part for s in self.series for part in (s.y, s.low, s.high)]
-            up = log_axis(up, [value for part in parts for value in part if value is not None and value > 0])
         if self.training is None:
-            return self.x, up
-        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), up
+            return self.x, self.y
+        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), self.y
 
     def _places(self, axis: AxisName) -> dict[str, Any]:
         across, up = self._axes(axis)
@@ -200,11 +192,6 @@ class Chart(Picture):
         if self.horizontal:
             sides[0]["axis"].pop("tickCount", None)  # each row has its text
             sides[0]["axis"]["labelOverlap"] = False
-        for number, side in enumerate(sides if self.ranges else ()):
-            ends = [[each[number][end] for each in self.ranges] for end in (0, 1)]
-            side["scale"]["domain"] = [low[-1] for low in ends]
-            if len(self.frames) > 1:
-                side["scale"] |= {f"domain{name}": ends[n] for n, name in enumerate(("Min", "Max"))}
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self, axis: AxisName) -> list[dict[str, Any]]:
@@ -212,7 +199,7 @@ class Chart(Picture):
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
-            fields = [*"scmpzeojdg"]
+            fields = [*"scmpzeodg"]
             lookups.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
         if self.training is not None:
             at, edges = self.training.places(axis), self.training.edges(axis)
@@ -225,9 +212,7 @@ class Chart(Picture):
             fields = ["x", "w", "u", *(["x0", "x1"] if self.cells is not None else [])]
             lookups.append({"lookup": "n", "from": {"data": {"values": table}, "key": "n", "fields": fields}})
         if self.series:
-            lookups += [
-                {"calculate": f"isValid({each}) ? {each} : datum.{name}", "as": name} for name, each in _OF_ROW.items()
-            ]
+            lookups += [{"calculate": each, "as": name} for name, each in _OF_ROW.items()]
         if self._num_unplaced:
             lookups.append({"calculate": "datum.y > 0 ? datum.y : null", "as": "y"})
         return lookups
@@ -270,7 +255,7 @@ class Chart(Picture):
         if self.cells is not None and self.training is not None:
             layers.append(rule("y", 0.5, "white", 3))
         if self.series:
-            layers += [*self._intervals(axis), *self._lines(), *self._points()]
+            layers += [*self._intervals(), *self._lines(), *self._points()]
         if not still and any(s.hover for s in self.series):
             layers.append(self._touch())
         if any(s.labels for s in self.series):
@@ -283,7 +268,7 @@ class Chart(Picture):
             layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
         return [*layers, *([color_bar(bar.title, bar.labels, bar.stops)] if (bar := self.bar) is not None else [])]
 
-    def _intervals(self, axis: AxisName) -> list[dict[str, Any]]:
+    def _intervals(self) -> list[dict[str, Any]]:
         """Bands and single lines, each only where there is one: Vega warns of a layer that has no point."""
         at = [(s, x) for s in self.series if s.interval for x, end in zip(s.x, s.low, strict=False) if end is not None]
         alone = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
@@ -299,26 +284,27 @@ class Chart(Picture):
             mark = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
             layers.append(layer(kept, mark, {**ends, "color": of_row("c")}))
         if self.y.log and any(end is not None and end <= 0 for s in self.series for end in s.low):
-            lowest, _ = self._axes(axis)[1].ends or (0.0, 0.0)  # down to the edge of the plot
+            ends = [end for s in self.series for part in (s.y, s.low, s.high) for end in part]
+            lowest = min((end for end in ends if end is not None and end > 0), default=1.0)
             inside = f"isValid(datum.l) && datum.h > 0 ? max(datum.l, {lowest}) : null"
             for each in layers:
-                each["transform"].insert(0, {"calculate": inside, "as": "l"})
+                each["transform"][:0] = [
+                    {"calculate": inside, "as": "l"},
+                    {"calculate": "datum.h > 0 ? datum.h : null", "as": "h"},
+                ]
         return layers
 
     def _lines(self) -> list[dict[str, Any]]:
-        layers = []
+        if not any(s.width for s in self.series):
+            return []
         encoding = {"color": self._by_name("color"), "strokeDash": self._by_name("dash")}
         encoding |= {"strokeWidth": {"field": "o", "type": "quantitative", "scale": None}}
-        for steps in sorted({s.steps for s in self.series if s.width}):
-            line = {"type": "line", "tooltip": None, "clip": self.y.ends is not None}
-            line |= {"interpolate": "step-after"} if steps else {}
-            kept = f"datum.o && {'' if steps else '!'}datum.j"
-            layers.append(layer(kept, line, {**encoding, "detail": DETAIL, "order": ORDER}))
-        return layers
+        line = {"type": "line", "tooltip": None, "clip": self.y.ends is not None}
+        return [layer("datum.o", line, {**encoding, "detail": DETAIL, "order": ORDER})]
 
     def _points(self) -> list[dict[str, Any]]:
         layers = []
-        marks = [mark for s in self.series for mark in (s.mark, s.apart, *s.marks) if mark]
+        marks = [mark for s in self.series for mark in (s.mark, s.apart) if mark]
         shape = self._by_name("mark") if self._legend_tells_marks else of_row("m")
         encoding = {"color": self._by_name("color", of_points=True), "shape": shape, "size": of_row("z")}
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
@@ -349,7 +335,7 @@ class Chart(Picture):
         """Whether names have marks that differ, as where more of them are than colours."""
         of_names = {(s.name, symbol(s.mark)) for s in self.series if s.mark}
         differ = len({mark for _, mark in of_names}) > 1 and len(of_names) == len(dict(of_names))
-        return self.legend_of_marks and differ and not any(s.apart or s.marks for s in self.series)
+        return self.legend_of_marks and differ and not any(s.apart for s in self.series)
 
     def _legend(self) -> dict[str, Any] | None:
         shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
@@ -376,15 +362,16 @@ class Chart(Picture):
         return {**touched(target, tip), "params": [{"name": "near", "select": near}]}
 
 
-_OF_ROW = {"c": "datum.ci", "z": "(datum.zi ? datum.zi : datum.u ? 2.6 * datum.z : null)"}
-_OF_ROW |= {"m": "(datum.u ? datum.p : datum.mi)"}  # what a point has of its own, or apart
+# A point's own colour; the mark and the size of what stands apart.
+_OF_ROW = {"c": "isValid(datum.ci) ? datum.ci : datum.c", "m": "datum.u ? datum.p : datum.m"}
+_OF_ROW |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 
 
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """Return its cells and points, a row each.
 
     k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
-    h(igh) and z are values, t(ext), w and q (beside a point) texts, ci, mi and zi a point's own colour, mark and size.
+    h(igh) and z are values, t(ext), w and q (beside a point) texts, ci a point's own colour.
     """
     rows = list[dict[str, Any]]()
     cells, several = chart.cells, len(chart.frames) > 1
@@ -400,7 +387,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     for k, s in enumerate(chart.series):
         table: dict[str, Sequence[Any]] = {"y": s.y, "l": s.low, "h": s.high, "t": s.texts, "ci": s.colors}
         table |= {"n": [places[step] for step in s.x]} if chart.training else {"x": s.x}
-        table |= {"f": s.frame if several else (), "mi": s.marks, "q": s.labels, "zi": [*map(area, s.sizes)]}
+        table |= {"f": s.frame if several else (), "q": s.labels}
         table |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
         table = {name: part for name, part in table.items() if len(part)}
         for values in zip(*table.values(), strict=True):
@@ -409,11 +396,11 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
 
 
 def _common(s: Series) -> dict[str, Any]:
-    """What all points of a series have: name, colour, mark, mark apart, size, interval, line, steps, what it tells."""
+    """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip, label."""
     interval = s.interval if s.has_interval else ""
     tells = "" if not s.hover else "text" if s.tells_texts else "all"
-    values = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, s.steps, tells)
-    return dict(zip("scmpzeojdg", (*values, s.label_color), strict=True))
+    values = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, tells)
+    return dict(zip("scmpzeodg", (*values, s.label_color), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,6 +11,7 @@ from lit_layers.figures import tables
 from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import pair_text, wrapped
 from lit_layers.figures.profiles import FRAMES
+from lit_layers.figures.tables import Point
 from lit_layers.figures.theme import DIVERGING, MISSING, Axis, AxisName, Training, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
 
@@ -20,13 +20,14 @@ __all__ = ["concept_map", "head_map", "layer_matrix", "layer_surface", "table_ma
 SIMILARITIES = names("similarity")
 _LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
 _ROW = 13  # pixels
+_Cell = Callable[[Point], tuple[Any, Any]]  # its row and its column
 
 
 # ------------------------------------------------------------------------------------------------ pairs
 
 
 def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns a metric of pairs of layers as a heat map, with a slider over the checkpoints.
+    """Return a metric of pairs of layers as a heat map, with a slider over the checkpoints.
 
     The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
     has with itself may lie outside. Similarities have colours from the least of any checkpoint to 1: they are far from
@@ -37,19 +38,18 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
     """
     points, tags = tables.drawable(frame, metric, tables.is_pair, "values per pair of layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
-    names = ("Layer", "Other layer", "layer {y}, other layer {x}")
-    chart = _pairs(tables.title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), layers, names)
-    if metric not in SIMILARITIES or chart.cells is None:
-        return chart
-    low = min((v for table in chart.cells.values for row in table for v in row if v is not None), default=0.0)
-    ends = (low, max(1.0, low + 1e-3))
-    return replace(chart, cells=replace(chart.cells, scheme="viridis", ends=ends))
+    look: dict[str, Any] = {"hover": "layer {y}, other layer {x}"}
+    if metric in SIMILARITIES:
+        low = min((point.value for point in points if math.isfinite(point.value)), default=0.0)
+        look |= {"scheme": "viridis", "ends": (*rounded([low], 3), max(1.0, low + 1e-3))}
+    axes = key_axis("Other layer", layers), key_axis("Layer", layers)
+    return _pairs(tables.title_of(metric, tags), points, lambda p: (p.layer, p.other_layer), *axes, look)
 
 
 def table_map(
     frame: pd.DataFrame, metric: str, *, layer: int, other_layer: int | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
-    """Returns a table of one layer, or pair of blocks, as a heat map with a slider over the checkpoints.
+    """Return a table of one layer, or pair of blocks, as a heat map with a slider over the checkpoints.
 
     It is a metric of pairs of tokens (tags `token`, down, and `other_token`, across), whose places are in per cent of
     the prompt, in colours as in `layer_matrix`. Or it is one block's Jacobian in another's leading directions (tags
@@ -60,63 +60,46 @@ def table_map(
         ValueError: where the metric has no such table, or none of these layers.
     """
     placed = [p for p in tables.select(frame, metric, **chosen) if p.tags.keys() & {"token", "row"}]
-    if not placed:
-        raise ValueError(f"metric {metric!r} has no values per pair of tokens or of directions")
     points = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]
     if not points:
         pairs = sorted({pair_text(point.layer, point.other_layer) for point in placed})
-        raise ValueError(f"metric {metric!r} has no {pair_text(layer, other_layer)}; it has: {', '.join(pairs)}")
+        there = f"{pair_text(layer, other_layer)}; it has: {', '.join(pairs)}"
+        raise ValueError(f"metric {metric!r} has no {there if pairs else 'values per pair of tokens or of directions'}")
     points, tags = tables.of_plainest(points, chosen.get("tags"))
     is_jacobian, where = "row" in points[0].tags, pair_text(layer, other_layer)
-    if is_jacobian:
-        down, across = "row", "column"
-        names = ("Left direction", "Right direction", "row {y}, column {x}")
-        title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
-    else:
-        down, across = "token", "other_token"
-        names = ("Place of the token", "Place of the other token", "token at {y}%, other token at {x}%")
-        title = f"{tables.title_of(metric, tags)}, {where}"
+    down, across = ("row", "column") if is_jacobian else ("token", "other_token")
     keys = sorted({point.tags[name] for point in points for name in (down, across)})
     cell = lambda p: (p.tags[down], p.tags[across])  # noqa: E731
-    return _pairs(title, points, cell, keys, names, unit="" if is_jacobian else "%", each_step=is_jacobian)
+    if not is_jacobian:
+        axes = key_axis("Place of the other token", keys, unit="%"), key_axis("Place of the token", keys, unit="%")
+        title = f"{tables.title_of(metric, tags)}, {where}"
+        return _pairs(title, points, cell, *axes, {"hover": "token at {y}%, other token at {x}%"})
+    title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
+    steps = spread(tables.steps_of(points), FRAMES)
+    look: dict[str, Any] = {"ends": (-1.0, 1.0), "hover": "row {y}, column {x}"}
+    look["scale"] = [_largest((p for p in points if p.step == step), 0.5) for step in steps]
+    return _pairs(title, points, cell, key_axis("Right direction", keys), key_axis("Left direction", keys), look)
 
 
-def _pairs(
-    title: str,
-    points: Sequence[tables.Point],
-    cell: Callable[[tables.Point], tuple[Any, Any]],
-    keys: Sequence[int],
-    names: tuple[str, str, str],
-    *,
-    unit: str = "",
-    each_step: bool = False,
-) -> Chart:
-    """A square map with a place of the slider for each checkpoint.
-
-    The largest entry off the diagonal of any checkpoint is full colour; with `each_step` half the largest of each.
-    """
-    frames = _by_step(points, cell, keys, keys)
-    bound = _full(p for p in points if cell(p)[0] != cell(p)[1])
-    scale = [_full((p for p in points if p.step == step), 0.5) for step in frames] if each_step else []
-    ends = (-1.0, 1.0) if each_step else (-bound, bound)
-    down, across, hover = names
-    look = {"ends": ends, "scheme": DIVERGING, "scale": scale, "hover": hover}
-    x, y = key_axis(across, keys, unit=unit), key_axis(down, keys, unit=unit)
-    return slider_map(title, frames, x, y, look, height=450, square=True)
+def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, look: Mapping[str, Any]) -> Chart:
+    """Return a square map whose largest entry off the diagonal of any checkpoint is full colour."""
+    bound = _largest(p for p in points if cell(p)[0] != cell(p)[1])
+    look = {"ends": (-bound, bound), "scheme": DIVERGING, **look}
+    return slider_map(title, by_checkpoint(points, cell, y.keys or (), x.keys or ()), x, y, look, square=True)
 
 
 def slider_map(
     title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
 ) -> Chart:
-    """Returns values by row and column, of each step, over the keys of two axes; `look` are options of the `Cells`."""
+    """Return values by row and column, of each step, over the keys of two axes; `look` are options of the `Cells`."""
     cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
-    return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **options)
+    return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **{"height": 450, **options})
 
 
 def named_matrix(
     title: str, names: Sequence[str], values: Sequence[Any], ends: tuple[float, float], texts: Sequence[str] = ()
 ) -> Chart:
-    """Returns values of pairs as a heat map: names down, which have numbers, and the numbers across.
+    """Return values of pairs as a heat map: names down, which have numbers, and the numbers across.
 
     `texts` are what hovering says of a row, beyond the value; the names by default.
     """
@@ -128,34 +111,29 @@ def named_matrix(
 
 
 def row_height(labels: Iterable[str]) -> int:
-    """Returns pixels that rows with such labels are apart."""
+    """Return pixels that rows with such labels are apart."""
     return 27 if any("\n" in label for label in labels) else 18
 
 
-def as_matrix(
-    values: Mapping[Any, float], rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
-) -> list[list[Any]]:
-    """Returns values by row and column as lists, None where there is none."""
-    return [rounded((values.get((row, column)) for column in columns), digits) for row in rows]
-
-
-def _by_step(
-    points: Sequence[tables.Point], cell: Callable[[tables.Point], Any], rows: Sequence[Any], columns: Sequence[Any]
+def by_checkpoint(
+    points: Sequence[Point], cell: _Cell, rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> dict[int, list[list[Any]]]:
-    """The values by row and column at each place of the slider."""
-    by_step = tables.grouped(points, lambda point: point.step)
-    steps = spread(sorted(by_step), FRAMES)
-    return {step: as_matrix({cell(p): p.value for p in by_step[step]}, rows, columns) for step in steps}
+    """Return the values by row and column at each place of the slider, None where there is none."""
+    values = {(point.step, *cell(point)): point.value for point in points}
+    return {
+        step: [rounded((values.get((step, row, column)) for column in columns), digits) for row in rows]
+        for step in spread(tables.steps_of(points), FRAMES)
+    }
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
-    """Returns an axis of cells, with a label at each, or at every second, third, ... where they are many."""
+    """Return an axis of cells, with a label at each, or at every second, third, ... where they are many."""
     labeled = keys[:: -(-len(keys) // most) or 1]
     return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
 
-def _full(points: Iterable[tables.Point], share: float = 1.0) -> float:
-    """The value that is full colour: the largest, or a share of it."""
+def _largest(points: Iterable[Point], share: float = 1.0) -> float:
+    """Return the value that is full colour: the largest, or a share of it."""
     largest = max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
     return rounded([share * largest], 3)[0] or 1.0
 
@@ -163,21 +141,21 @@ def _full(points: Iterable[tables.Point], share: float = 1.0) -> float:
 # ------------------------------------------------------------------------------------------------ layers over steps
 
 
-def has_surface(points: Iterable[tables.Point]) -> bool:
-    """Returns whether points of one variant are values per layer of at least two steps."""
+def has_surface(points: Iterable[Point]) -> bool:
+    """Return whether points of one variant are values per layer of at least two steps."""
     return len({point.step for point in points if _is_of_layer(point)}) > 1
 
 
-def _is_of_layer(point: tables.Point) -> bool:
-    beside = point.other_layer is not None or tables.is_placed(point) or point.reference is not None
-    return point.layer is not None and not beside and "index" not in point.tags and "control" not in point.tags
+def _is_of_layer(point: Point) -> bool:
+    beside = point.other_layer is not None or tables.is_placed(point)
+    return point.layer is not None and not beside and point.tags.keys().isdisjoint(("reference", "index", "control"))
 
 
 def layer_surface(
     frame: pd.DataFrame,
     metric: str,
     *,
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] = (),
     axis: AxisName = "step",
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
@@ -194,14 +172,14 @@ def layer_surface(
     points, tags = tables.of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
     if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
-    every = sorted({*tables.steps_of(points), *(steps or [])})
+    every = sorted({*tables.steps_of(points), *steps})
     layers = [*range(max(point.layer or 0 for point in points) + 1)]
-    values = as_matrix({(point.layer, point.step): point.value for point in points}, layers, every, digits=17)
+    by_place = {(point.layer, point.step): point.value for point in points}
+    values = [rounded((by_place.get((layer, step)) for step in every), 17) for layer in layers]
     series = []
     if look_up(metric).better is not None:
-        dots = {"color": "black", "hover": False}
         for y, mark, size in zip(best_layers(values, metric), ("circle-open", "ring"), (6, 7), strict=True):
-            series.append(Series(x=every, y=y, mark=mark, size=size, **dots))
+            series.append(Series(x=every, y=y, mark=mark, size=size, color="black", hover=False))
     drawn = [rounded(row, 4) for row in values]
     cells = Cells(values=[drawn], rows=layers, columns=every, hover="{w}\nlayer {y}", **colored(metric, values))
     y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, layers[-1] + 0.5))
@@ -226,7 +204,7 @@ def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> tuple[
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
-    """Returns the ends and the scheme of the colours of a map; of equal values a little around them."""
+    """Return the ends and the scheme of the colours of a map; of equal values a little around them."""
     is_log = look_up(metric).log
     every = (value for row in values for value in row if value is not None)
     finite = [value for value in every if math.isfinite(value) and (value > 0 or not is_log)]
@@ -237,11 +215,11 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
     return {"ends": (low, high), "scheme": scheme, "log": is_log}
 
 
-# ------------------------------------------------------------------------------------------------ heads
+# ------------------------------------------------------------------------------------------------ heads, categories
 
 
 def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns a metric of attention heads (tag `head`, across) and blocks (down) as a heat map.
+    """Return a metric of attention heads (tag `head`, across) and blocks (down) as a heat map.
 
     With a slider over the checkpoints; the colours mean the same at every one.
 
@@ -250,19 +228,15 @@ def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) 
     """
     has_head = lambda point: tables.HEAD in point.tags and point.layer is not None  # noqa: E731
     points, tags = tables.drawable(frame, metric, has_head, "values per head", **chosen)
-    layers = sorted({point.layer for point in points if point.layer is not None})
-    heads = sorted({point.tags[tables.HEAD] for point in points})
-    frames = _by_step(points, lambda p: (p.layer, p.tags[tables.HEAD]), layers, heads)
+    x = key_axis("Head", sorted({point.tags[tables.HEAD] for point in points}))
+    y = key_axis("Block", sorted({point.layer for point in points}))  # pyright: ignore[reportArgumentType]
+    frames = by_checkpoint(points, lambda p: (p.layer, p.tags[tables.HEAD]), y.keys or (), x.keys or ())
     look = colored(metric, [row for table in frames.values() for row in table]) | {"hover": "block {y}, head {x}"}
-    x, y = key_axis("Head", heads), key_axis("Block", layers)
-    return slider_map(tables.title_of(metric, tags), frames, x, y, look, height=450)
-
-
-# ------------------------------------------------------------------------------------------------ categories
+    return slider_map(tables.title_of(metric, tags), frames, x, y, look)
 
 
 def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
+    """Return a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
 
     Categories stand by their groups (tag `group`), `category_id` and name; the mean over all of them comes first, where
     it was recorded. Blue is positive, brown negative; the largest value of any checkpoint is full colour. What
@@ -271,27 +245,23 @@ def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen
     Raises:
         ValueError: where the metric has no values per layer and category.
     """
-    selected = tables.select(frame, metric, **chosen)
-    points = [point for point in selected if point.layer is not None and point.other_layer is None]
+    is_layered = lambda point: point.layer is not None and point.other_layer is None  # noqa: E731
+    points, tags = tables.drawable(frame, metric, is_layered, "values per layer and category", **chosen)
     if not any(tables.CATEGORY in point.tags for point in points):
         raise ValueError(f"metric {metric!r} has no values per layer and category")
-    points, tags = tables.of_plainest(points, chosen.get("tags"))
-    layers = sorted({point.layer for point in points if point.layer is not None})
-    groups = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
-    keys = sorted(groups, key=lambda key: (key is not None, groups[key], key or ""))  # the mean first
-    texts = [key[1].replace("_", " ") if key else "Mean" for key in keys]
+    layers = key_axis("Layer", sorted({point.layer for point in points}))  # pyright: ignore[reportArgumentType]
+    kinds = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
+    keys = sorted(kinds, key=lambda key: (bool(key[1]), kinds[key], key))  # the mean first
+    texts = [name.replace("_", " ") or "Mean" for _, name in keys]
     texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
-    full, frames = _full(points), _by_step(points, lambda p: (_category(p), p.layer), keys, layers)
+    full, frames = _largest(points), by_checkpoint(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
     look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
-    look["texts"] = [
-        ", ".join(filter(None, [" ".join(filter(None, key)), groups[key]])) if key else "Mean over all categories"
-        for key in keys
-    ]
-    numbers = [*range(len(keys))]
-    y, title = Axis(keys=numbers, labels=dict(enumerate(texts)), grid=False), tables.title_of(metric, tags)
-    return slider_map(title, frames, key_axis("Layer", layers), y, look, height=_ROW * len(keys) + 170)
+    whole = [", ".join(filter(None, [" ".join(filter(None, key)), kinds[key]])) for key in keys]
+    look["texts"] = [text or "Mean over all categories" for text in whole]
+    y = Axis(keys=[*range(len(keys))], labels=dict(enumerate(texts)), grid=False)
+    return slider_map(tables.title_of(metric, tags), frames, layers, y, look, height=_ROW * len(keys) + 170)
 
 
-def _category(point: tables.Point) -> tuple[str, str] | None:
-    tags = point.tags
-    return (str(tags.get("category_id", "")), str(tags[tables.CATEGORY])) if tables.CATEGORY in tags else None
+def _category(point: Point) -> tuple[str, str]:
+    """Return id and name; both are empty for the mean."""
+    return str(point.tags.get("category_id", "")), str(point.tags.get(tables.CATEGORY, ""))

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lit_layers.figures import profiles, tables
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import tag_text
+from lit_layers.figures.labels import tag_text, wrapped
 from lit_layers.figures.theme import COLORS, DASHED, DEPTH_TITLE, SYMBOLS, Axis, layer_axis, rounded
 from lit_layers.metrics import look_up
 
@@ -80,25 +80,26 @@ def model_profile(
 
 
 def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns a metric of whole models without steps, a row a model and its tags, with 95% intervals.
+    """Return a metric of whole models at their last checkpoint, a row a model and its tags, with 95% intervals.
 
     Raises:
         InputError: for suspect models, unless they are allowed.
-        ValueError: where no model without steps has a value of this metric.
+        ValueError: where no model has a value of this metric.
     """
-    table: Any = frame
-    rows = [
-        (", ".join(filter(None, [run, tag_text(dict(point.tags))])), point)
-        for run, part in table[table["step"].isna()].groupby("run", sort=False)
-        for point in tables.select(part, metric, **chosen)
-        if point.layer is None
-    ]
+    runs = [*tables.rows_of(frame, metric, chosen.get("analysis")).groupby("run", sort=False)]
+    rows = []
+    for run, part in runs:
+        points = [point for point in tables.select(part, metric, **chosen) if point.layer is None]
+        for point in (p for p in points if p.step == points[-1].step):
+            tags = tag_text(dict(point.tags))
+            rows.append((", ".join(filter(None, [run if len(runs) > 1 or not tags else "", tags])), point))
     if not rows:
-        raise ValueError(f"metric {metric!r} has no values of whole models without steps")
-    points = [point for _, point in rows]
-    dots = profiles.series_of(points, range(len(rows)), mark="circle", size=6.5, color=COLORS[0], interval="bars")
-    values = Axis(title=look_up(metric).unit)
-    return in_rows(tables.title_of(metric, {}), [text for text, _ in rows], values, [dots], height=100 + 16 * len(rows))
+        raise ValueError(f"metric {metric!r} has no values of whole models")
+    texts, values = [wrapped(text) for text, _ in rows], Axis(title=look_up(metric).unit, log=look_up(metric).log)
+    look: dict[str, Any] = {"mark": "circle", "size": 6.5, "color": COLORS[0], "interval": "bars"}
+    dots = profiles.series_of([point for _, point in rows], range(len(rows)), **look)
+    high = 100 + (26 if any("\n" in text for text in texts) else 16) * len(rows)
+    return in_rows(tables.title_of(metric, {}), texts, values, [dots], height=high)
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -163,13 +164,13 @@ def _references(
 def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
     """Return one quantity over the depth percentage, a line a model.
 
-    `models` are their values at layers 0 to L, NaN where there is none; the mark of layer 0 is hollow.
+    `models` are their values at layers 0 to L, NaN where there is none.
     """
     series = []
     for index, (name, values) in enumerate(models.items()):
-        depth, mark = len(values) - 1, symbol_of(index)
+        depth = len(values) - 1
         look: dict[str, Any] = {"name": name, "color": color_of(index), "width": 2.0, "legend": len(models) > 1}
-        look |= {"mark": mark, "marks": [f"{mark}-open", *[mark] * depth]}
+        look["mark"] = symbol_of(index)
         texts = [f"layer {n} of {depth}" for n in range(depth + 1)]
         series.append(Series(x=[100 * n / depth for n in range(depth + 1)], y=rounded(values), texts=texts, **look))
     return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)

@@ -58,13 +58,11 @@ def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
 def color_bar(
     title: str, stops: Sequence[str], numbers: Sequence[int], texts: Sequence[str] | None = None
 ) -> Bar | None:
-    """Returns a colour bar with labels at the first, the middle and the last number; None for one alone."""
+    """Return a colour bar with labels at the first, the middle and the last number; None for one alone."""
     if len(numbers) < 2:
         return None
-    shown = sorted({0, len(numbers) // 2 if texts is None else (len(numbers) - 1) // 2, len(numbers) - 1})
-    if texts is None:
-        return Bar(title=title, stops=stops, labels={numbers[n]: str(numbers[n]) for n in shown})
-    return Bar(title=title, stops=stops, labels={n: texts[n] for n in shown})
+    shown = sorted({0, (len(numbers) - (texts is not None)) // 2, len(numbers) - 1})
+    return Bar(title=title, stops=stops, labels={numbers[n]: texts[n] if texts else str(numbers[n]) for n in shown})
 
 
 def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
@@ -145,7 +143,7 @@ def layer_profile(
 
 
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Returns lists of values, one line a layer, with a slider over the checkpoints.
+    """Return lists of values, one line a layer, with a slider over the checkpoints.
 
     A list is over numbers (tag `index`, such as singular values, on a log axis) or over the distance between two tokens
     (tag `token_distance`). The axis of distances is log(1 + distance): 0, the token itself, has a place on it.
@@ -157,26 +155,18 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     points, tags = drawable(frame, metric, is_listed, "lists of values per layer", **chosen)
     ordinal = next(name for name in _LISTS if name in points[0].tags)
     points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
-    is_index = ordinal == "index"
-    numbers = [point.tags[ordinal] for point in points]
-    # labels at 0 and powers of two, far enough apart for a narrow screen
-    shown = [0, *(2**power for power in range(31))][:: 2 if numbers[-1] > 64 else 1]
-    at = lambda n: n if is_index else round(math.log2(1 + n), 4)  # noqa: E731
-    labels = None if is_index else {at(n): str(n) for n in shown if numbers[0] <= n <= numbers[-1]}
-    log = is_index or look_up(metric).log
-    return _by_slider(
-        points,
-        lambda p: at(p.tags[ordinal]),
-        title=title_of(metric, tags),
-        x=Axis(
-            title="Number in the list" if is_index else "Distance from the last token", whole=is_index, labels=labels
-        ),
-        y=value_axis(metric, log=log, ends=fixed_limits([p.value for p in points], log=log, zero=not log)),
-        texts_of=lambda p: f"{_LISTS[ordinal]} {p.tags[ordinal]}",
-        place="",
-        height=400,
-        look={"width": 1.6, "size": 4},
-    )
+    at, log, x = (lambda n: n), True, Axis(title="Number in the list", whole=True)
+    if ordinal != "index":
+        at, log = (lambda n: round(math.log2(1 + n), 4)), look_up(metric).log
+        longest = points[-1].tags[ordinal]
+        # labels at 0 and powers of two, far enough apart for a narrow screen
+        shown = [0, *(2**power for power in range(longest.bit_length()))][:: 2 if longest > 64 else 1]
+        labels = {at(n): str(n) for n in shown if n >= points[0].tags[ordinal]}
+        x = Axis(title="Distance from the last token", labels=labels)
+    ends = fixed_limits([p.value for p in points], log=log, zero=not log)
+    chart = _by_slider(points, lambda p: at(p.tags[ordinal]), width=1.6, size=4, name=_LISTS[ordinal], of=ordinal)
+    y = value_axis(metric, log=log, ends=ends)
+    return replace(chart, title=title_of(metric, tags), x=x, y=y, place="", height=400)
 
 
 def sample_size_curves(frame: pd.DataFrame, metric: str = "accuracy", **chosen: Unpack[Chosen]) -> Chart:
@@ -191,41 +181,31 @@ def sample_size_curves(frame: pd.DataFrame, metric: str = "accuracy", **chosen: 
     points, tags = drawable(frame, metric, has_rows, "values per layer and number of training rows", **chosen)
     points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
     rows = sorted({point.tags[TRAIN_ROWS] for point in points})
-    ends = fixed_limits([*map(float, rows)], log=True, pad=0.04)
-    low = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
+    limits = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
     many = len({point.layer for point in points}) > _BARS
-    return _by_slider(
-        points,
-        lambda point: point.tags[TRAIN_ROWS],
-        title=title_of(metric, tags),
-        x=Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends),
-        y=Axis(title=look_up(metric).unit, ends=low),
-        place="{x} rows",
-        height=420,
-        look={"width": 1.8, "size": 5, "interval": "" if many else "bars"},
-    )
+    look = {"width": 1.8, "size": 5, "interval": "" if many else "bars"}
+    chart = _by_slider(points, lambda point: point.tags[TRAIN_ROWS], **look)
+    ends = fixed_limits([*map(float, rows)], log=True, pad=0.04)
+    x = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
+    y = Axis(title=look_up(metric).unit, ends=limits)
+    return replace(chart, title=title_of(metric, tags), x=x, y=y, place="{x} rows", height=420)
 
 
 _LISTS = {"index": "number", "token_distance": "distance"}
 
 
 def _by_slider(
-    points: Sequence[Point],
-    at: Callable[[Point], Any],
-    *,
-    look: Mapping[str, Any],
-    texts_of: Callable[[Point], str] | None = None,
-    **options: Any,
+    points: Sequence[Point], at: Callable[[Point], Any], *, name: str = "", of: str = "", **look: Any
 ) -> Chart:
-    """Return a line a layer, with the checkpoints as places of a slider."""
+    """Return a line a layer, with the checkpoints as places of a slider; touching a point says its number `of`."""
     steps = spread(steps_of(points), FRAMES)
     by_layer = dict(sorted(grouped(framed(points, steps), lambda point: point.layer or 0).items()))
     series = []
     for (layer, part), color in zip(by_layer.items(), colors_of(DEPTH, len(by_layer)), strict=True):
-        style: dict[str, Any] = {"texts": [*map(texts_of, part)]} if texts_of else {}
-        style |= {"name": f"layer {layer}", "color": color, "mark": "circle", **look}
+        texts = [f"{name} {point.tags[of]}" for point in part] if of else ()
+        style: dict[str, Any] = {"name": f"layer {layer}", "color": color, "mark": "circle", "texts": texts, **look}
         series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **style))
-    return Chart(series=series, bar=color_bar("Layer", DEPTH, [*by_layer]), frames=steps, **options)
+    return Chart(title="", x=Axis(), y=Axis(), series=series, bar=color_bar("Layer", DEPTH, [*by_layer]), frames=steps)
 
 
 # ------------------------------------------------------------------------------------------------ parts

@@ -21,9 +21,8 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Returns paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
-    Dots are coloured by layer, the first hollow and the last large; a slider goes over the checkpoints. Each has axes
-    of its own, so their ranges change with it, and the shares of variance that the corner tells. `tags` chooses a
-    prompt (`{"prompt": 2}`); without it the first is drawn.
+    Dots are coloured by layer; a slider goes over the checkpoints. Each has axes of its own, and in the corner the
+    shares of variance along them. `tags` chooses a prompt (`{"prompt": 2}`); without it the first is drawn.
 
     Raises:
         ValueError: where the metric has no paths.
@@ -44,27 +43,19 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
         rounded((v for _, step, t in keys for v in [*(values.get((step, t, n, axis)) for n in layers), None]), 4)
         for axis in (1, 2)
     )
-    many = len(keys)
-    several = len(layers) > 1
     look = {
         "frame": [number for number, _, _ in keys for _ in range(len(layers) + 1)],
-        "colors": [*colors_of(DEPTH, len(layers)), None] * many,
-        "sizes": [*(8 if layer == layers[-1] else 5 for layer in layers), 5] * many,
-        "marks": [*("circle-open" if several and n == layers[0] else "circle" for n in layers), None] * many,
+        "colors": [*colors_of(DEPTH, len(layers)), None] * len(keys),
         "texts": [text for _, _, t in keys for text in [*(f"token {t}, layer {n}" for n in layers), ""]],
     }
-    series = Series(x=across, y=up, color="rgba(91,103,116,0.35)", width=1.0, tells_texts=True, **look)
-    size = len(tokens) * (len(layers) + 1)
-    parts = [slice(n * size, (n + 1) * size) for n in range(len(steps))]
-    ranges = [(_range(across[part]), _range(up[part])) for part in parts]
+    paths = Series(x=across, y=up, color="rgba(91,103,116,0.35)", width=1.0, mark="circle", tells_texts=True, **look)
     return Chart(
         title=", ".join(filter(None, [tables.title_of(metric, {}), tables.variant_text(variant)])),
         x=Axis(title="Axis 1"),
         y=Axis(title="Axis 2"),
-        series=[series],
+        series=[paths],
         bar=color_bar("Layer", DEPTH, layers),
         frames=steps,
-        ranges=ranges,
         notes=_notes(shares, steps),
         height=450,
     )
@@ -89,13 +80,6 @@ def _notes(shares: Mapping[tuple[int, int], float], steps: Sequence[int]) -> lis
         return []
     by_step = [[(axis, shares.get((step, axis))) for axis in (1, 2)] for step in steps]
     return [", ".join(f"axis {axis}: {share:.0%}" for axis, share in each if share is not None) for each in by_step]
-
-
-def _range(numbers: Sequence[float | None]) -> tuple[float, float]:
-    finite = [number for number in numbers if number is not None]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    pad = 0.06 * (high - low) or 1.0
-    return float(f"{low - pad:.4g}"), float(f"{high + pad:.4g}")
 
 
 # ------------------------------------------------------------------------------------------------ points with names

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lit_layers.figures.labels import count
@@ -26,7 +26,6 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # of the first models 
 # What Vega has no symbol for, as SVG paths.
 MARKS = {"line-ew": "M-1,-.14L1,-.14L1,.14L-1,.14Z"}
 MARKS |= {"ring": "M0,-1A1,1,0,1,1,0,1A1,1,0,1,1,0,-1ZM0,-.7A.7,.7,0,1,0,0,.7A.7,.7,0,1,0,0,-.7Z"}
-MARKS |= {"line-ns": "M-.1,-1L.1,-1L.1,1L-.1,1Z"}
 
 _AXIS = {"gridColor": GRID, "domainColor": EDGE, "tickColor": EDGE, "labelColor": INK, "titleColor": MUTED}
 _AXIS |= {"titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12, "labelFlush": False}
@@ -82,7 +81,6 @@ def _parts(color: str) -> list[int]:
 
 AxisName = Literal["step", "tokens"]
 DEPTH_TITLE = "Depth (100 layer / number of layers)"  # of models that are not equally deep
-DECADES = 4  # more tens than these have no room for numbers between them
 TITLES = {"step": "Optimizer step", "tokens": "Tokens seen"}
 
 
@@ -164,41 +162,13 @@ class Training:
         apart = _apart(places)
         first, last = (apart if has_zero or not places else places[0]), (places[-1] if places else apart)
         pad = 0.03 * (last - first) or 0.5
-        labels = _labels(positive, places)
+        labels = place_labels(positive)
         if has_zero:
             labels = {apart: "0"} | {at: text for at, text in labels.items() if at - apart > 0.1 * span}
         edges = self.edges(name)
         ends = (edges[0], edges[-1]) if cells else (round(first - pad, 5), round(last + pad, 5))
         divider = round((apart + places[0]) / 2, 5) if has_zero and places else None
         return Axis(title=TITLES[name], labels=labels, ends=ends, divider=divider)
-
-
-def log_axis(axis: Axis, values: Sequence[float]) -> Axis:
-    """Returns a log axis with labels at powers of ten, and at numbers between them where there is room."""
-    low, high = axis.ends or (min(values, default=1.0), max(values, default=1.0))
-    pad = 1.2 if high <= low else 1.0 if axis.ends else (high / low) ** 0.03
-    low, high = low / pad, high * pad
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, math.ceil((last - first) / 6))
-    factors = (1, 2, 5) if high / low < 200 else (1, 3) if high / low < 10**DECADES else (1,)
-    if high / low < 10:
-        factors = (1, 2, 3, 5, 7)
-    ticks = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    if high / low < 5:
-        step = _round_step((high - low) / 5)
-        ticks = [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    shown = {float(f"{tick:.6g}"): _plainly(tick) for tick in ticks if low <= tick <= high}
-    return replace(axis, labels=shown, ends=(low, high))
-
-
-def _round_step(least: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten, no less than that."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-
-
-def _plainly(number: float) -> str:
-    return f"{number:.3g}" if number < 1e-3 or number >= 1e5 else f"{number:,.6g}"
 
 
 def place(value: float) -> float:
@@ -211,16 +181,16 @@ def _apart(places: Sequence[float]) -> float:
     return round(places[0] - (0.13 * (places[-1] - places[0]) or 1.0), 5) if places else 0.0
 
 
-def _labels(values: list[int], places: list[float]) -> dict[float, str]:
-    """Of some of the checkpoints, round numbers first, far enough apart for a narrow screen."""
+def place_labels(values: Sequence[int]) -> dict[float, str]:
+    """Return labels of some of these steps at their places, round numbers first, far enough apart for a narrow screen.
+
+    Round are powers of two, else numbers of few digits.
+    """
+    places, chosen = [*map(place, values)], list[int]()
     distance = (places[-1] - places[0]) / 6.5 if places else 0.0
-    chosen: list[int] = []
-    for index in sorted(range(len(values)), key=lambda i: (i not in (0, len(values) - 1), _roughness(values[i]), -i)):
+    digits = lambda n: 0 if n & (n - 1) == 0 else len(str(n).rstrip("0"))  # noqa: E731
+    ends = (0, len(values) - 1)
+    for index in sorted(range(len(values)), key=lambda i: (i not in ends, digits(values[i]), -i)):
         if all(abs(places[index] - places[other]) >= distance for other in chosen):
             chosen.append(index)
     return {places[index]: count(values[index]) for index in sorted(chosen)}
-
-
-def _roughness(value: int) -> int:
-    """0 for powers of two, else the digits of a label without its last zeros."""
-    return 0 if value & (value - 1) == 0 else len(str(value).rstrip("0"))

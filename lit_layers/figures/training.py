@@ -22,11 +22,10 @@ from lit_layers.figures.profiles import (
     value_axis,
 )
 from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, Axis, AxisName, Training, colors_of, rounded
-from lit_layers.metrics import METRICS, look_up, names, scalar_row, sentence
+from lit_layers.metrics import METRICS, look_up, scalar_row
 
-__all__ = ["emergence_curves", "stages_over_training", "training_curves"]
+__all__ = ["emergence_curves", "training_curves"]
 
-STAGES = names("stage")
 _MARKED = 60  # curves of more points than this are drawn as lines alone
 _BINS = 500  # points of a curve of training: about one a pixel
 
@@ -132,25 +131,6 @@ class Curves:
         by_step = {point.step: point for point in points}
         steps = self.training.steps
         self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
-
-
-def stages_over_training(frame: pd.DataFrame, *, axis: AxisName = "step", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns how many layers are beginning, middle and ending over training; the untrained model stands apart.
-
-    Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where none of them has values at a step.
-    """
-    table: Any = frame
-    recorded = [name for name in STAGES if (table["metric"] == name).any()]
-    points = {name: tables.select(frame, name, **chosen, over_steps=True) for name in recorded or STAGES[:1]}
-    curves = Curves([point for part in points.values() for point in part])
-    for index, (name, part) in enumerate(points.items()):
-        look = {"width": 2.0, "mark": "circle", "apart": "diamond", "size": 6, "steps": True, "legend": True}
-        label = sentence(name.removeprefix("num_"))
-        curves.along(part, name=label, color=COLORS[index], interval="", **look)
-    values = Axis(title=look_up("num_middle").unit, whole=True, zero=True)
-    return curves.chart("Stages of the layers", values, axis, height=450)
 
 
 def training_curves(

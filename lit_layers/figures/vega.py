@@ -52,7 +52,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
             "scale": {**scale, "domain": list(axis.keys)},
             "axis": look | _labels(axis, side),
         }
-    scale |= {"zero": axis.zero} if not axis.log else {"type": "log"}
+    scale |= {"zero": axis.zero} if not axis.log else {"type": "log", "nice": False, "padding": 10}
     if axis.ends is not None:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}

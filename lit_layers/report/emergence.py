@@ -31,7 +31,7 @@ from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value, 
 from lit_layers.figures.maps import named_matrix, row_height
 from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import DECADES, TITLES, Axis, layer_axis, place, rounded
+from lit_layers.figures.theme import TITLES, Axis, layer_axis, place, place_labels, rounded
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
@@ -212,20 +212,12 @@ def _halfway(times: EmergenceTimes) -> Time:
 
 
 def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.inf) -> Axis:
-    """log(1 + step), with labels at powers of ten, and at 2 and 5 or 3 between them where there is room.
-
-    From the last label below `low` to the first one above `high`.
-    """
-    last = max(float(curve.at[-1]) for curve in clock.curves)
-    factors = (1, 2, 5) if last < 200 else (1, 3) if last < 10**DECADES else (1,)
-    powers = range(math.floor(math.log10(max(last, 1))) + 1)
-    ticks = [0, *(tick for power in powers for factor in factors if (tick := factor * 10**power) <= max(last, 1))]
-    ticks = ticks if last < 10**7 else [tick for n, tick in enumerate(ticks) if n % 2 == 0]
-    low = max((tick for tick in ticks if tick < low), default=0)
-    high = min((tick for tick in ticks if tick > high), default=last)
-    ticks, pad = [tick for tick in ticks if low <= tick <= high], 0.02 * (place(high) - place(low))
-    labels = {place(tick): axis_text(tick) for tick in ticks}
-    return Axis(title=TITLES[axis], labels=labels, ends=(place(low) - pad, place(high) + pad))
+    """Return an axis over log(1 + step), from the last checkpoint below `low` to the first one above `high`."""
+    at = sorted({int(step) for curve in clock.curves for step in curve.at})
+    first, last = max([0, *(step for step in at if step < low)]), min([at[-1], *(step for step in at if step > high)])
+    shown, pad = [step for step in at if first <= step <= last], 0.02 * (place(last) - place(first))
+    labels = ({0.0: "0"} if first == 0 else {}) | place_labels([step for step in shown if step > 0])
+    return Axis(title=TITLES[axis], labels=labels, ends=(place(first) - pad, place(last) + pad))
 
 
 # ------------------------------------------------------------------------------------------------ the page

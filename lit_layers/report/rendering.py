@@ -85,8 +85,6 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
     shown += variant_sections.sections(frame, medians.notes)
-    if not comparing and (surfaces := sections.surface_section(frame)) is not None:
-        shown.append(surfaces)
     return frame, shown
 
 

@@ -11,10 +11,9 @@ from lit_layers import plots, records
 from lit_layers.errors import kind_and_words
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import BLOCKS, analysis_note, pair_text
+from lit_layers.figures.labels import analysis_note, pair_text
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.models import short_names
-from lit_layers.figures.tables import BASES
 from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
 from lit_layers.report.template import Block, figure
 from lit_layers.run_data import RunData
@@ -38,7 +37,8 @@ def sections(
     """
     shown = []
     table: Any = frame
-    shapes = partial(shapes_of_models, num_layers=num_layers) if comparing else _shapes_of_run
+    look: dict[str, Any] = {"comparing": comparing, "num_layers": num_layers}
+    look["steps"] = [int(step) for step in sorted(table["step"].dropna().unique())]
     for analysis, part in table.groupby("analysis", sort=False):
         blocks, aside = [], []
         for title, members in _members(part, grouping=not comparing):
@@ -46,7 +46,7 @@ def sections(
             choices = [
                 (", ".join(filter(None, [row.title if len(rows) > 1 else "", text])), figures)
                 for row in rows
-                for text, figures in shapes(part, row.name, analysis)
+                for text, figures in shapes(part, row.name, analysis, **look)
             ]
             if choices:
                 made = block(title or rows[0].with_unit, "" if title else rows[0].note, choices, of=members)
@@ -70,7 +70,7 @@ def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
     by_group = tables.grouped(measured, lambda name: group if (group := look_up(name).group) in titles else name)
     for name, members in by_group.items():
         if len(members) > 1:
-            yield titles[name], members[:1] if name == "stage" else members  # one figure shows all stages
+            yield titles[name], members
         elif not look_up(members[0]).unlisted and members[0] not in baselines:
             yield "", members
 
@@ -134,80 +134,75 @@ def balanced(blocks: list[Block]) -> list[Block]:
 # ------------------------------------------------------------------------------------------------ one metric
 
 
-def _shapes_of_run(part: pd.DataFrame, metric: str, analysis: str) -> list[Choice]:
-    """Return the figures of a metric of a run in all the shapes that it has, a choice a variant."""
-    table: Any = part
-    if is_in(metric, "stage"):
-        stages = partial(plots.stages_over_training, part, analysis=analysis)
-        kinds = tables.variants_of(tables.select(part, metric, analysis=analysis))
-        return [(tables.choice_text(tags), [("", partial(stages, tags=tags))]) for tags in kinds]
-    part = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
-    points = tables.select(part, metric, analysis=analysis)
-    unplaced = part[part[part.columns.intersection(records.PLACES)].isna().all(axis=1)]
-    alone = [point for point in points if point.other_layer is None and not tables.is_placed(point)]
-    compared = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
-    levels = {name: tables.select(part, name, analysis=analysis) for name in compared}
-
-    def figures(options: dict[str, Any]) -> Iterator[Captioned]:
-        yield from _maps(part, metric, points, options)
-        tags = options.get("tags") or {}
-        baselines = [name for name in compared if tables.matching(levels[name], tags)]  # not every variant
-        curves = partial(plots.emergence_curves, unplaced, metric, baselines=baselines, **options)
-        over = "distance" if all(point.layer is None for point in alone) else "layers"
-        if not alone or "layer" in options:
-            pass
-        elif any("index" in point.tags for point in points):
-            yield "Over training, the largest", curves
-        elif any(map(tables.is_on_axes, alone)):
-            yield "Over training", curves
-            look: dict[str, Any] = {"intervals": True, "baselines": baselines}
-            look |= {"controls": _controls(alone, options)}
-            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, **look, **options)
-        else:
-            yield "", curves
-
-    return [(text, figures({"analysis": analysis, **options})) for options, text in choices_of(points)]
-
-
-def _controls(points: Sequence[tables.Point], options: Mapping[str, Any]) -> list[str]:
-    tags = options.get("tags") or {}
-    return [name for name in CONTROLS if tables.matching(points, {**tags, "control": name})]
-
-
-def shapes_of_models(
-    part: pd.DataFrame, metric: str, analysis: str, num_layers: Mapping[str, int] | None = None
+def shapes(
+    part: pd.DataFrame,
+    metric: str,
+    analysis: str,
+    *,
+    comparing: bool = False,
+    num_layers: Mapping[str, int] | None = None,
+    steps: Sequence[int] = (),
 ) -> list[Choice]:
-    """Returns the figures of a metric of models without steps, a choice a variant; a map has a choice a model.
+    """Return the figures of a metric in all the shapes that it has, a choice a variant.
 
-    There are none where all values are those of whole models.
+    `steps` are all that the run has. Of models without steps maps have a choice a model; where all values are those of
+    whole models there is no figure.
     """
-    rows = tables.rows_of(part, metric)
-    points = {run: tables.select(rows[rows["run"] == run], metric) for run in rows["run"].unique()}
-    points = {run: these for run, these in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in these)}
+    table: Any = part
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
+    unplaced = table[table[table.columns.intersection(records.PLACES)].isna().all(axis=1)]
+    rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
+    runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
+    points = {run: tables.select(of_run, metric, analysis=analysis) for run, of_run in runs.items()}
+    if comparing:
+        points = {run: part for run, part in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in part)}
     every = [point for of_run in points.values() for point in of_run]
-    baselines = [name for name in (look_up(metric).baseline,) if name in set(part["metric"])]
-    draw = partial(plots.model_profile, part, metric, baselines=baselines, num_layers=num_layers)
-    called = short_names(list(points))
+    called = short_names([*points])
+    if comparing and every and not any(map(_has_picture, every)):
+        points = {"": every}
 
-    def profile(options: dict[str, Any]) -> Captioned:
-        return "", partial(draw, controls=_controls(every, options), **options)
+    def lines(options: dict[str, Any]) -> Iterator[Captioned]:
+        tags, alone = options.get("tags") or {}, [p for p in every if p.other_layer is None and not tables.is_placed(p)]
+        look: dict[str, Any] = {**options, "controls": _controls(every, tags)}
+        if "layer" in options or not alone:
+            return
+        if comparing:
+            look |= {"baselines": [*levels["metric"].unique()], "num_layers": num_layers}
+            if any(map(_is_on_profile, every)):
+                yield "", partial(plots.model_profile, table, metric, **look)
+            return
+        names = levels["metric"].unique()  # not every variant has a baseline
+        options["baselines"] = look["baselines"] = [
+            name for name in names if tables.matching(tables.select(levels, name, analysis=analysis), tags)
+        ]
+        curves = partial(plots.emergence_curves, unplaced, metric, **options)
+        if any("index" in point.tags for point in every):
+            yield "Over training, the largest", curves
+        elif not any(map(tables.is_on_axes, alone)):
+            yield "", curves
+        else:
+            over = "distance" if all(point.layer is None for point in alone) else "layers"
+            yield "Over training", curves
+            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, intervals=True, **look)
+            del look["baselines"], look["controls"]
+            if look_up(metric).better and not is_in(metric, "half") and has_surface(tables.matching(alone, tags)):
+                caption = "Layers over steps; dots: the best layer"
+                yield caption, partial(plots.layer_surface, unplaced, metric, steps=steps, **look)
 
-    def figures(run: str, options: dict[str, Any]) -> list[Captioned]:
-        """Pictures that show one model, and the profile of all."""
-        of_run = rows[rows["run"] == run]
-        chosen = {"analysis": analysis, **options}
-        maps = [*_maps(of_run, metric, points[run], chosen)]
-        if any(map(_is_on_profile, every)) and "layer" not in options:
-            maps.insert(0, profile(options))  # its legend tells what it shows
-        return [("", maps[0][1])] if len(maps) == 1 else maps
+    choices = []
+    for run, of_run in points.items():
+        for options, text in choices_of(of_run):
+            chosen = {"analysis": analysis, **options}
+            figures = [*_maps(runs.get(run, table), metric, of_run, chosen)]
+            figures = [*lines(dict(chosen)), *figures] if comparing else [*figures, *lines(dict(chosen))]
+            figures = [("", figures[0][1])] if comparing and len(figures) == 1 else figures
+            name = called[run] if len(points) > 1 else ""
+            choices.append((", ".join(filter(None, [name, text])), figures))
+    return choices
 
-    if not any(map(_has_picture, every)):
-        return [(text, [profile(options)]) for options, text in choices_of(every)] if every else []
-    return [
-        (", ".join(filter(None, [called[run] if len(points) > 1 else "", text])), figures(run, options))
-        for run, of_run in points.items()
-        for options, text in choices_of(of_run)
-    ]
+
+def _controls(points: Sequence[tables.Point], tags: Mapping[str, Any]) -> list[str]:
+    return [name for name in CONTROLS if tables.matching(points, {**tags, "control": name})]
 
 
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
@@ -275,25 +270,3 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
     differing = [name for name in first if len({str(tags[name]) for tags in variants}) > 1]
     ordered = sorted(variants, key=lambda tags: tags != first)
     return [(tags, tables.choice_text({name: tags[name] for name in differing})) for tags in ordered]
-
-
-# ------------------------------------------------------------------------------------------------ layers over steps
-
-
-def surface_section(frame: pd.DataFrame) -> dict[str, Any] | None:
-    """Returns the section of layers over steps; None for a run without two steps of an analysis of tasks."""
-    table: Any = frame
-    table = table[table["step"].notna() & table["analysis"].str.split("/").str[0].isin(BASES)]
-    steps = [int(step) for step in sorted(frame["step"].dropna().unique())]
-    blocks = []
-    for (analysis, metric), part in table.groupby(["analysis", "metric"], sort=False):
-        rows = part[part["layer"].notna() & part["other_layer"].isna()]
-        rows = rows[rows[rows.columns.intersection(records.PLACES)].isna().all(axis=1)]
-        if look_up(metric).unlisted or is_in(metric, "half") or rows["step"].nunique() < 2:
-            continue
-        points, draw = tables.select(rows, metric), partial(plots.layer_surface, rows, metric, steps=steps)
-        kinds = [each for each in choices_of(points) if has_surface(tables.matching(points, each[0]["tags"]))]
-        if choices := [(text, [("", partial(draw, **options))]) for options, text in kinds]:
-            blocks.append(block(look_up(metric).with_unit, sentence(analysis), choices))
-    title = "Layers over steps"
-    return {"name": "surfaces", "title": title, "note": BLOCKS[title], "metrics": balanced(blocks)} if blocks else None

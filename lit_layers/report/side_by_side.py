@@ -187,16 +187,18 @@ def read_side_by_side(
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
     by_run: dict[str, list[StepCurve]] = {}
-    groups: dict[str, list[str]] = {}
+    groups, recipes = dict[str, list[str]](), dict[str, dict[str, str]]()
     for root in roots:
         curves = curves_of(root, settings=settings, allow_suspect=allow_suspect)
         name = curves[0].run
         if name in by_run:
             raise InputError(f"runs: {root} has the name of another, {name}: expected runs of different names")
         by_run[name] = curves
-        groups.setdefault("seeds" if seeds else _value_of(root, group) if group is not None else name, []).append(name)
-    if seeds:
-        groups = {f"{len(by_run)} seeds": list(by_run)}
+        recipes[name] = _recipe(root)
+        if group is not None and group not in recipes[name]:
+            raise InputError(f"group: the recipe of {root} has no {group}: expected a field such as data.seed")
+        of = name if group is None else f"{group.rpartition('.')[-1]}={recipes[name][group]}"
+        groups.setdefault(f"{len(roots)} seeds" if seeds else of, []).append(name)
     if taken := groups.keys() & {"analysis", "metric", "layer", "tags", "step", "title", "difference"}:
         raise InputError(f"runs: expected none to be called {taken.pop()}, which is a column of the table")
     lines: dict[Key, dict[str, Line]] = {}
@@ -218,34 +220,22 @@ def read_side_by_side(
     for analysis, named in settings_apart(drawn).items():
         each = "; ".join(f"{short(settings)} in {', '.join(names)}" for settings, names in named.items())
         notes.append(f"{analysis} had other options or other data: {each}.")
-    recipes = _differing(dict(zip(by_run, roots, strict=True)))
-    return SideBySide(groups=groups, lines=lines, notes=notes, recipes=recipes)
+    return SideBySide(groups=groups, lines=lines, notes=notes, recipes=_differing(recipes))
 
 
-def _differing(runs: Mapping[str, str | Path]) -> dict[str, str]:
-    """What the recipe of each run says of model, data, trainer and seed, where they differ."""
-    fields: dict[str, dict[str, Any]] = {}
-    for run, root in runs.items():
-        config = run_facts(Path(root)).get("config") or {}
-        parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
-        # as a record: a row of a table has one kind of number, and 3 would be 3.0
-        flat = pd.json_normalize(parts).to_dict("records")[0] if parts else {}
-        fields[run] = {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
-    names = dict.fromkeys(name for said in fields.values() for name in said)
-    apart = [name for name in names if len({said.get(name) for said in fields.values() if said}) > 1]
-    return {run: ", ".join(f"{name} {said[name]}" for name in apart if name in said) for run, said in fields.items()}
+def _recipe(root: str | Path) -> dict[str, str]:
+    """Return what the recipe of a run says of model, data, trainer and seed: by path, which leaves out `init_args`."""
+    config = run_facts(Path(root)).get("config") or {}
+    parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
+    # as a record: a row of a table has one kind of number, and 3 would be 3.0
+    flat = pd.json_normalize(parts).to_dict("records")[0] if parts else {}
+    return {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
 
 
-def _value_of(root: str | Path, name: str) -> str:
-    """What a run's recipe says of a field, whose path leaves out `init_args`."""
-    content: Any = run_facts(Path(root)).get("config") or {}
-    for part in name.split("."):
-        if isinstance(content, dict) and part not in content:
-            content = content.get("init_args")
-        if not isinstance(content, dict) or part not in content:
-            raise InputError(f"group: the recipe of {root} has no {name}: expected a field such as data.seed")
-        content = content[part]
-    return f"{name.rpartition('.')[-1]}={content}"
+def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    names = dict.fromkeys(name for recipe in recipes.values() for name in recipe)
+    apart = [name for name in names if len({recipe.get(name) for recipe in recipes.values() if recipe}) > 1]
+    return {run: ", ".join(f"{name} {said[name]}" for name in apart if name in said) for run, said in recipes.items()}
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -290,30 +280,21 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
 def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
     """Returns one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
-    frames, layers = spread(steps, _FRAMES), sorted(by_layer)
-    series = []
+    frames, series = spread(steps, _FRAMES), []
     for number, name in enumerate(groups):
-        of_group = [(layer, by_layer[layer][name]) for layer in layers if name in by_layer[layer]]
-        rows = [
-            (frame, layer, line, int(np.searchsorted(line.at, step)))
-            for frame, step in enumerate(frames)
-            for layer, line in of_group
-        ]
-        if not rows:
-            continue
-        parts: dict[str, Any] = {
-            part: rounded(getattr(line, of)[at] for _, _, line, at in rows)
-            for part, of in (("y", "values"), ("low", "low"), ("high", "high"))
+        lines = {layer: by_layer[layer][name] for layer in sorted(by_layer) if name in by_layer[layer]}
+        places = [(frame, layer) for frame in range(len(frames)) for layer in lines]
+        ends: dict[str, Any] = {
+            end: rounded(getattr(lines[n], of)[np.searchsorted(lines[n].at, frames[frame])] for frame, n in places)
+            for end, of in (("y", "values"), ("low", "low"), ("high", "high"))
         }
         look = {"color": color_of(number), "width": 2.0, "mark": symbol_of(number), "legend": True, "name": name}
-        series.append(
-            Series(x=[layer for _, layer, _, _ in rows], frame=[frame for frame, *_ in rows], **parts, **look)
-        )
-    first = next(iter(by_layer[layers[-1]].values())).curve
+        frame, x = [frame for frame, _ in places], [layer for _, layer in places]
+        series += [Series(x=x, frame=frame, **ends, **look)] if places else []
+    first = next(iter(by_layer[max(by_layer)].values())).curve
     title = first.title.removesuffix(f", layer {first.layer}")
-    return Chart(
-        title=title, x=layer_axis(), y=value_axis(first.metric), series=series, frames=[int(step) for step in frames]
-    )
+    look = {"x": layer_axis(), "y": value_axis(first.metric), "frames": [int(step) for step in frames]}
+    return Chart(title=title, series=series, **look)
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -66,7 +66,6 @@ def card(**changes) -> Card:
         validation={layer: Score(value, value, value) for layer, value in values.items()},
         baseline=0.3,
         shares={},
-        test_metric="accuracy",
         test={layer: Score(value - 0.01, 0, 1) for layer, value in values.items()},
         difference=Score(0, 0, 0),
         probe=None,
