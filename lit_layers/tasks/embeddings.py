@@ -242,7 +242,7 @@ def opened(
     with refused(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{name}.lock"):
-        yield TaskEmbeddings(view, embedding, folder / name)
+        yield TaskEmbeddings(view, embedding, folder / name, weights_hash)
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -256,6 +256,7 @@ class TaskEmbeddings:
     view: LayeredModel
     embedding: Embedding
     folder: Path
+    weights_hash: str | None = None
     num_cut: int = 0
     num_empty: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
@@ -309,7 +310,7 @@ class TaskEmbeddings:
 
     def _add(self, texts: list[str]) -> None:
         encoded, num_empty = self.embedding.encode(texts)
-        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan"}
+        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan", "hashed": self.weights_hash}
         self._chunks.append(text_features(self.view, encoded, cache=self.folder, **how))
         self._places |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
         self.num_cut += encoded.num_cut

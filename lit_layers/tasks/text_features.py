@@ -180,6 +180,7 @@ def text_features(
     cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
     last: Pooling | None = None,
+    hashed: str | None = None,
 ) -> LayerFeatures:
     """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
@@ -190,7 +191,7 @@ def text_features(
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
     kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
-    instead and new ones are left there.
+    instead and new ones are left there; `hashed` is the weights' hash where the caller has it already.
 
     Raises:
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
@@ -210,7 +211,7 @@ def text_features(
         scratch = Scratch()
         write(scratch.folder)
         return LayerFeatures(scratch.folder, scratch=scratch)
-    folder = Path(cache) / _key(model, texts, how)
+    folder = Path(cache) / _key(model, texts, how, hashed or weights_hash(model.model))
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -320,9 +321,9 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
 
 
-def _key(model: LayeredModel, texts: EncodedTexts, how: _How) -> str:
+def _key(model: LayeredModel, texts: EncodedTexts, how: _How, hashed: str) -> str:
     """Return a hash of all that decides the numbers: weights and how they are run, tokens, pooling, states."""
-    facts = [_FORMAT, weights_hash(model.model), type(model.model).__name__, model.attention, str(model.dtype)]
+    facts = [_FORMAT, hashed, type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
     facts += [config.to_json_string() if config is not None else "", texts.content_hash(), how.pooling, how.states]
     facts += [_hash_of_buffers(model), *([how.last] if how.last != how.pooling else [])]
