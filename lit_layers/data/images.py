@@ -1,7 +1,6 @@
 """Labelled image sets by name, and a fixed set of images to measure on, as the model wants to see them."""
 
 import functools
-import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +22,6 @@ from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 SMALL = 64  # px; images up to this size are kept decoded (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
 _HELD_OUT = ("val", "valid", "validation", "test")
@@ -90,19 +88,17 @@ class EncodedPictures(Pictures):
 def decoded(source: Path | bytes | None, name: str) -> Image.Image:
     """Return an image in RGB, turned upright as its EXIF data ask for, from a file or its bytes.
 
-    Sixteen bits are scaled to eight. Transparency is dropped, as timm and torchvision do.
+    Transparency is dropped, as timm and torchvision do.
     """
     try:
         with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as opened:
             image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
-                image = Image.fromarray(np.round(np.asarray(image) / 257).astype(np.uint8))  # convert cuts off at 255
             if image.mode in _EIGHT_BITS:
                 return image.convert("RGB")
             kind = image.mode
     except _BROKEN as error:
         raise InputError(f"{name} is no image that can be read ({' '.join(str(error).split())})") from error
-    raise InputError(f"{name} has pixels of the kind {kind}, whose range is not known: save it in RGB")
+    raise InputError(f"{name} has pixels of the kind {kind}, not of 8 bits in RGB or grey: save it in RGB")
 
 
 def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
@@ -190,12 +186,18 @@ def image_source(name: str) -> ImageSource:
     if name == "digits":
         return ImageSource(name, _digits)
     path = whole_path(name)
+    if (path / "train").is_dir() and not list(path.glob("train/*.parquet")):
+        return ImageSource(name, functools.partial(_folders, path))
     if path.exists():
-        return ImageSource(name, _local(path))
+        if not list(path.rglob("*.parquet")):
+            raise InputError(
+                f"source: {path} holds neither parquet files nor train/CLASS/*.jpg: docs/images.md converts others"
+            )
+        return ImageSource(name, functools.partial(_data_set, str(path)))
     hub = HUB_NAMES.get(name, name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", hub) or name.startswith((".", "/", "~")):
         raise InputError(f"source: expected digits, cifar10, cifar100, an existing path or ORG/NAME, got {name!r}")
-    return ImageSource(name, lambda split: _hub(hub, split))
+    return ImageSource(name, functools.partial(_data_set, hub))
 
 
 def _digits(split: Split) -> Content:
@@ -214,77 +216,66 @@ def _digits(split: Split) -> Content:
     return pictures, tuple(map(str, range(10)))
 
 
-def _local(path: Path) -> Callable[[Split], Content]:
-    if (path / "train").is_dir() and not list(path.glob("train/*.parquet")):
-        return functools.partial(_folders, path)
-    if path.is_dir() and list(path.rglob("*.parquet")):
-        return functools.partial(_parquet, path)
-    raise InputError(
-        f"source: {path} holds neither parquet files nor train/CLASS/*.jpg: docs/images.md converts others"
-    )
-
-
 def _folders(root: Path, split: Split) -> Content:
     """train/CLASS/*.jpg, and beside train one of val, valid, validation, test."""
+    from torchvision.datasets import ImageFolder
+
     held_out = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
     if held_out is None:
         raise InputError(f"{root}: expected a folder val (or test) beside train, found none")
-    names = [
-        sorted(path.name for path in (root / each).iterdir() if path.is_dir() and path.name[0] != ".")
-        for each in ("train", held_out)
-    ]
+    try:
+        folders = {"train": ImageFolder(root / "train"), "test": ImageFolder(root / held_out)}
+    except FileNotFoundError as error:
+        raise InputError(f"{root}: {error}") from error
+    names = [folder.classes for folder in folders.values()]
     if names[0] != names[1]:
         odd = sorted(set(names[0]) ^ set(names[1]))[0]
         place = "train" if odd in names[0] else held_out
         raise InputError(
             f"{root}: {len(names[0])} classes in train and {len(names[1])} in {held_out}; class {odd!r} is in {place}"
         )
-    folder, files, labels = root / ("train" if split == "train" else held_out), [], []
-    for label, name in enumerate(names[0]):
-        images = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
-        if not images:
-            raise InputError(f"{folder / name}: expected images ({', '.join(SUFFIXES)}) of class {name!r}, found none")
-        files += images
-        labels += [label] * len(images)
-    listing = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
-    return EncodedPictures(files.__getitem__, torch.tensor(labels), split, sha16(listing)), tuple(names[0])
+    files = [Path(file) for file, _ in folders[split].samples]
+    labels = torch.tensor([label for _, label in folders[split].samples])
+    return EncodedPictures(files.__getitem__, labels, split, _listing(root, files)), tuple(names[0])
 
 
-def _parquet(folder: Path, split: Split) -> Content:
-    """Files named after their split, as on the Hub: train-00000-of-00005.parquet."""
-    import datasets
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    names = ("train",) if split == "train" else ("validation", "valid", "val", "test")
-    files = {file.relative_to(folder).as_posix().replace("_", "-"): file for file in sorted(folder.rglob("*.parquet"))}
-    by_name = ([file for path, file in files.items() if re.match(rf"{name}\b", path)] for name in names)
-    chosen = next(filter(None, by_name), None)
-    if chosen is None:
-        raise InputError(f"source: expected parquet files {names[0]}-*.parquet in {folder}, it has {', '.join(files)}")
-    try:
-        columns = _columns(pq.read_schema(chosen[0]).names, str(chosen[0]))
-        rows = datasets.Dataset(pq.read_table(chosen, columns=[*columns]))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"source: {chosen[0]} is no parquet file that can be read ({error})") from error
-    listing = "".join(f"{file.name} {file.stat().st_size} " for file in chosen)
-    return _of_rows(rows, f"{folder} ({chosen[0].name}, ...)", hashlib.sha256(listing.encode()).hexdigest())
+def _listing(root: Path, files: Sequence[Path]) -> str:
+    return sha16("".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files))
 
 
-def _hub(name: str, split: Split) -> Content:
-    """A data set of the Hub, or its copy in the local cache; held out is validation, or test where there is none."""
+def _data_set(name: str, split: Split) -> Content:
+    """Read parquet files of a folder or a data set of the Hub; held out is validation, or test where there is none."""
     import datasets
 
-    path, _, config = name.partition(":")
-    what = f"source: {name!r} is no local path and cannot be had from the Hub"
-    with asking_the_hub(what, "check the name and the network"):
-        splits: Any = datasets.load_dataset(path, config or None)
+    is_local, (path, _, config) = Path(name).is_dir(), name.partition(":")
+    what, advice = f"source: {name!r} is no local path and cannot be had from the Hub", "check the name and the network"
+    if is_local:
+        what, advice = f"source: the parquet files of {name} cannot be read", "copy them again"
+    with asking_the_hub(what, advice):
+        try:
+            where: Any = ("parquet", None, name) if is_local else (path, config or None)
+            splits: Any = datasets.load_dataset(*where)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise OSError(str(error.__cause__)) from error
     order = ("train",) if split == "train" else ("validation", "valid", "test")
     chosen = next((each for each in order if each in splits), None)
     if chosen is None:
         raise InputError(f"{name}: expected a split {' or '.join(order)}, it has {', '.join(splits)}")
-    rows = splits[chosen]
-    return _of_rows(rows, f"the {chosen} split of {name}", rows._fingerprint)
+    rows, place = splits[chosen], f"the {chosen} split of {name}"
+    image, label = _columns(rows.column_names, place)
+    names, labels = getattr(rows.features[label], "names", None), rows[label][:]
+    if (row := next((row for row, each in enumerate(labels) if not isinstance(each, int)), None)) is not None:
+        raise InputError(f"source: row {row} of {place} has the label {labels[row]!r}: expected a whole number")
+    images = rows.cast_column(image, datasets.Image(decode=False)).data.column(image)
+
+    def encoded(index: int) -> bytes | Path:
+        value = images[index].as_py()
+        return value["bytes"] if value["bytes"] is not None else Path(value["path"])
+
+    # the fingerprint of local rows holds when their files were written
+    fingerprint = _listing(Path(name), sorted(Path(name).rglob("*.parquet"))) if is_local else rows._fingerprint
+    pictures = EncodedPictures(encoded, torch.tensor(labels), place, fingerprint)
+    return _decoded_if_small(pictures), None if names is None else tuple(names)
 
 
 def _columns(names: Sequence[str], place: str) -> tuple[str, str]:
@@ -298,26 +289,6 @@ def _columns(names: Sequence[str], place: str) -> tuple[str, str]:
             )
         columns.append(column)
     return columns[0], columns[1]
-
-
-def _of_rows(rows: Any, place: str, fingerprint: str) -> Content:
-    """The images of a data set of `datasets`; as one tensor where they are small, which is judged by the first."""
-    import datasets
-
-    image, label = _columns(rows.column_names, place)
-    names, labels = getattr(rows.features[label], "names", None), rows[label][:]
-    if not labels:
-        raise InputError(f"source: {place} has no rows")
-    if (row := next((row for row, each in enumerate(labels) if not isinstance(each, int)), None)) is not None:
-        raise InputError(f"source: row {row} of {place} has the label {labels[row]!r}: expected a whole number")
-    images = rows.cast_column(image, datasets.Image(decode=False)).data.column(image)
-
-    def encoded(index: int) -> bytes | Path:
-        value = images[index].as_py()
-        return value["bytes"] if value["bytes"] is not None else Path(value["path"])
-
-    pictures = EncodedPictures(encoded, torch.tensor(labels), place, fingerprint)
-    return _decoded_if_small(pictures), None if names is None else tuple(names)
 
 
 Normalisation = Literal["imagenet", "half", "source"]

@@ -128,8 +128,14 @@ def broken_folder(root, change) -> str:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda root: (root / "train" / "emu").mkdir(), "3 classes in train and 2 in val; class 'emu' is in train"),
-        (lambda root: [file.unlink() for file in (root / "val" / "dog").iterdir()], "of class 'dog', found none"),
+        (
+            lambda root: (root / "train" / "dog").rename(root / "train" / "emu"),
+            "2 classes in train and 2 in val; class 'dog' is in val",
+        ),
+        (
+            lambda root: [file.unlink() for file in (root / "val" / "dog").iterdir()],
+            "no valid file for the classes dog",
+        ),
         (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no image"), "cat/0.png is no image that can be"),
         (lambda root: (root / "val").rename(root / "other"), "expected a folder val (or test) beside train"),
     ],
@@ -169,10 +175,10 @@ def test_what_is_wrong_with_a_table_is_named(train, test, columns, sentence, tmp
 def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
     images = [encoded(image) for image in pixels(3)]
     write_parquet(tmp_path / "broken", "train", [images[0], images[1][:40], images[2]], [0, 1, 2])
-    with pytest.raises(InputError, match="row 1 of .*broken.* is no image that can be read"):
+    with pytest.raises(InputError, match="row 1 of .*broken is no image that can be read"):
         _ = image_source(str(tmp_path / "broken")).train
     write_parquet(tmp_path / "odd", "train", [*images[:2], encoded(pixels(1, size=5)[0])], [0, 1, 2])
-    with pytest.raises(InputError, match="row 2 of .*odd.* is 5 x 5 px where the first image is 6 x 6"):
+    with pytest.raises(InputError, match="row 2 of .*odd is 5 x 5 px where the first image is 6 x 6"):
         _ = image_source(str(tmp_path / "odd")).train
 
 
@@ -184,12 +190,13 @@ def test_a_source_that_is_nothing_known_is_refused(name):
 
 def test_a_file_that_is_no_parquet_is_refused_and_a_split_that_is_not_there(tmp_path):
     (tmp_path / "train-0.parquet").write_bytes(b"nothing")
-    with pytest.raises(InputError, match="train-0.parquet is no parquet file that can be read"):
+    with pytest.raises(InputError, match=r"the parquet files of .* cannot be read \(ArrowInvalid: .*: copy them again"):
         _ = image_source(str(tmp_path)).train
-    with pytest.raises(InputError, match=r"expected parquet files validation-\*.parquet in .* it has train-0.parquet"):
-        _ = image_source(str(tmp_path)).test
+    write_parquet(tmp_path / "half", "train", [encoded(image) for image in pixels(3)], [0, 1, 2])
+    with pytest.raises(InputError, match="half: expected a split validation or valid or test, it has train"):
+        _ = image_source(str(tmp_path / "half")).test
     with pytest.raises(InputError, match="holds neither parquet files nor train/CLASS"):
-        image_source(str(tmp_path / "train-0.parquet"))
+        image_source(str(tmp_path / "half" / "train-00000-of-00001.parquet"))
 
 
 def rows_of_the_hub(images: np.ndarray, labels: list[int]):
@@ -229,32 +236,21 @@ def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
     assert test.labels.bincount().tolist() == [800] * 10
 
 
-EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "I;16B", "LAB")
+EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "LAB")
 
 
 @pytest.mark.parametrize("mode", EVERY_MODE)
-def test_every_kind_of_pixels_is_converted_scaled_or_refused_by_name(mode):
+def test_every_kind_of_pixels_is_converted_or_refused_by_name(mode):
     levels = np.array([[0, 255], [85, 170]], dtype=np.uint8)
-    if mode.startswith("I;16"):
-        image = Image.frombytes(mode, (2, 2), (levels.astype(">u2" if mode == "I;16B" else "<u2") * 257).tobytes())
-    else:
-        image = Image.new("LAB", (2, 2)) if mode == "LAB" else Image.fromarray(levels).convert(mode)
+    image = Image.new(mode, (2, 2)) if mode in ("LAB", "I;16") else Image.fromarray(levels).convert(mode)
     raw = io.BytesIO()
-    image.save(raw, "TIFF" if mode in ("CMYK", "F", "LAB", "I", "I;16B") else "PNG")
-    if mode in ("I", "F", "LAB"):
-        with pytest.raises(InputError, match=f"x has pixels of the kind {mode}, whose range is not known"):
+    image.save(raw, "TIFF" if mode in ("CMYK", "F", "LAB", "I") else "PNG")
+    if mode in ("I", "F", "I;16", "LAB"):
+        with pytest.raises(InputError, match=f"x has pixels of the kind {mode}, not of 8 bits in RGB or grey"):
             decoded(raw.getvalue(), "x")
         return
     expected = np.asarray(image.convert("L")) if mode in ("1", "P") else levels
     assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.stack([expected] * 3, -1))
-
-
-@pytest.mark.parametrize("kind", ["PNG", "PPM"])
-def test_sixteen_bits_are_scaled_and_not_cut_off(tmp_path, kind):
-    values = np.array([[0, 128, 129, 385], [386, 1000, 32768, 65535]], dtype=np.uint16)
-    Image.fromarray(values).save(tmp_path / "x", kind)
-    expected = np.round(values / 65535 * 255)
-    assert np.array_equal(np.asarray(decoded(tmp_path / "x", "x"))[..., 1], expected)
 
 
 def test_an_image_is_upright_as_datasets_has_it_and_without_transparency():
