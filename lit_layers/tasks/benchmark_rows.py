@@ -1,4 +1,4 @@
-"""Rows of benchmarks in local files, as lm-eval's own task definitions have them, and what a model made of each row.
+"""Rows of benchmarks in local files, and what a model made of each row.
 
 Scores are means over rows with their errors; they are kept in one JSON file for each task and schedule, so that an
 interrupted run goes on where it was.
@@ -7,10 +7,9 @@ interrupted run goes on where it was.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,9 @@ EXAMPLES = "train"  # the split that worked examples are drawn from
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a task by split, in the columns of lm-eval's definition, and what of that definition is ours.
+    """The rows of a task by split, in the columns of the local files.
 
-    `definition` is a task file within lm-eval.
+    `definition` is a task file within lm-eval, `settings` are what is written otherwise for these columns.
     """
 
     name: str
@@ -59,13 +58,13 @@ def local_rows(task: str, folder: Path, limit: int | None = None, *, training: b
     """
     official = find("benchmark", task, "give a task file of lm-eval (yaml)")
     row, copy = official.in_folder(folder), local_copy("benchmark", task, folder)
-    as_official, columns = _AS_OFFICIAL.get(task, dict), dict.fromkeys(row.text, "columns")
+    columns = dict.fromkeys(row.text, "columns")
     if training and copy.paths(EXAMPLES) == copy.paths(row.split):
         raise InputError(f"task {task}: {copy.paths(EXAMPLES)[0]} holds the rows that are scored: list files of train")
     try:
-        rows = {row.split: _rows(task, row.read([row.split], columns), as_official, limit)}
+        rows = {row.split: _rows(task, row.read([row.split], columns), limit)}
         if row.examples or training:
-            rows[EXAMPLES] = _rows(task, row.read([EXAMPLES], columns), as_official, None)
+            rows[EXAMPLES] = _rows(task, row.read([EXAMPLES], columns), None)
             if len(rows[EXAMPLES]) < row.examples:
                 raise InputError(f"{row.examples} worked examples are needed, there are {len(rows[EXAMPLES])}")
     except InputError as error:
@@ -75,50 +74,16 @@ def local_rows(task: str, folder: Path, limit: int | None = None, *, training: b
     return LocalRows(task, row.split, rows, row.source, settings, copy.difference)
 
 
-def _rows(task: str, read: Columns, as_official: Callable[[Row], Row], limit: int | None) -> list[Row]:
-    plain = [dict(zip(read.values, values, strict=True)) for values in zip(*read.values.values(), strict=True)][:limit]
-    if not plain:
+def _rows(task: str, read: Columns, limit: int | None) -> list[Row]:
+    rows = [dict(zip(read.values, values, strict=True)) for values in zip(*read.values.values(), strict=True)][:limit]
+    if not rows:
         raise InputError(f"{read.place} has no row: a score needs at least one")
-    rows = []
-    for number, row in enumerate(plain):
-        try:
-            if "choices" in row and row["label"] not in range(len(row["choices"])):
-                raise ValueError(f"{len(row['choices'])} choices and the label {row['label']}")
-            rows.append(as_official(row))
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-            raise InputError(f"{read.place}: row {number} is no row of {task} ({error})") from error
+    for number, row in enumerate(rows):
+        choices = row.get("choices")
+        if choices is not None and row["label"] not in range(len(choices)):
+            why = f"{len(choices)} choices and the label {row['label']}"
+            raise InputError(f"{read.place}: row {number} is no row of {task} ({why})")
     return rows
-
-
-def _lettered(row: Row) -> Row:
-    letters = list(ascii_uppercase[: len(row["choices"])])
-    return row | {"choices": {"text": row["choices"], "label": letters}, "answerKey": letters[row["label"]]}
-
-
-def _winogrande(row: Row) -> Row:
-    first, second = row["choices"]
-    return {"sentence": row["sentence"], "option1": first, "option2": second, "answer": str(row["label"] + 1)}
-
-
-def _piqa(row: Row) -> Row:
-    first, second = row["choices"]
-    return {"goal": row["goal"], "sol1": first, "sol2": second, "label": row["label"]}
-
-
-def _sciq(row: Row) -> Row:
-    wrong = {f"distractor{number}": text for number, text in enumerate(row["distractors"], 1)}
-    return {name: row[name] for name in ("question", "support", "correct_answer")} | wrong
-
-
-# From rows with a list of choices and the number of the right one to the data set's own columns.
-_AS_OFFICIAL: dict[str, Callable[[Row], Row]] = {
-    "arc_challenge": _lettered,
-    "arc_easy": _lettered,
-    "openbookqa": lambda row: _lettered(row) | {"question_stem": row["question"]},
-    "winogrande": _winogrande,
-    "piqa": _piqa,
-    "sciq": _sciq,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
