@@ -152,16 +152,8 @@ def _content(records: list[Record]) -> bytes:
     import pyarrow.parquet as pq
 
     metrics, layers, tags = zip(*map(key_of, records), strict=True)
-    vectors: Any = [record.by_prompt for record in records]
-    offsets = np.cumsum([0, *map(len, vectors)], dtype=np.int32)
-    values = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors), pa.float32()))
-    arrays = [pa.array(metrics, pa.string()), pa.array(layers, pa.int32()), pa.array(tags, pa.string()), values]
-    table = pa.table(arrays, names=[*COLUMNS])
+    vectors = pa.array([record.by_prompt for record in records], pa.list_(pa.float32()))
+    table = pa.table([pa.array(metrics), pa.array(layers, pa.int32()), pa.array(tags), vectors], names=[*COLUMNS])
     sink = io.BytesIO()
-    # Of float32 the bytes of equal weight lie together: 15% smaller.
-    options: Any = {
-        "use_dictionary": ["metric", "tags"],
-        "column_encoding": {"values.list.element": "BYTE_STREAM_SPLIT"},
-    }
-    pq.write_table(table, sink, compression="zstd", store_schema=False, write_statistics=False, **options)
+    pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()

@@ -195,14 +195,11 @@ def frame(
     measurements: Iterable[Measurement] | Measurement | str | Path | Sequence[str | Path],
     *,
     settings: Settings = (),
-    analysis: str | None = None,
-    metric: str | None = None,
-    layer: int | None = None,
 ) -> pd.DataFrame:
-    """Returns the tidy table: one row a number, one column a tag.
+    """Return the tidy table: one row a number, one column a tag.
 
     Measurements may be given by their file, the folder of a run, or several of these; then a first column `root` says
-    which. With `analysis`, and perhaps `metric` and `layer`, the table has only their rows.
+    which.
 
     The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
     others that `settings` names: `last`, `all`, names; one that failed gives no rows. A tag that is named like one of
@@ -210,11 +207,8 @@ def frame(
     all. Figures refuse suspect rows unless they are told otherwise, and rows of several settings.
 
     Raises:
-        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there; a metric or
-            layer of no analysis.
+        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there.
     """
-    if analysis is None and (metric is not None or layer is not None):
-        raise InputError("frame: metric and layer choose among the numbers of an analysis: name one")
     given = [measurements] if isinstance(measurements, Measurement | str | Path) else [*measurements]
     places = [each for each in given if not isinstance(each, Measurement)]
     files = [Path(place) / "measurements.jsonl" if Path(place).is_dir() else Path(place) for place in places]
@@ -226,11 +220,8 @@ def frame(
     pairs: list[tuple[Measurement, Record]] = []
     table: dict[str, Any] = {"root": []} if roots else {}
     for run, root in zip(runs, roots or [""], strict=True):
-        of_analysis = [m for m in of_one_training(run) if analysis in (None, m.analysis)]
         known = len(pairs)
-        for m in shown(of_analysis, settings):
-            found = m.records if m.error is None else []
-            pairs += [(m, r) for r in found if metric in (None, r.metric) and layer in (None, r.layer)]
+        pairs += [(m, record) for m in shown(run, settings) if m.error is None for record in m.records]
         if roots:
             table["root"] += [root] * (len(pairs) - known)
     if roots:

@@ -98,10 +98,7 @@ class Scratch:
 
 
 def export(frame: "pd.DataFrame", path: str | Path) -> None:
-    """Writes a table as Parquet or CSV, whole or not at all.
-
-    In CSV a text that a spreadsheet would run as a formula (it begins with = + - @, a tab or a line break, and is no
-    number) has an apostrophe before it.
+    """Write a table as Parquet or CSV, whole or not at all.
 
     Raises:
         InputError: for another ending than .parquet or .csv, or where the file cannot be written.
@@ -110,7 +107,7 @@ def export(frame: "pd.DataFrame", path: str | Path) -> None:
     if path.suffix not in (".parquet", ".csv"):
         raise InputError(f"expected a file that ends in .parquet or .csv, got {path.name!r}")
     if path.suffix == ".csv":
-        content = _without_formulas(frame).to_csv(index=False)
+        content = frame.to_csv(index=False)
     else:
         mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
         content = frame.astype(mixed).where(frame.notna(), None).to_parquet(index=False)
@@ -136,24 +133,3 @@ def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:
             else:
                 write_json(folder / name, content)
     return [folder / name for name in files]
-
-
-# What a spreadsheet takes for a formula; a negative number is none.
-_FORMULA = re.compile(r"(?![+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$)[=+\-@\t\n]")
-
-
-def _without_formulas(frame: "pd.DataFrame") -> "pd.DataFrame":
-    from pandas.api.types import is_any_real_numeric_dtype
-
-    safe = frame.rename(columns=_no_formula)
-    for name in safe.columns:
-        if not is_any_real_numeric_dtype(safe[name]):
-            safe[name] = safe[name].map(_no_formula, na_action="ignore")
-    return safe
-
-
-def _no_formula(cell: Any) -> Any:
-    if not isinstance(cell, str):
-        return cell
-    cell = cell.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote a carriage return, which ends a row
-    return f"'{cell}" if _FORMULA.match(cell) else cell
