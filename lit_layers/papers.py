@@ -4,11 +4,8 @@ A recipe is data: what is shown, and steps that each name a command of lit-layer
 would (docs/papers.md).
 """
 
-import csv
 import functools
-import io
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +17,7 @@ from pydantic import Field
 
 from lit_layers import records, schema
 from lit_layers.errors import InputError
-from lit_layers.identity import Measurement, Record, same_tag, shown
+from lit_layers.identity import same_tag
 from lit_layers.schema import Count, Expected, Tag
 
 PAPERS = {
@@ -237,8 +234,7 @@ Verdict = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A printed number, the measured one with its 95% interval, and what becomes of them.
 
     `verdict`: whether the printed number lies `inside` the interval, widened by the error of reading it off a figure,
@@ -256,23 +252,10 @@ class Row:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """For a printed table."""
-        interval = "" if self.low is None or self.high is None else f"{_short(self.low)} to {_short(self.high)}"
-        measured = "" if self.measured is None else _short(self.measured)
-        names = {"": self.what, "published": self.published, "measured": measured, "95%": interval}
+        """Return the cells of a printed table."""
+        interval = "" if self.low is None else f"{_short(self.low)} to {_short(self.high)}"
+        names = {"": self.what, "published": self.published, "measured": _short(self.measured), "95%": interval}
         return names | {"the published number is": f"{self.verdict}{f': {self.note}' if self.note else ''}"}
-
-
-class _Number(NamedTuple):
-    """What was measured, and its 95% interval: its value where none is known."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        return (self.value, self.value) if self.low is None or self.high is None else (self.low, self.high)
 
 
 class _MissingError(Exception):
@@ -280,33 +263,27 @@ class _MissingError(Exception):
 
 
 def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
-    """Return a row for each printed number. A reduced run is not judged, and one row counts the models that it lacks.
+    """Return a row for each printed number. A reduced run is not judged, and one row counts the numbers that it lacks.
 
     Raises:
         InputError: a damaged file of measurements.
     """
     read = functools.cache(_content)  # a step's file has many of them
     rows, num_left_out = [], 0
-    named = json.dumps([recipe.steps, recipe.sizes | recipe.reduced])
     for each in recipe.numbers():
-        facts: Any = {"what": each.what, "published": each.printed}
         try:
             number = _find(each.measured, root, read)
-            found = {"measured": number.value, "low": number.low, "high": number.high}
-            rows.append(Row(**facts, verdict="reduced" if reduced else _verdict(each, number), **found))
+            rows.append(Row(each.what, each.printed, "reduced" if reduced else _verdict(each, *number), *number))
         except _MissingError as why:
-            if reduced and each.measured.run and f'"{each.measured.run}"' not in named:
-                num_left_out += 1
-            else:
-                rows.append(Row(**facts, verdict="not measured", note=str(why)))
+            num_left_out += reduced
+            rows += [] if reduced else [Row(each.what, each.printed, "not measured", note=str(why))]
     if num_left_out:
-        what = f"{num_left_out} numbers of models that the reduced recipe does not name"
-        rows.append(Row(what=what, published="", verdict="not measured"))
+        rows.append(Row(f"{num_left_out} numbers that the reduced recipe lacks", "", "not measured"))
     return rows
 
 
 def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterable[str] = ()) -> list[Path]:
-    """Writes comparison.csv and comparison.md, and returns their paths.
+    """Write comparison.csv and comparison.md, and return their paths.
 
     Raises:
         InputError: where the folder cannot be written.
@@ -315,93 +292,66 @@ def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterabl
     lines = [header, ["---"] * len(header), *(list(row.cells().values()) for row in rows)]
     table = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines if line]
     text = "\n".join([f"# {title}", "", *(f"{note}\n" for note in notes), *table]) + "\n"
-    numbers = pd.DataFrame([vars(row) for row in rows])
-    return records.write_files(root, {f"{NAME}.csv": numbers, f"{NAME}.md": text})
+    return records.write_files(root, {f"{NAME}.csv": pd.DataFrame(rows, columns=Row._fields), f"{NAME}.md": text})
 
 
-def _verdict(published: Published, number: _Number) -> Verdict:
-    low, high = number.ends
+def _verdict(published: Published, value: float, low: float | None, high: float | None) -> Verdict:
     if published.value is None:
+        ends = (value, value) if low is None or high is None else (low, high)
         least, most = published.at_least, published.at_most
-        holds = [(least is None or end >= least) and (most is None or end <= most) for end in (low, high)]
+        holds = [(least is None or end >= least) and (most is None or end <= most) for end in ends]
         return "holds" if all(holds) else "undecided" if any(holds) else "fails"
-    if number.low is None or number.high is None:
+    if low is None or high is None:
         return "no interval"
     if not low - published.error <= published.value <= high + published.error:
         return "outside"
     return "too wide" if high - low > abs(published.value) > 0 else "inside"
 
 
-def _find(place: Place, root: Path, read: Callable[[Path], Any]) -> _Number:
-    """The number of a place.
+def _content(path: Path) -> Any:
+    if path.suffix == ".jsonl":
+        return records.frame(path)
+    return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else pd.read_csv(path)
+
+
+def _find(place: Place, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
+    """Return the number of a place and the ends of its interval, None where they are not known.
 
     Raises:
         _MissingError: there is none.
     """
     path = root / (place.file or Path(place.root, "measurements.jsonl"))
+    name = str(path.relative_to(root))
     if not path.is_file():
-        raise _MissingError(f"there is no {path.relative_to(root)}")
-    find = {"": _in_records, ".csv": _in_csv, ".json": _in_json}[path.suffix if place.file else ""]
-    return find(read(path), place)
+        raise _MissingError(f"there is no {name}")
+    found, column = read(path), place.column or "value"
+    if path.suffix == ".json":
+        for key in place.column.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        found, column = found if isinstance(found, Mapping) else {"value": found}, "value"
+    else:
+        found = _row(found, place, name)
+    of = "" if column == "value" else f"{column}_"
+    ends = [found.get(end) for end in (column, f"{of}low", f"{of}high")]
+    value, low, high = (None if pd.isna(end) else float(end) for end in ends)
+    if value is None:
+        raise _MissingError("undefined" if path.suffix != ".json" else f"{name} has no {place.column}")
+    return value, low, high
 
 
-def _content(path: Path) -> Any:
-    if path.suffix == ".jsonl":
-        return shown(records.read(path))
-    text = path.read_text(encoding="utf-8")
-    return json.loads(text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
-
-
-def _in_records(measurements: Sequence[Measurement], place: Place) -> _Number:
-    of_run = [each for each in measurements if place.run in (None, each.run)]
-    fit = [each for each in of_run if each.analysis == place.analysis and place.step in (None, each.step)]
-    if not fit:
-        where, steps = f" of {place.run}" if place.run else "", {each.step for each in of_run}
-        if place.step is not None and steps and place.step not in steps:
-            raise _MissingError(f"step {place.step}{where} is not among those measured")
-        raise _MissingError(f"no {place.analysis}{where}")
-    if len(fit) > 1:
-        raise _MissingError(f"{len(fit)} measurements fit: name a run or a step")
-    if fit[0].error is not None:
-        raise _MissingError(f"{place.analysis} failed: {fit[0].error}")
-    numbers = [record for record in fit[0].records if _is_meant(record, place)]
-    if not numbers:
-        raise _MissingError(f"{place.analysis} has no such {place.metric}")
-    if len(numbers) > 1:
-        first, second = numbers[0].tags, numbers[1].tags
-        differing = sorted(name for name in {**first, **second} if first.get(name) != second.get(name))
-        raise _MissingError(f"{len(numbers)} numbers fit: name their tags, such as {', '.join(differing)}")
-    return _number(vars(numbers[0]), "undefined")
-
-
-def _is_meant(record: Record, place: Place) -> bool:
-    same = (record.metric, record.layer, record.other_layer) == (place.metric, place.layer, place.other_layer)
-    aside = [name for name in ASIDE if name in record.tags and name not in place.tags]
-    return same and not aside and all(same_tag(record.tags.get(name), value) for name, value in place.tags.items())
-
-
-def _in_csv(rows: Sequence[Mapping[str, str]], place: Place) -> _Number:
-    fit = [row for row in rows if all(same_tag(row.get(name), value) for name, value in place.row.items())]
-    if len(fit) != 1:
-        raise _MissingError(f"{len(fit) or 'no'} rows of {place.file} fit")
-    of = "" if place.column == "value" else f"{place.column}_"
-    names = {"value": place.column, "low": f"{of}low", "high": f"{of}high"}
-    return _number({end: fit[0].get(name) for end, name in names.items()}, "undefined")
-
-
-def _in_json(content: Any, place: Place) -> _Number:
-    for key in place.column.split("."):
-        content = content.get(key) if isinstance(content, Mapping) else None
-    found = content if isinstance(content, Mapping) else {"value": content}
-    return _number(found, f"{place.file} has no {place.column}")
-
-
-def _number(found: Mapping[str, Any], without: str) -> _Number:
-    """The value and its interval among these; empty cells, None and NaN are none."""
-    ends = {name: float(found[name]) for name in _Number._fields if found.get(name) not in (None, "")}
-    if math.isnan(ends.get("value", math.nan)):
-        raise _MissingError(without)
-    return _Number(**{name: end for name, end in ends.items() if not math.isnan(end)})
+def _row(table: Any, place: Place, name: str) -> Mapping[Any, Any]:
+    """Return the one row of a table that a place names; what it leaves out of a record, the record must not have."""
+    wanted: dict[str, Any] = dict(place.row)
+    if not place.file:
+        table = table[(table["analysis"] == place.analysis) & (table["metric"] == place.metric)]
+        wanted = {"layer": place.layer, "other_layer": place.other_layer, **dict.fromkeys(ASIDE), **place.tags}
+        wanted |= {each: at for each in ("run", "step") if (at := getattr(place, each)) is not None}
+    for column, value in wanted.items():
+        cells = table[column] if column in table else [None] * len(table)
+        table = table[[bool(pd.isna(cell)) if value is None else same_tag(cell, value) for cell in cells]]
+    if len(table) != 1:
+        raise _MissingError(f"{len(table) or 'no'} rows of {name} fit")
+    return table.iloc[0]
 
 
 def _short(number: float | None) -> str:
