@@ -5,16 +5,13 @@ All that a plan says is an extrapolation, from the seconds of a first share of t
 
 import copy
 import functools
-import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.filesize import decimal
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.data import EvalText
@@ -29,74 +26,65 @@ from lit_layers.series.local_series import training_of
 from lit_layers.series.weight_files import Memory
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
-ROWS, GROWTH = 4, 2  # of data in the first round, and how many times more in each next one
-LONGEST = 30.0  # seconds after which no round begins; each takes up to twice as long as the one before
+ROWS = 4  # of data in the first round, which warms up, and half of those in the next one
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What a command takes: the seconds of each analysis by the share of its data that was measured.
+    """What one checkpoint takes: the seconds of each analysis, by the share of its data that was measured, and others.
 
-    `around`: the least seconds of a round beside its analyses, which opens, hashes and checks a checkpoint.
+    `around` are the seconds of opening, hashing and checking the checkpoint; `left_out` has the reasons of the others.
     """
 
-    seconds: dict[str, dict[float, float]]
-    around: float = math.inf
-    reasons: dict[str, str] = field(default_factory=dict)  # why an analysis was not measured
-
-    def of_analysis(self, name: str) -> float:
-        """Return the seconds of an analysis on all of its data, in proportion to what the last rows added."""
-        shares = sorted(self.seconds[name])
-        if len(shares) < 2:
-            return sum(self.seconds[name][share] / share for share in shares)
-        earlier, last = (self.seconds[name][share] for share in shares[-2:])
-        return last + max(0.0, last - earlier) / (shares[-1] - shares[-2]) * (1 - shares[-1])
+    seconds: dict[str, float]
+    shares: dict[str, float]
+    around: float
+    left_out: dict[str, str]
 
     @property
     def of_checkpoint(self) -> float:
         """Return the seconds of one checkpoint."""
-        return self.around + sum(map(self.of_analysis, self.seconds))
+        return self.around + sum(self.seconds.values())
 
-    def table(self, number: int, others: Mapping[str, tuple[float, float]] | None = None) -> Iterator[dict[str, str]]:
-        """Yield the rows for a number of checkpoints; `others` are seconds and bytes of what else is done."""
-        parts: dict[str, tuple[float, float]] = {each: (number * self.of_analysis(each), 0) for each in self.seconds}
-        parts |= {"opening and hashing": (number * self.around, 0), **(others or {})}
-        parts[f"in all, {number} checkpoints"] = sum(s for s, _ in parts.values()), sum(b for _, b in parts.values())
-        shares = {name: f"{max(shares, default=0):.0%}" for name, shares in self.seconds.items()}
-        for name, (seconds, written) in parts.items():
-            disk = decimal(int(written)) if written else ""
-            yield {"": name, "measured": shares.get(name, ""), "time": duration(seconds), "disk": disk}
+    def table(self, number: int, **others: float) -> Iterator[dict[str, str]]:
+        """Yield the rows for a number of checkpoints; `others` are the seconds of what else is done."""
+        times = {name: number * seconds for name, seconds in self.seconds.items()}
+        times |= {"opening and hashing": number * self.around, **others}
+        times[f"in all, {number} checkpoints"] = sum(times.values())
+        for name, seconds in times.items():
+            share = f"{self.shares[name]:.0%}" if name in self.seconds else ""
+            yield {"": name, "measured": share, "time": duration(seconds)}
 
     def notes(self) -> list[str]:
         """Return what the numbers are, a sentence each."""
         return [
             "an extrapolation: analyses ran on that share of their data, and their time was multiplied",
-            *(f"{name}: not in these numbers: {why}" for name, why in self.reasons.items() if not self.seconds[name]),
+            *(f"{name}: not in these numbers: {why}" for name, why in self.left_out.items()),
         ]
 
 
 def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
-    """Measure the analyses on more and more rows of their data: twice, and then until the time is used up."""
-    plan, left, rows, began = Plan({each.name: {} for each in analyses}), [*analyses], ROWS, time.perf_counter()
-    while left and (rows <= GROWTH * ROWS or time.perf_counter() - began < LONGEST):
-        cuts = {each.name: each.first_share(rows) for each in left}
-        plan.reasons |= {name: "a share takes as long as the whole" for name, cut in cuts.items() if cut is None}
-        shares = {name: cut for name, cut in cuts.items() if cut is not None}
-        rows, started = GROWTH * rows, time.perf_counter()
+    """Measure the analyses on a few rows of their data and multiply; one that fails on so few is given more."""
+    rows, is_warm = ROWS, False
+    while True:
+        cuts = {each.name: each.first_share(rows) for each in analyses}
+        shares = {name: cut[1] for name, cut in cuts.items() if cut is not None}
+        started, found, refusal = time.perf_counter(), [], ""
         try:
-            found = measure([part for part, _ in shares.values()]) if shares else []
-        except InputError as error:  # an analysis that refuses so few rows is given more
-            if not any(f"{name}: " in str(error) and share < 1 for name, (_, share) in shares.items()):
+            found = measure([cut[0] for cut in cuts.values() if cut is not None]) if shares else []
+        except InputError as error:
+            refusal = str(error)
+            if not any(f"{name}: " in refusal and share < 1 for name, share in shares.items()):
                 raise
-            continue
-        plan.around = min(plan.around, time.perf_counter() - started - sum(each.seconds for each in found))
-        for each in found:
-            if each.error is not None:
-                plan.reasons[each.analysis] = each.error
-                continue
-            plan.seconds[each.analysis][shares[each.analysis][1]] = each.seconds
-        left = [each for each in left if each.name in shares and shares[each.name][1] < 1]
-    return plan
+        failed = {each.analysis: each.error for each in found if each.error is not None}
+        is_whole = all(share == 1 for share in shares.values())
+        if is_whole or (is_warm and not refusal and all(shares[name] == 1 for name in failed)):
+            break
+        rows, is_warm = 2 * rows, True
+    around = time.perf_counter() - started - sum(each.seconds for each in found)
+    left_out = {name: "a share takes as long as the whole" for name in cuts if name not in shares} | failed
+    seconds = {each.analysis: each.seconds / shares[each.analysis] for each in found if each.analysis not in failed}
+    return Plan(seconds, shares, around, left_out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """A plan is an extrapolation from a share of the data."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -41,41 +39,24 @@ class Clock:
         return found
 
 
-def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion_to_the_last_rows(monkeypatch):
+def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion(monkeypatch):
     clock = Clock(monkeypatch)
-    plan = sampled([Trajectory(batches=rows(20)), Trajectory(name="long", batches=rows(10_000))], clock.measure)
-    assert clock.asked == [4, 4, 8, 8, 16, 16, 20, 32, 64]
-    assert clock.now < 2 * planning.LONGEST
-    assert (max(plan.seconds["trajectory"]), max(plan.seconds["long"])) == (1.0, 64 / 10_000)
-    assert plan.of_analysis("trajectory") == pytest.approx(1 + 2)
-    assert plan.of_analysis("long") == pytest.approx(1 + 1000)
-    assert plan.of_checkpoint == pytest.approx(2 + 3 + 1001)
-    *_, whole = plan.table(3, {"training": (60.0, 5e6)})
-    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", duration(3 * 1006 + 60))
-    assert whole["disk"] == "5.0 MB"
+    plan = sampled([Trajectory(batches=rows(6)), Trajectory(name="long", batches=rows(10_000))], clock.measure)
+    assert clock.asked == [4, 4, 6, 8]
+    assert plan.shares == {"trajectory": 1.0, "long": 8 / 10_000}
+    assert plan.seconds == pytest.approx({"trajectory": 1.6, "long": 1.8 * 10_000 / 8})
+    assert plan.of_checkpoint == pytest.approx(2 + 1.6 + 2250)
+    *_, whole = plan.table(3, training=60.0)
+    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", duration(3 * 2253.6 + 60))
     assert "an extrapolation" in plan.notes()[0]
 
 
-def test_an_analysis_that_needs_more_rows_is_measured_once_it_has_them_and_one_that_fails_is_named(monkeypatch):
+def test_an_analysis_that_needs_more_rows_is_given_them_and_one_that_fails_is_named(monkeypatch):
     clock = Clock(monkeypatch, fails_below=30)
     analyses = [Trajectory(batches=rows(64)), Trajectory(name="few", batches=rows(20))]
     plan = sampled(analyses, clock.measure)
-    assert plan.of_analysis("trajectory") == pytest.approx(1 + 6.4)
-    assert plan.reasons["few"] == "InputError: too few"
+    assert plan.seconds == pytest.approx({"trajectory": 2 * (1 + 3.2)})
     assert [note for note in plan.notes() if ": not in" in note] == ["few: not in these numbers: InputError: too few"]
-
-
-def test_an_analysis_that_takes_long_is_measured_twice(monkeypatch):
-    clock = Clock(monkeypatch)
-    analyses = [Trajectory(batches=rows(200)), Trajectory(name="slow", batches=rows(64))]
-
-    def measure(analyses):
-        clock.now += sum(30 for each in analyses if each.name == "slow")
-        return [m if m.analysis != "slow" else replace(m, seconds=30 + m.seconds) for m in clock.measure(analyses)]
-
-    plan = sampled(analyses, measure)
-    assert (max(plan.seconds["slow"]), max(plan.seconds["trajectory"])) == (8 / 64, 8 / 200)
-    assert clock.asked == [4, 4, 8, 8]
 
 
 def test_an_analysis_that_refuses_few_rows_stops_no_other(monkeypatch):
@@ -88,10 +69,8 @@ def test_an_analysis_that_refuses_few_rows_stops_no_other(monkeypatch):
         return clock.measure(analyses)
 
     plan = sampled([Trajectory(batches=rows(64)), Trajectory(name="probe", batches=rows(64))], measure)
-    assert plan.of_analysis("trajectory") == plan.of_analysis("probe") == pytest.approx(1 + 6.4)
+    assert plan.seconds["trajectory"] == plan.seconds["probe"] == pytest.approx(2 * (1 + 3.2))
     assert plan.around == pytest.approx(2)
-    plan = sampled([Trajectory(name="probe", batches=rows(64))], measure)
-    assert plan.of_analysis("probe") == pytest.approx(1 + 6.4)
     with pytest.raises(InputError, match="probe: too few"):  # on all of its rows
         sampled([Trajectory(batches=rows(64)), Trajectory(name="probe", batches=rows(20))], measure)
 

@@ -75,5 +75,5 @@ analyses:
     assert main([*map(str, words)]) == 0
     out = capsys.readouterr().out
     rows = {line.split("  ")[0] for line in out.splitlines()}
-    assert {"trajectory", "opening and hashing", "training", "checkpoints", "in all, 5 checkpoints"} <= rows
+    assert {"trajectory", "opening and hashing", "training", "in all, 5 checkpoints"} <= rows
     assert not (tmp_path / "run").exists()

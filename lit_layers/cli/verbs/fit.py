@@ -235,7 +235,7 @@ class _Rehearsal(L.Callback):
     NUM_STEPS = 4  # the first one warms up
 
     def __init__(self, analyses: Sequence[Analysis]) -> None:
-        self.analyses, self.plan, self.num_bytes = analyses, Plan({}), 0
+        self.analyses, self.plan = analyses, Plan({}, {}, 0.0, {})
         self.began, self.seconds = dict[int, float](), dict[int, float]()  # by optimizer steps before and after
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -248,7 +248,6 @@ class _Rehearsal(L.Callback):
             return [outcome.measurement(run="plan", step=0) for outcome in found]
 
         self.plan = sampled(self.analyses, measure)
-        self.num_bytes = sum(weight.nbytes for weight in model.state_dict().values())
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.began.setdefault(trainer.global_step, time.perf_counter())
@@ -277,8 +276,7 @@ def _plan(options: Any) -> int:
     if steps is None:
         raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
     training, count = steps * min(timed), len([*Schedule(options.steps).until(first + steps, first)])
-    others = {"training": (training, 0.0), "checkpoints": (0.0, float(count * rehearsal.num_bytes))}
-    show_table(plan.table(count, others), str(options.root))
+    show_table(plan.table(count, training=training), str(options.root))
     print(*plan.notes(), f"measuring takes {count * plan.of_checkpoint / training:.1%} of training", sep="\n")
     return 0
 
