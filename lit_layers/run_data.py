@@ -190,43 +190,47 @@ def _date(text: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------ provenance
 
-# What belongs to one checkpoint, in the order of the table; what else differs from one to the next comes in between.
-_OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit")
-_LAST = ("tokens_approximate", "weight_files")
+# What belongs to one checkpoint, in the order of the table, before what else differs from one to the next.
+_OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit", "tokens_approximate", "weight_files")
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
 _DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table shows
 
 
 def provenance(run: RunData) -> dict[str, Any]:
-    """Returns where the numbers come from.
+    """Return where the numbers come from.
 
     `shared`: what all measurements have in common; `analyses`: what differs between analyses, by model where models
     differ in it; `checkpoints`: a row for each step or model, with what is its own; `run`: what the run's file says.
     """
     names = dict.fromkeys(name for m in run.measurements for name in m.provenance)
-    of_checkpoint = [name for name in names if _is_of_checkpoint(name, run)]
-    values = {name: _values(name, run.measurements) for name in names if name not in of_checkpoint}
-    shared = {name: those[0] for name, those in values.items() if len(those) == 1}
-    others = [name for name in values if name not in shared]
-    analyses = {
-        analysis: {name: _differing(name, these, run) for name in others}
-        for analysis, these in grouped(run.measurements, lambda m: m.analysis).items()
+    values = {name: _values(name, run.measurements) for name in names}
+    checkpoints = grouped(run.measurements, lambda m: m.run if run.compares_models else m.step).values()
+    columns = [
+        name
+        for name in sorted(names, key=lambda name: (*_OF_CHECKPOINT, name).index(name))
+        if name in _OF_CHECKPOINT[1:]
+        or (len(values[name]) > 1 and all(len(_values(name, each)) < 2 for each in checkpoints))
+    ]
+    shared = {name: those[0] for name, those in values.items() if len(those) == 1 and name not in columns}
+    others = [name for name in names if name not in shared and name not in columns]
+    rows = [[run.place(m[0]), *(", ".join(map(_text, _values(name, m))) for name in columns)] for m in checkpoints]
+    head = ["model" if run.compares_models else "step", *columns]
+    return {
+        "shared": shared,
+        "analyses": {
+            analysis: {name: _differing(name, these, run) for name in others}
+            for analysis, these in grouped(run.measurements, lambda m: m.analysis).items()
+        },
+        "checkpoints": {"columns": head, "rows": rows if columns else []},
+        "run": {name: value for name, value in run.about.items() if name != "config"},
+        "config": run.about.get("config"),
     }
-    about = {name: value for name, value in run.about.items() if name != "config"}
-    checkpoints = _checkpoints(run, of_checkpoint)
-    config = run.about.get("config")
-    return {"shared": shared, "analyses": analyses, "checkpoints": checkpoints, "run": about, "config": config}
 
 
 def shortened(text: str) -> str:
-    """Returns text whose long hashes are cut: commits, and the sums of files; of many files only their number."""
+    """Return text whose long hashes are cut: commits, and the sums of files; of many files only their number."""
     if len(files := text.split(", ")) > _FILES and all(map(_LONG_HASH.search, files)):
         return f"{len(files)} files"
-    return cut(text)
-
-
-def cut(text: str) -> str:
-    """Returns text whose long hashes are cut."""
     return _LONG_HASH.sub(lambda match: match[0][:_DIGITS], text)
 
 
@@ -237,33 +241,6 @@ def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(content, list):
         return [(prefix, ", ".join(json.dumps(v) if isinstance(v, dict | list) else _or_dash(v) for v in content))]
     return [(prefix, _or_dash(content))]
-
-
-def _checkpoints(run: RunData, names: list[str]) -> dict[str, Any]:
-    """The columns of the table, and a row of texts for each checkpoint."""
-    first = [name for name in _OF_CHECKPOINT if name in names]
-    columns = [*first, *(name for name in names if name not in (*_OF_CHECKPOINT, *_LAST))]
-    columns += [name for name in _LAST if name in names]
-    rows = [
-        [run.place(each[0]), *(", ".join(map(_text, _values(name, each))) for name in columns)]
-        for each in _by_checkpoint(run)
-    ]
-    return {"columns": ["model" if run.compares_models else "step", *columns], "rows": rows if columns else []}
-
-
-def _is_of_checkpoint(name: str, run: RunData) -> bool:
-    """Whether something is told by checkpoint: by its kind, or as it differs between checkpoints and never within."""
-    if name in (*_OF_CHECKPOINT[1:], *_LAST):
-        return True
-    analyses = grouped(run.measurements, lambda m: m.analysis).values()
-    if all(len(_values(name, these)) < 2 for these in analyses):
-        return False  # it differs between analyses, which not every checkpoint has
-    within = [_values(name, these) for these in _by_checkpoint(run)]
-    return not any(len(values) > 1 or isinstance(value, dict) for values in within for value in values)
-
-
-def _by_checkpoint(run: RunData) -> list[list[Measurement]]:
-    return list(grouped(run.measurements, lambda m: m.run if run.compares_models else m.step).values())
 
 
 def _values(name: str, measurements: Iterable[Measurement]) -> list[Any]:

@@ -509,9 +509,9 @@ def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Pat
 
 def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path) -> None:
     text = shown(comparison)
-    assert "Model Checkpoint Revision Commit Weights hash Audit Tokenizer hash Weight files" in text
-    assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean 0000000000000001 model" in text
-    assert "tiny models/tiny 0000000000000004 clean 0000000000000001 model" in text
+    assert "Model Checkpoint Revision Commit Weights hash Audit Weight files Tokenizer hash" in text
+    assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean model" in text
+    assert "tiny models/tiny 0000000000000004 clean model" in text
     assert "data_hash.pythia-160m 00000000000000a0 data_hash.gpt2 00000000000000a1" in text
     found = run_data.provenance(run_data.read_run(compared))
     assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES
@@ -1006,7 +1006,7 @@ def test_every_command_and_every_line_of_python_in_the_documentation_works(
     table, _ = names
     assert table["coupling"]["value"].notna().all()
     assert len(table["coupling"]) == 3
-    assert (tmp_path / "lens.parquet").is_file()
+    assert (tmp_path / "numbers.parquet").is_file()
 
 
 @pytest.mark.parametrize("failure", [OSError("no more processes"), None])
