@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, with_config
 
 from lit_layers import records, schema
 from lit_layers.errors import InputError
@@ -38,6 +38,7 @@ _REMEDY = "docs/papers.md has the fields of a recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_config(schema.STRICT)
 class Place:
     """Where a measured number is: a record of measurements.jsonl, or a cell of a file that a step writes.
 
@@ -64,6 +65,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_config(schema.STRICT)
 class Published:
     """A printed number, or several along runs, steps, layers or values of a tag, and where the measured one is.
 
@@ -78,9 +80,9 @@ class Published:
     """
 
     what: str
-    measured: Annotated[schema.mapping_of(Place), Field()]  # pyright: ignore[reportInvalidTypeForm]
+    measured: Place
     value: _Printed | None = None
-    values: dict[str | int, _Printed] = field(default_factory=dict)
+    values: dict[str, _Printed] = field(default_factory=dict)
     over: str = ""
     error: Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a finite number of at least 0")] = 0.0
     at_least: _Printed | None = None
@@ -100,7 +102,7 @@ class Published:
         if not self.values:
             yield self
         for key, value in self.values.items():
-            place: Place = self.measured
+            place = self.measured
             field_name = "row" if place.file else "tags"
             at = {self.over: key} if self.over in OVER and not place.file else {}
             place = replace(place, **(at or {field_name: {**getattr(place, field_name), self.over: key}}))
@@ -131,6 +133,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_config(schema.STRICT)
 class PaperRecipe:
     """A published figure or table.
 
@@ -157,7 +160,7 @@ class PaperRecipe:
     sizes: dict[str, Any] = field(default_factory=dict)
     reduced: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, dict[str, Any]]] = field(default_factory=list)
-    published: list[schema.mapping_of(Published)] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
+    published: list[Published] = field(default_factory=list)
 
     def check(self) -> None:
         """Raises InputError where the fields do not fit each other."""
@@ -201,7 +204,7 @@ def read_recipe(path: Path) -> PaperRecipe:
     Raises:
         InputError: no such file, a field that is unknown, missing or wrong, named with its value.
     """
-    recipe = schema.read_yaml(path, schema.mapping_of(PaperRecipe), _REMEDY)
+    recipe = schema.read_yaml(path, PaperRecipe, _REMEDY)
     try:
         recipe.check()
     except InputError as error:

@@ -6,6 +6,7 @@ configurations. pydantic does both in less time than Python's own parser takes w
 
 import dataclasses
 import functools
+import json
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,7 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
-    """The same for a YAML file, of plain values alone.
+    """Return the content of a YAML file as `kind`, whose keys are text, as those of JSON.
 
     Raises:
         InputError: for a file that is none, or cannot be read.
@@ -116,19 +117,10 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
     try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # bytes, dates
+        content = json.dumps(yaml.safe_load(text), default=str)
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # bytes, dates, keys that are none of these
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
-    return check(content, kind, path, remedy)
-
-
-def mapping_of(kind: type[T]) -> Any:
-    """The type of a mapping of a dataclass's fields, read as one: YAML and JSON have objects alone."""
-    hints, fields = get_type_hints(kind, include_extras=True), dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    is_given = {each.name: each.default is each.default_factory is dataclasses.MISSING for each in fields}
-    typed: Any = {name: hints[name] if required else NotRequired[hints[name]] for name, required in is_given.items()}
-    made = with_config(STRICT)(TypedDict(kind.__name__, typed))  # pyright: ignore[reportArgumentType]
-    return Annotated[made, AfterValidator(lambda given: kind(**given))]
+    return parse(content, kind, path, remedy)
 
 
 @functools.cache

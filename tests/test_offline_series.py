@@ -14,7 +14,7 @@ from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_b
 from lit_layers.errors import InputError
 from lit_layers.measuring import offline, shard_of
 from lit_layers.measuring.offline import analyze_series
-from lit_layers.series import Checkpoint, HubRevisions, Models, Retry, StepFolders
+from lit_layers.series import Checkpoint, HubRevisions, Models, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_folder import RunFolder
 from tests.support.listed_batches import Listed
@@ -267,7 +267,7 @@ def test_a_series_of_the_hub_is_measured_interrupted_and_continued(tmp_path, mon
     steps = (0, 1, 2, 4, 8, 16)
     make_series(template(tmp_path / "model"), tmp_path / "hub" / "lab" / "tiny", steps)
     with served(tmp_path / "hub", tmp_path / "cache", monkeypatch) as hub:
-        series = HubRevisions("lab/tiny", retry=Retry(attempts=2, sleep=lambda _: None))
+        series = HubRevisions("lab/tiny")
         loads = []
         real = Checkpoint.load
 

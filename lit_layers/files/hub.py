@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: requests, tried again where the network failed, and what a download may not say or run."""
+"""The Hugging Face Hub: requests, and what a download may not say or run."""
 
 import contextlib
 import functools
@@ -8,16 +8,15 @@ import os
 import pickle
 import re
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import errors
 
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError, is_full, refused
 
 _OF_TORCH = {  # what these fields of a config.json may choose where the package `kernels` is installed
     "attn_implementation": ("sdpa", "eager", "flex_attention"),
@@ -102,88 +101,41 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
 
 
+class DamagedDownload(OSError):
+    """What arrived is not what the Hub lists."""
+
+
 @contextlib.contextmanager
-def asking_the_hub(what: str, advice: str) -> Iterator[None]:
-    """Turns the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
+def asking_the_hub(what: str, advice: str = "") -> Iterator[None]:
+    """Turn the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
+
+    Where the network fails or the Hub is busy, huggingface_hub itself asks again several times.
 
     Raises:
         InputError: `what` cannot be had, why, and what to do.
     """
     try:
         yield
+    except InputError:
+        raise
     except (*HUB_ERRORS, RuntimeError) as error:
-        raise InputError(f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice}") from error
+        raise InputError(
+            f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice or _advice(error)}"
+        ) from error
 
 
-Result = TypeVar("Result")
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-WORTH_ANOTHER_TRY = {408, 425, 429, *range(500, 600)}
-
-
-class DamagedDownload(OSError):
-    """What arrived is not what the Hub lists."""
-
-
-@dataclass(frozen=True)
-class Retry:
-    """How often and how patiently: waits of 1, 2, 4, ... seconds, or what the server asks for."""
-
-    attempts: int = 5
-    first_wait: float = 1.0
-    longest_wait: float = 60.0
-    sleep: Callable[[float], None] = time.sleep
-
-    def call(self, what: str, action: Callable[[], Result]) -> Result:
-        """Returns what `action` does in the end.
-
-        Raises:
-            InputError: `what`, the last reason and the number of attempts, in one sentence.
-        """
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                return action()
-            except InputError:
-                raise
-            except HUB_ERRORS as error:
-                if not is_transient(error):
-                    raise InputError(f"{what} ({reason(error)}): {_advice(error)}") from error
-                if attempt == self.attempts:
-                    raise InputError(
-                        f"{what} after {attempt} attempts ({reason(error)}): run the same command again later, "
-                        "or set HF_HUB_OFFLINE=1 to read only the cache"
-                    ) from error
-                headers = getattr(getattr(error, "response", None), "headers", {})
-                asked = headers.get("Retry-After", "")  # seconds, or a date
-                wait = max(self.first_wait * 2 ** (attempt - 1), float(asked) if asked.isdigit() else 0.0)
-                self.sleep(min(self.longest_wait, wait))
-
-
-def is_transient(error: BaseException | None) -> bool:
-    """Whether the same request may succeed later: timeouts, cut connections, 429, 5xx, damaged content."""
-    while error is not None:
-        if isinstance(error, errors.OfflineModeIsEnabled):
-            return False
-        if isinstance(error, DamagedDownload | TimeoutError | ConnectionError):
-            return True
-        if isinstance(error, errors.HTTPError):
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            return status is None or status in WORTH_ANOTHER_TRY
-        if isinstance(error, OSError) and "Consistency check failed" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _advice(error: BaseException) -> str:
-    if is_refused(error):
-        return LOG_IN
+def _advice(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", 500)
     if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
         return "unset HF_HUB_OFFLINE"
-    if isinstance(error, errors.HTTPError | ValueError):
+    if isinstance(error, ValueError) or status not in (408, 429, *range(500, 600)):
         return "check the name, the revision and your access to it"
-    return "check the disk of the cache (HF_HOME)"
+    if is_full(error):
+        return "check the disk of the cache (HF_HOME)"
+    return "run the same command again later, or set HF_HUB_OFFLINE=1 to read only the cache"
+
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -205,37 +157,37 @@ def content_hash(path: Path, like: str = "sha256") -> str:
 
 
 class Hub:
-    """Requests to the Hugging Face Hub, each tried again where the network failed.
+    """Requests to the Hugging Face Hub.
 
     Raises:
-        InputError: what cannot be had, why, and after how many attempts.
+        InputError: what cannot be had, why, and what to do.
     """
 
-    def __init__(self, retry: Retry | None = None) -> None:
+    def __init__(self) -> None:
         from huggingface_hub import HfApi  # 0.2 s, which a series on this machine need not wait for
 
         os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
-        self.api, self.retry = HfApi(), retry or Retry()
+        self.api = HfApi()
 
     def commits(self, repo: str) -> dict[str, str]:
         """The commit of every branch, and of every tag that no branch is named like: one request."""
-        what = f"cannot list the branches of {repo}"
-        refs = self.retry.call(what, lambda: self.api.list_repo_refs(repo))
+        with asking_the_hub(f"cannot list the branches of {repo}"):
+            refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def tree(self, repo: str, commit: str, name: str, *, below: bool = False) -> dict[str, ListedFile]:
         """The files of a commit at its top; with `below` those in folders, too."""
         from huggingface_hub import RepoFile
 
-        what = f"cannot list the files of {repo} at {name}"
-        rows = self.retry.call(what, lambda: list(self.api.list_repo_tree(repo, revision=commit, recursive=below)))
+        with asking_the_hub(f"cannot list the files of {repo} at {name}"):
+            rows = list(self.api.list_repo_tree(repo, revision=commit, recursive=below))
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 
     def download(self, repo: str, commit: str, name: str, file: ListedFile) -> tuple[Path, bool]:
         """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
-        what = f"cannot download {file.path} of {repo} at {name}"
-        return self.retry.call(what, lambda: self._download(repo, commit, file.path, file.hash))
+        with asking_the_hub(f"cannot download {file.path} of {repo} at {name}"):
+            return self._download(repo, commit, file.path, file.hash)
 
     def fetch(self, repo: str, revision: str | None, path: str, what: str) -> Path:
         """Where a file lies now; if it had to be downloaded, its hash has been compared with what the Hub says of it.
@@ -244,10 +196,10 @@ class Hub:
             InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
         """
         try:
-            return self.retry.call(what, lambda: self._download(repo, revision, path, None)[0])
+            with asking_the_hub(what):
+                return self._download(repo, revision, path, None)[0]
         except InputError as error:
-            cause = error.__cause__
-            if isinstance(cause, errors.EntryNotFoundError) and not isinstance(cause, errors.LocalEntryNotFoundError):
+            if isinstance(error.__cause__, errors.RemoteEntryNotFoundError):
                 raise error from FileNotFoundError(path)
             raise
 

@@ -1,6 +1,5 @@
 """Checkpoint series: from folders or the Hub, in step order, audited before a curve is drawn through them."""
 
-from lit_layers.files.hub import Retry
 from lit_layers.series.audit_files import Finding
 from lit_layers.series.auditing import Audit, audit
 from lit_layers.series.checkpoint import Checkpoint, Series
@@ -15,7 +14,6 @@ __all__ = [
     "LightningCheckpoints",
     "Models",
     "OneModel",
-    "Retry",
     "Series",
     "StepFolders",
     "audit",

@@ -105,7 +105,7 @@ def audit(
             those that are on this machine.
 
     Raises:
-        InputError: a series that is not there, or cannot be had after several attempts.
+        InputError: a series that is not there, or cannot be had.
     """
     chosen = [one for one in series.checkpoints if one.name not in without]
     listed = Listed.of(series, chosen)

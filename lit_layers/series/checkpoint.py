@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import with_config
 
 from lit_layers import schema
 from lit_layers.errors import InputError
@@ -238,13 +238,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+@with_config(schema.STRICT)
 class Defect:
     """What somebody reported about a series, or a `repository` of it; `suspect` where hashes cannot show it."""
 
     says: str
     source: str
     repository: str | list[str] | None = None
-    steps: Annotated[tuple[schema.Step, ...], Field(strict=False)] = ()
+    steps: tuple[schema.Step, ...] = ()
     suspect: bool = False
 
 

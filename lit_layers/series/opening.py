@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError, no_folder
-from lit_layers.files.hub import Hub, ListedFile, Retry
+from lit_layers.files.hub import Hub, ListedFile
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import SEED, Count, Expected, Step, refuse_outside
 from lit_layers.series.auditing import audit
@@ -35,13 +35,13 @@ from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_LIST = Field(strict=False)  # YAML has no tuples
 _Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
 _Tokens = Annotated[int, Field(ge=1, le=10**12), Expected("a whole number of at least 1")]
-_Range = Annotated[tuple[Step, Step, _Every], _LIST, Expected("[first, last, every]")]
+_Range = Annotated[tuple[Step, Step, _Every], Expected("[first, last, every]")]
 
 
 @dataclass(frozen=True)
+@with_config(schema.STRICT)
 class Facts:
     """What a manifest says of the repositories of these names; None is unknown.
 
@@ -54,14 +54,14 @@ class Facts:
     steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
         None
     )
-    ranges: Annotated[tuple[_Range, ...], _LIST] = ()
+    ranges: tuple[_Range, ...] = ()
     first_step: Step = 0
     last_step: Step | None = None
     tokens_per_step: _Tokens | None = None
     main_is_last: bool | None = None
     warm_up: Count = 1
-    defects: Annotated[tuple[schema.mapping_of(Defect), ...], _LIST] = ()  # pyright: ignore[reportInvalidTypeForm]
-    others: Annotated[tuple[str, ...], _LIST] = ()
+    defects: tuple[Defect, ...] = ()
+    others: tuple[str, ...] = ()
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
@@ -76,7 +76,7 @@ class Facts:
 
 @with_config(schema.STRICT)
 class _Content(TypedDict):
-    repositories: list[schema.mapping_of(Facts)]  # pyright: ignore[reportInvalidTypeForm]
+    repositories: list[Facts]
 
 
 class Manifest:
@@ -145,14 +145,13 @@ class HubRevisions(Series):
         *,
         grammar: str = "auto",
         manifest: str | Path | None = None,
-        retry: Retry | None = None,
     ) -> None:
-        self.repo, self.steps, self._manifest, self._retry = repo, steps, manifest, retry
+        self.repo, self.steps, self._manifest = repo, steps, manifest
         self._grammar = None if grammar == "auto" else Grammar(grammar)
         self.name = f"{repo} {grammar}" if "*" in grammar else repo
 
     def find(self) -> Listing:
-        facts, hub = self._facts(), Hub(self._retry)
+        facts, hub = self._facts(), Hub()
         if self.name != self.repo:
             facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
         commits = hub.commits(self.repo)

@@ -150,7 +150,6 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
         ([], "missing: model; name a model or a series of its checkpoints, or give --series"),
         (["--series", "Nothing"], "Nothing"),
         (["--series", "lit_layers.series.Nothing"], "expected one of Series, null, got lit_layers.series.Nothing"),
-        (["--series", "lit_layers.series.Retry"], "Retry"),
         (["--series", "HubRevisions"], "missing: repo"),
         (
             ["--series", "HubRevisions", "--series.repo", "a/b", "--series.grammar", "x"],

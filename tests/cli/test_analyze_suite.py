@@ -15,7 +15,6 @@ from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import BenchmarkPrompts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.measuring import offline
-from lit_layers.series import Retry
 from lit_layers.series.checkpoint import Checkpoint
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.rounding import close_records
@@ -51,7 +50,6 @@ def prompts(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
     with served(repositories, tmp_path / "home" / "hub", monkeypatch) as hub:
         yield hub
 

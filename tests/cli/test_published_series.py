@@ -20,7 +20,6 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from lit_layers.series import Retry
 from lit_layers.series.opening import Manifest
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.saved_models import saved
@@ -158,7 +157,6 @@ def place(published, tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, served(published, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
-        patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_benchmarks(folder / "benchmarks")))
         patch.chdir(folder)
         yield folder

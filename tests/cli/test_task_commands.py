@@ -32,7 +32,6 @@ from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.build import save, vit
 from lit_layers.records import Measurement, Record, ScalarLog
-from lit_layers.series import Retry
 from lit_layers.tasks.mteb_tasks import Sources
 from tests.support import layer_scores
 from tests.support.documented_commands import ROOT, documented_commands
@@ -93,7 +92,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", loaded)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
-        patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         leave_undrawn(patch)
         yield folder
 

@@ -21,7 +21,6 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.papers import read_recipe
-from lit_layers.series import Retry
 from lit_layers.tasks import mteb_scores
 from tests.cli.test_task_commands import write_grid
 from tests.support.paper_tables import ROOT, recipe_paths
@@ -75,7 +74,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
-        patch.setattr("lit_layers.files.hub.Retry", lambda: Retry(attempts=2, sleep=lambda _: None))
         few = functools.partial(mteb_scores.metric_analyses, num_texts=FEW_TEXTS)
         patch.setattr(mteb_scores, "metric_analyses", few)
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "few", few_rows)))

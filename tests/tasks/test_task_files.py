@@ -76,7 +76,6 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
         ("- probe", r"tasks.yaml: expected an object, got \['probe'\]; write it as docs/tasks.md shows"),
         ("probes: {a: b}", "tasks.yaml: probes.*: expected 'probe', 'prompts', .* or 'mteb', got 'probes'"),
         ("probe: [sst2]", r"tasks.yaml: probe.*: expected an object, got \['sst2'\]"),
-        ("probe: {2012: a.csv}", "tasks.yaml: probe.2012.*: expected text, got 2012"),
         ("probe: {sst2: {file: a}}", "tasks.yaml: probe.sst2: expected a path, or files and where they differ "),
         ("probe: {sst2: {columns: {a: b}}}", "tasks.yaml: probe.sst2: expected a path, or files "),
         ("probe: {sst2: {files: a.csv, columns: 3}}", "tasks.yaml: probe.sst2: expected a path, or files "),

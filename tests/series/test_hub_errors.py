@@ -1,0 +1,41 @@
+"""What is said of errors of the Hub."""
+
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub.errors import HTTPError
+
+from lit_layers.errors import InputError
+from lit_layers.files.hub import asking_the_hub
+
+
+class Answer(HTTPError):
+    """What the client raises for an answer of the server."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        *((Answer(status), "check the name") for status in (400, 401, 404, 410)),
+        (Answer(403), "access is refused: ask for it on the repository's page, then log in with `hf auth login`"),
+        *((Answer(status), "run the same command again later") for status in (429, 503)),
+        (TimeoutError("late"), "run the same command again later"),
+        (OSError(28, "No space left on device"), "check the disk of the cache"),
+    ],
+)
+def test_an_error_of_the_hub_is_named_with_what_to_do(error, advice):
+    with (
+        pytest.raises(InputError, match=f"^cannot do it .{type(error).__name__}: .*: {advice}"),
+        asking_the_hub("cannot do it"),
+    ):
+        raise error
+
+
+def test_what_is_no_matter_of_the_hub_passes():
+    for error in (ZeroDivisionError(), InputError("as it was")):
+        with pytest.raises(type(error), match=f"^{error}$"), asking_the_hub("cannot do it"):
+            raise error
