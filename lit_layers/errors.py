@@ -58,39 +58,26 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{attempt}: {reason}{remedy}") from error
 
 
-# Files of a model's folder that a reader of models looks for, without its weights.
-_OF_A_MODEL = (
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "trainer_state.json"),
-    *("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json"),
-)
+_OF_A_MODEL = (".json", ".jinja", ".txt", ".model")  # what a reader of models looks for beside the weights
 
 
 def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
-    """Refuses a folder in which what a reader of models looks for is there and no file that can be read.
-
-    Libraries take such a file for one that is missing, and then fall back to something else.
+    """Refuse a folder with a link to nothing, which libraries take for a missing file and fall back to something else.
 
     Raises:
         InputError: naming the first.
     """
-    for why in odd_files(folder).values():
+    if (why := odd_file(folder)) is not None:
         raise InputError(why)
 
 
-def odd_files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """What `refuse_odd_files` refuses of a folder: the names, each with why."""
-    found: dict[str, str] = {}
-    for name in _OF_A_MODEL:
+def odd_file(folder: str | os.PathLike[str]) -> str | None:
+    """Return what `refuse_odd_files` says of a folder, None if it refuses nothing."""
+    for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        if os.path.isdir(path):
-            found[name] = f"expected a file, {path} is a folder"
-        elif os.path.islink(path) and not os.path.exists(path):
-            found[name] = f"{path} is a link to nothing: remove it, or copy the file that it stands for"
-        elif os.path.exists(path) and not os.access(path, os.R_OK):
-            found[name] = f"cannot read {path}: permission denied"
-    return found
+        if name.endswith(_OF_A_MODEL) and os.path.islink(path) and not os.path.exists(path):
+            return f"{path} is a link to nothing: remove it, or copy the file that it stands for"
+    return None
 
 
 OF_WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors", ".tar")  # the last of timm: checkpoint-9.pth.tar

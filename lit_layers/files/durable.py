@@ -37,11 +37,6 @@ def on_disk(path: Path) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
-def draft_of(path: Path) -> Path:
-    """Where one process prepares a file: what a kill may leave behind."""
-    return path.with_name(f".{path.name}.draft")
-
-
 def own_draft_of(path: Path) -> Path:
     """A name beside `path` that no other process takes: two containers on a shared folder may have one number."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_layers import schema
-from lit_layers.errors import InputError, no_folder, odd_files, refuse_odd_files
+from lit_layers.errors import InputError, no_folder, odd_file, refuse_odd_files
 from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 from lit_layers.series.weight_files import STEMS, Memory, formats
@@ -125,7 +125,7 @@ class FolderSource(Source):
         return companions(self.folder, self.memory, weights=True)
 
     def damage(self) -> str | None:
-        return next(iter(odd_files(self.folder).values()), None)
+        return odd_file(self.folder)
 
     def identity(self) -> Any:
         return {path: on_disk(self.folder / path) for path in self.weights()}
@@ -224,10 +224,9 @@ class HubSource(Source):
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
     """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
-    odd = odd_files(folder)
     names = tuple(stem for stem, _ in STEMS.values())
     listed: dict[str, ListedFile] = {}
-    for path in sorted(each for each in folder.iterdir() if each.name not in odd and each.is_file()):
+    for path in sorted(each for each in folder.iterdir() if each.is_file()):
         is_weights = path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
         if (weights and is_weights) or _is_companion(path.name, path.stat().st_size):
             hash_ = content_hash(path) if memory is None else memory.hash_of(path, lambda path=path: content_hash(path))
