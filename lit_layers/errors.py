@@ -99,7 +99,7 @@ def no_folder(name: str | Path) -> InputError:
 
 
 def given_root(root: str | Path) -> Path:
-    """The folder that a caller names for a run.
+    """Return the folder that a caller names for a run.
 
     Raises:
         InputError: an empty name, which would be the working directory.
@@ -107,15 +107,3 @@ def given_root(root: str | Path) -> Path:
     if root == "":
         raise InputError("root: expected a folder, got ''")
     return Path(root)
-
-
-def whole_path(path: str | Path) -> Path:
-    """A path with the ~ at its beginning written out.
-
-    Raises:
-        InputError: it is the home of a user who is none.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise InputError(f"expected a whole path, got {str(path)!r}, and there is no such user") from error

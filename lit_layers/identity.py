@@ -28,7 +28,7 @@ import platform
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,6 @@ from lit_layers.schema import Count, Real, Seconds, Tag
 
 logger = logging.getLogger(__name__)
 ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of lines without hashes
-if TYPE_CHECKING:
-    import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
 
 Settings = str | Collection[str]
 PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
@@ -127,12 +125,6 @@ class Measurement:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "training", self.training or self.run)
-
-    if TYPE_CHECKING:
-
-        def frame(self) -> "pd.DataFrame":
-            """The tidy table of `lit_layers.records.frame`, which gives the class this method."""
-            ...
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:

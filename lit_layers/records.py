@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NotRequired, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NotRequired, TypeVar, cast
 
 import pandas as pd
 from pydantic import with_config
@@ -99,15 +99,6 @@ def lineage_in(root: str | Path) -> Lineage | None:
     return Lineage(facts["run"], facts["id"], resumed)
 
 
-class Measuring(Protocol):
-    """What is asked of an analysis: its name, and the hashes of its options and of its data."""
-
-    @property
-    def name(self) -> str: ...
-    def config_hash(self) -> str: ...
-    def data_hash(self) -> str | None: ...
-
-
 class Store:
     """The measurements of one file: the last of each identity, those that were there and those that are added.
 
@@ -159,13 +150,13 @@ class Store:
         keep(self._last, measurement)
         return measurement
 
-    def last(self, run: str, step: int | None, analysis: Measuring) -> Measurement | None:
+    def last(self, run: str, step: int | None, analysis: Any) -> Measurement | None:
         """Returns the last measurement of an analysis with these very options and data, or one that failed before."""
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
         place = run, step, analysis.name
         return self._last.get((*place, settings)) or self._last.get((*place, None))
 
-    def is_done(self, run: str, step: int | None, analysis: Measuring, **facts: Any) -> bool:
+    def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
         """Returns whether an analysis need not run: it succeeded, whole, with these options, data and weights.
 
         `facts` must stand in its provenance: `weights_hash`, or, where no weights are loaded, `weight_files` with
@@ -238,13 +229,10 @@ def frame(
     return pd.DataFrame(table)
 
 
-# A method of measurements, which are defined where nothing knows of tables.
-Measurement.frame = lambda self: frame(self)
-
-
 def key(analysis: str, record: Record) -> str:
     """Returns the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
-    tags = [f"{name}={_tag_text(tag)}" for name, tag in sorted(variant_of(record.tags).items())]
+    texts = {name: f"{tag:g}" if isinstance(tag, float) else tag for name, tag in variant_of(record.tags).items()}
+    tags = [f"{name}={text}" for name, text in sorted(texts.items())]
     layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
     others = [] if record.other_layer is None else [f"other_layer_{record.other_layer:02d}"]
     return "/".join([analysis, record.metric, *tags, *layers, *others])
@@ -351,10 +339,6 @@ def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
     """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
     for _, parts in groupby(lines_of(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
         yield {name: value for part in parts for name, value in cast("dict[str, float]", part).items()}
-
-
-def _tag_text(value: str | int | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
         ("Data", str(data.get("corpus") or data.get("source") or "")),
         ("Device", device or (", ".join(devices) if run.models else "")),
         ("Wall time", duration(about["seconds"]) if about.get("seconds") else ""),
-        ("Started", _date(about.get("started"))),
+        ("Started", str(about.get("started", ""))[:16].replace("T", " ")),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -179,13 +178,6 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     for value in values:
         seen.setdefault(json.dumps(value, sort_keys=True, default=str), value)
     return list(seen.values())
-
-
-def _date(text: Any) -> str:
-    try:
-        return datetime.fromisoformat(str(text)).astimezone().strftime("%d %B %Y, %H:%M").lstrip("0")
-    except ValueError:
-        return ""
 
 
 # ------------------------------------------------------------------------------------------------ provenance

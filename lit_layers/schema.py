@@ -117,8 +117,8 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
     try:
-        content = json.dumps(yaml.safe_load(text), default=str)
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # bytes, dates, keys that are none of these
+        content = json.dumps(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # bytes, dates
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return parse(content, kind, path, remedy)
 

@@ -60,8 +60,8 @@ def test_the_table_has_what_the_analyses_measure_and_of_a_metric_nothing_else(re
 
 def test_a_measurement_has_a_table_of_its_own(model, batches):
     measurement = measure(model, Trajectory(batches=batches), run="r", step=None)
-    assert measurement.frame().equals(records.frame([measurement]))
-    assert len(measurement.frame()) == len(measurement.records)
+    assert records.frame(measurement).equals(records.frame([measurement]))
+    assert len(records.frame(measurement)) == len(measurement.records)
 
 
 def test_it_shows_itself_with_a_picture(result):

@@ -76,7 +76,7 @@ def test_the_page_asks_the_network_for_nothing(page: Path) -> None:
 def test_the_page_tells_run_results_failures_cost_and_provenance(full: Path, page: Path) -> None:
     text = shown(page)
     for expected in (
-        "quickstart", "GPT2LMHeadModel", "1.47M", "819k", "3 min 08 s", "1 March 2026",
+        "quickstart", "GPT2LMHeadModel", "1.47M", "819k", "3 min 08 s", "2026-03-01 12:00",
         "1 measurement failed", "RuntimeError: no SVD",
         "Line shape score 2.287 2.208 to 2.365 1.340 1.261 to 1.418 \N{MINUS SIGN}0.947",
         "Coupling k = 12",

@@ -2,8 +2,8 @@
 
 import atexit
 import contextlib
+import math
 import os
-import re
 import select
 import signal
 import sys
@@ -127,11 +127,9 @@ def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
     """Return the ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
     if "LOCAL_WORLD_SIZE" in environment:
         return int(environment["LOCAL_WORLD_SIZE"]), None
-    # Such as 4(x2),1: of a step, which a batch script alone is none of.
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    tasks = [int(number) for number, times in groups for _ in range(int(times or 1))]
-    node = int(environment.get("SLURM_NODEID", 0))
-    return (tasks[node] if node < len(tasks) else 1), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
+    # Of a step: a batch script alone has none.
+    tasks, nodes = (int(environment.get(f"SLURM_STEP_NUM_{name}", 1)) for name in ("TASKS", "NODES"))
+    return math.ceil(tasks / nodes), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
 
 
 def tell(device: object) -> None:

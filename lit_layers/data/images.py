@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_layers.data.batches import Batches
-from lit_layers.errors import InputError, whole_path
+from lit_layers.errors import InputError
 from lit_layers.files.hub import asking_the_hub
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
@@ -185,7 +185,7 @@ def image_source(name: str) -> ImageSource:
     """
     if name == "digits":
         return ImageSource(name, _digits)
-    path = whole_path(name)
+    path = Path(name).expanduser()
     if (path / "train").is_dir() and not list(path.glob("train/*.parquet")):
         return ImageSource(name, functools.partial(_folders, path))
     if path.exists():

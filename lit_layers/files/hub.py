@@ -101,10 +101,6 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
 
 
-class DamagedDownload(OSError):
-    """What arrived is not what the Hub lists."""
-
-
 @contextlib.contextmanager
 def asking_the_hub(what: str, advice: str = "") -> Iterator[None]:
     """Turn the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
@@ -211,7 +207,7 @@ class Hub:
         if is_new and _HASH.fullmatch(expected) and content_hash(place, expected) != expected:
             place.unlink()
             blob.unlink(missing_ok=True)
-            raise DamagedDownload(f"{path} arrived with another hash than the Hub lists")
+            raise OSError(f"{path} arrived with another hash than the Hub lists")
         return place, is_new
 
     def cached(self, repo: str, revision: str | None, path: str) -> str | None:

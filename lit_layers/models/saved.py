@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lit_layers.errors import InputError, first_sentence, no_folder, refuse_odd_files, whole_path
+from lit_layers.errors import InputError, first_sentence, no_folder, refuse_odd_files
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, untrained
@@ -311,7 +311,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
-        name = os.fspath(whole_path(name).absolute())  # else transformers may ask the Hub
+        name = os.fspath(Path(name).expanduser().absolute())  # else transformers may ask the Hub
     try:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type

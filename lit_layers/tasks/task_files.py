@@ -21,7 +21,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError, whole_path
+from lit_layers.errors import InputError
 from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import HUB_ERRORS, reason
 
@@ -81,7 +81,7 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
 
 
 def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
-    return _of_path(whole_path(source.replace(PATTERN, split)), split, columns)
+    return _of_path(Path(source.replace(PATTERN, split)).expanduser(), split, columns)
 
 
 def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
@@ -327,7 +327,7 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
     Raises:
         InputError: no such folder, no `tasks.yaml` in it, or one that says something else.
     """
-    folder = whole_path(folder)
+    folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise InputError(f"folder: expected a folder of data, {folder} is none")
     path = folder / MAPPING

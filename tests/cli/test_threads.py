@@ -17,8 +17,8 @@ from lit_layers.machine import Processors
         ({}, (1, None)),
         ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, (4, None)),
         ({"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "32"}, (1, 32)),  # a batch script alone
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "1", "SLURM_CPUS_ON_NODE": "32"}, (4, 32)),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2"}, (1, None)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "32"}, (4, 32)),
+        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "2"}, (2, None)),
     ],
 )
 def test_ranks_on_this_machine_are_what_started_them_says(environment, expected):

@@ -96,8 +96,8 @@ def test_an_unknown_repository_is_no_error():
         ),
         ("repositories: [{names: a/b, tokens_per_step: 0}]", "tokens_per_step: expected a whole number of at least 1"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]", "steps: expected a list, got 3"),
-        ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "repositories.0.steps: expected pythia"),
-        ("repositories: [{names: 2024-01-01}]", "repositories.0.names: expected a name"),
+        ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "not valid YAML"),
+        ("repositories: [{names: 2024-01-01}]", "not valid YAML .Object of type date"),
         ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),
     ],
 )

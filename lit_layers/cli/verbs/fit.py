@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -232,11 +233,11 @@ def fit(
 class _Rehearsal(L.Callback):
     """Measures a share of the data on the untrained model, and stops after the steps that are timed."""
 
-    NUM_STEPS = 4  # the first one warms up
+    NUM_STEPS = 4  # of which the first one warms up
 
     def __init__(self, analyses: Sequence[Analysis]) -> None:
         self.analyses, self.plan = analyses, Plan({}, {}, 0.0, {})
-        self.began, self.seconds = dict[int, float](), dict[int, float]()  # by optimizer steps before and after
+        self.ended = dict[int, float]()  # when each optimizer step had ended
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model: Any = getattr(pl_module, "model", pl_module)
@@ -249,17 +250,12 @@ class _Rehearsal(L.Callback):
 
         self.plan = sampled(self.analyses, measure)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.began.setdefault(trainer.global_step, time.perf_counter())
-
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        earlier = [step for step in self.began if step < trainer.global_step]  # several optimizers count as several
-        if not earlier:
-            return
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
-        self.seconds.setdefault(trainer.global_step, time.perf_counter() - self.began[max(earlier)])
-        trainer.should_stop = len(self.seconds) >= self.NUM_STEPS
+        self.ended.setdefault(trainer.global_step, time.perf_counter())
+        self.ended.pop(0, None)  # micro-batches before the first step
+        trainer.should_stop = len(self.ended) >= self.NUM_STEPS
 
 
 def _plan(options: Any) -> int:
@@ -269,13 +265,13 @@ def _plan(options: Any) -> int:
         rehearsal = _Rehearsal(options.analyses)
         trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None}, folder)
         trainer.fit(options.model, datamodule=options.data)
-    timed = [*rehearsal.seconds.values()][1:]
-    if len(timed) < _Rehearsal.NUM_STEPS - 1 or not trainer.is_global_zero:
+    if len(rehearsal.ended) < _Rehearsal.NUM_STEPS or not trainer.is_global_zero:
         return 0
+    seconds = min(later - earlier for earlier, later in pairwise(rehearsal.ended.values()))
     plan, first, steps = rehearsal.plan, origin_of(trainer).step, planned_steps(trainer)
     if steps is None:
         raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
-    training, count = steps * min(timed), len([*Schedule(options.steps).until(first + steps, first)])
+    training, count = steps * seconds, len([*Schedule(options.steps).until(first + steps, first)])
     show_table(plan.table(count, training=training), str(options.root))
     print(*plan.notes(), f"measuring takes {count * plan.of_checkpoint / training:.1%} of training", sep="\n")
     return 0
@@ -300,12 +296,12 @@ def _train(run: Run) -> int:
     try:
         point, origin = run.resume_from, getattr(run.module, "origin", Origin())
         end = origin.step + run.trainer.max_steps
+        if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
+            point = _point(run.options)
         has_ended = run.folder.resume and point is not None and point.step >= end
         if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
             run.progress.status.say(sentence)
-        if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-            point = _point(run.options)
-        if point is not None and run.folder.resume and point.step >= end:
+        if point is not None and has_ended:
             last_step = point.step
             if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
                 run.folder.go_on(point.step)

@@ -12,7 +12,7 @@ from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.cli.plan import name_of
-from lit_layers.errors import InputError, whole_path
+from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
@@ -131,7 +131,7 @@ class SelectOptions:
         """Return the task of one file, of which test and validation are cut off, or of a folder of such."""
         if not is_local(name):
             raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
-        path = whole_path(name)
+        path = Path(name).expanduser()
         if not path.exists():
             raise InputError(f"task: expected labelled texts in {path}, which does not exist")
         splits = {file.stem for file in path.iterdir()} if path.is_dir() else set()
