@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
 from lit_layers.cli.console import verbosity
-from lit_layers.machine import processors
 
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
 _current: "Stopping | None" = None
@@ -101,6 +102,32 @@ def reader_is_gone() -> bool:
     state = select.poll()
     state.register(sys.stdout, 0)
     return bool(state.poll(0))
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What this process may use: CPUs, the cores that they are threads of, and a share of their time in CPUs."""
+
+    cpus: int
+    cores: int
+    quota: float = float("inf")
+
+    def threads(self, ranks: int, allocated: int | None = None) -> int:
+        """Threads of each of so many ranks; where each is bound to CPUs of its own, of those `allocated` to all."""
+        cpus = min(self.cpus, max(self.cpus, allocated or 0) // ranks)
+        return max(1, int(min(cpus * self.cores / self.cpus, self.quota / ranks)))
+
+
+def processors(system: Path = Path("/")) -> Processors:
+    """Return what the scheduler's affinity and the container leave to this process."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = set()
+    for cpu in allowed:
+        siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
+    limit = system / "sys/fs/cgroup/cpu.max"  # of a container: microseconds, and in how many
+    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
+    return Processors(len(allowed), len(cores), float("inf") if quota == "max" else int(quota) / int(period))
 
 
 def settle(ranks: int = 1) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.files.durable import naming, write_json
 from lit_layers.files.hub import refuse_foreign_code
-from lit_layers.machine import free_memory
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.families.proof import is_timm
-from lit_layers.models.offload import weight
+from lit_layers.models.offload import free_memory, weight
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function

@@ -1,5 +1,6 @@
 """Models that do not fit into memory: accelerate reads the weights of a block from the disk when the block runs."""
 
+import contextlib
 import importlib.util
 import logging
 import shutil
@@ -114,3 +115,15 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         yield from getattr(hook, "hooks", [hook])
+
+
+def free_memory(device: torch.device, system: Path = Path("/")) -> int | None:
+    """Return the bytes that could be taken on a device now; None if the system does not say."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    with contextlib.suppress(OSError):
+        for line in (system / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

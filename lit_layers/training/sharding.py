@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from lit_layers.errors import InputError
-from lit_layers.machine import free_memory
+from lit_layers.models.offload import free_memory
 from lit_layers.models.view import LayeredModel
 
 SHARDED = "sharded"  # entry of a checkpoint to resume from

@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_layers.cli import console, process
-from lit_layers.cli.process import ranks_here
-from lit_layers.machine import Processors
+from lit_layers.cli.process import Processors, ranks_here
 
 
 @pytest.mark.parametrize(

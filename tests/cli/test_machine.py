@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers.machine import Processors, free_memory, processors
+from lit_layers.cli.process import Processors, processors
+from lit_layers.models.offload import free_memory
 
 INFINITE = float("inf")
 MEMINFO = "MemTotal:  100 kB\nMemFree:  50 kB\nMemAvailable:  90 kB\nHugePages_Total:  0\n"
