@@ -326,7 +326,7 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     recipe |= {"steps": [{"correlate": step}], "published": [{"what": "r", "at_least": 0.5, "measured": place}]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_layers.correlate.pages.write_charts", lambda *_: [])  # takes a second
+    monkeypatch.setattr("lit_layers.correlate.pages.write_pictures", lambda *_: [])  # takes a second
     assert main(["reproduce", "r.yaml", "--reduced"]) == 0
     said = capsys.readouterr()
     assert "lit-layers correlate --config checkpoints/papers/coupling/r-reduced/steps/1-correlate.yaml" in said.err
