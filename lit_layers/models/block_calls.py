@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,31 +18,20 @@ from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluat
 
 @dataclass(frozen=True)
 class Layout:
-    """How blocks hold a state that they do not hold as (batch, tokens, dim): with its axes in another order, with
-    several streams for each token, which are its `dim` side by side, or with more tokens than the text has."""
+    """How blocks hold a state: as (batch, tokens, dim), or with its axes in another order and several streams of each
+    token, which are its `dim` side by side."""
 
-    axes: tuple[int, ...]  # of a state as blocks hold it: batch, tokens, then what is laid side by side
-    sizes: tuple[int, ...]  # of the latter
-    streams: int = 1  # that lie one behind the other along the tokens
-    num_tokens: int | None = None  # of the text of one call
-    num_held: int | None = None  # of the tokens that blocks hold of it: the ones behind the text are zeros
-
-    @property
-    def dim(self) -> int:
-        return math.prod(self.sizes)
+    axes: tuple[int, ...] = ()  # of a state as blocks hold it: batch, tokens, then the streams; (): as it is
+    sizes: tuple[int, ...] = ()  # of the streams
 
     @property
     def description(self) -> str:
         """What a state is of each token."""
         return " x ".join(map(str, self.sizes))
 
-    def at(self, held: Tensor, num_tokens: int | None = None) -> "Layout":
-        """Of a call with a text of so many tokens (None: as many as they hold), whose blocks hold such a state."""
-        return replace(self, num_tokens=num_tokens, num_held=self._spread(held).shape[1])
-
     def taken(self, held: Tensor) -> Tensor:
         """The state (batch, tokens, dim) with which a block is called."""
-        return self._spread(held)[:, : self.num_tokens].flatten(2)
+        return held.permute(self.axes).flatten(2) if self.axes else held
 
     def given(self, output: Any) -> Tensor:
         """The state (batch, tokens, dim) in what a block returns."""
@@ -52,14 +39,12 @@ class Layout:
 
     def put(self, hidden: Tensor) -> Tensor:
         """The state as blocks hold it."""
-        more = 0 if self.num_held is None else self.num_held - hidden.shape[1]
-        spread = F.pad(hidden, (0, 0, 0, more)).unflatten(2, self.sizes)
-        held = spread.permute([self.axes.index(axis) for axis in range(len(self.axes))])
-        return held.flatten(1, 2) if self.streams > 1 else held
+        if not self.axes:
+            return hidden
+        return hidden.unflatten(2, self.sizes).permute([self.axes.index(axis) for axis in range(len(self.axes))])
 
-    def _spread(self, held: Tensor) -> Tensor:
-        split = held.unflatten(1, (self.streams, -1)) if self.streams > 1 else held
-        return split.permute(self.axes)
+
+PLAIN = Layout()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +55,12 @@ class BlockCall:
     args: tuple
     kwargs: dict[str, Any]
     alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
-    layout: Layout | None = None  # of its states, where it is another than (batch, tokens, dim)
+    layout: Layout = PLAIN
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
             return self.alignment.restored(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
-            if self.layout is None:
-                return first(self.module(hidden, *self.args, **self.kwargs))
             return self.layout.given(self.module(self.layout.put(hidden), *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
@@ -135,14 +118,12 @@ def _in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return forward
 
 
-def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout | None = None) -> Callable[..., Any]:
+def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout = PLAIN) -> Callable[..., Any]:
     """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
     values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        state = split_arguments(args, kwargs)[0]
-        if last is not None:
-            state = last if layout is None else layout.at(state, last.shape[1]).put(last)
+        state = split_arguments(args, kwargs)[0] if last is None else layout.put(last)
         return in_place_of(state, num_values)
 
     return forward

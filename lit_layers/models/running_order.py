@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
-from lit_layers.models.block_calls import Layout, first, in_place_of, num_values, replaced, split_arguments
+from lit_layers.models.block_calls import Layout, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network, family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
@@ -110,7 +110,7 @@ class _Order:
         forwards: list[Callable[..., Any]],
         kind: str,
         tuples: dict[type, int],
-        layout: Layout | None,
+        layout: Layout,
     ) -> None:
         self.steps, self.forwards, self.kind = steps, forwards, kind
         self.calls = threading.local()
@@ -151,8 +151,7 @@ class _Order:
 
     def _run(self, call: _Call, returned: int) -> Any:
         caches = _Slots(len(self.forwards), self.kind)
-        layout = None if self.layout is None else self.layout.at(call.hidden)
-        hidden = call.hidden if layout is None else layout.taken(call.hidden)
+        hidden = self.layout.taken(call.hidden)
         for number, (args, kwargs) in enumerate(call.arguments, 1):
             for value in (*args, *kwargs.values()):
                 caches.advance_cache(value, number, hidden)
@@ -163,12 +162,11 @@ class _Order:
                 args, kwargs = call.arguments[number - 1]
                 args = tuple(caches.of(value, slot, number) for value in args)
                 kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
-                held = hidden if layout is None else layout.put(hidden)
-                output = self.forwards[number - 1](held, *args, **kwargs)
-                outputs.append(first(output) if layout is None else layout.given(output))
+                output = self.forwards[number - 1](self.layout.put(hidden), *args, **kwargs)
+                outputs.append(self.layout.given(output))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-        return in_place_of(hidden if layout is None else layout.put(hidden), returned)
+        return in_place_of(self.layout.put(hidden), returned)
 
     def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
         """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""

@@ -17,7 +17,6 @@ from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models import block_calls
 from lit_layers.models.block_calls import (
     BlockCall,
-    Layout,
     cut,
     first,
     handing_on,
@@ -228,12 +227,11 @@ class LayeredModel:
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal is_first
             before, args, kwargs = split_arguments(args, kwargs)
-            layout = self._layout(before, inputs)
+            layout = self.family.layout
             if is_first:
-                give(before if layout is None else layout.taken(before))
+                give(layout.taken(before))
                 is_first = False
-            after = first(output) if layout is None else layout.given(output)
-            give(after, BlockCall(module, args, kwargs, alignment, layout), output)
+            give(layout.given(output), BlockCall(module, args, kwargs, alignment, layout), output)
 
         with evaluating(self.model):
             inputs, alignment = self._inputs(batch)
@@ -283,11 +281,6 @@ class LayeredModel:
         handed_on = handing_on(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._real(self.family.logits(self.model, inputs))
-
-    def _layout(self, held: Tensor, inputs: Mapping[str, Tensor]) -> Layout | None:
-        """Of the states of one call, such as this one."""
-        layout = self.family.layout
-        return None if layout is None else layout.at(held, inputs[self.family.inputs[0]].shape[1])
 
     def _real(self, logits: Tensor) -> Tensor:
         return logits[..., : self.vocab_size]

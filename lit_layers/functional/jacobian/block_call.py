@@ -86,7 +86,7 @@ def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
         return None
     if isinstance(block, nn.Module):
         return Call(block, (), {})
-    if getattr(block, "layout", None) is not None:  # its module holds states otherwise than it is called with
+    if getattr(getattr(block, "layout", None), "axes", ()):  # its module holds states otherwise than it is called with
         return None
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
     if isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import Layout, first, handing_on
+from lit_layers.models.block_calls import PLAIN, Layout, first, handing_on
 from lit_layers.models.families.own_networks import OwnNetwork
 from lit_layers.models.families.proof import NotShown, Probe, Watched, is_timm, watch
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
@@ -23,7 +23,7 @@ class Row:
     path: str  # of the list that holds them
     calls: list[Watched]
     order: tuple[int, ...]  # of the modules of the list, by number, in which they run
-    layout: Layout | None  # None: (batch, tokens, dim)
+    layout: Layout
     beside: tuple[str, ...]  # rows that pass other states
 
 
@@ -225,25 +225,19 @@ def _leads_to(model: Network, row: list[Watched], other: list[Watched], probe: P
 # How blocks hold a state.
 
 
-def _layouts(shape: torch.Size, probe: Probe) -> list[Layout | None]:
-    """How states of such a shape may be (batch, tokens, dim); None: as they are."""
+def _layouts(shape: torch.Size, probe: Probe) -> list[Layout]:
+    """How states of such a shape may be (batch, tokens, dim)."""
     if not probe.of_texts:
-        return [None] if len(shape) == 3 and shape[0] == len(probe.needed) else []
+        return [PLAIN] if len(shape) == 3 and shape[0] == len(probe.needed) else []
     batch, tokens = probe.needed.shape
     if shape[:2] == (batch, tokens):
-        return [None if len(shape) == 3 else Layout(tuple(range(len(shape))), tuple(shape[2:]))]
-    if len(shape) == 3 and shape[0] == batch and shape[1] > tokens:
-        padded, streams = Layout((0, 1, 2), (shape[2],), num_tokens=tokens), shape[1] // tokens
-        return [
-            padded,
-            *([Layout((0, 2, 1, 3), (streams, shape[2]), streams=streams)] if not shape[1] % tokens else []),
-        ]
+        return [PLAIN if len(shape) == 3 else Layout(tuple(range(len(shape))), tuple(shape[2:]))]
     axes = [each for each in permutations(range(len(shape)), 2) if (shape[each[0]], shape[each[1]]) == (batch, tokens)]
     rests = [tuple(axis for axis in range(len(shape)) if axis not in each) for each in axes]
     return [Layout((*each, *rest), tuple(shape[axis] for axis in rest)) for each, rest in zip(axes, rests, strict=True)]
 
 
-def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layout | None:
+def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layout:
     """How the blocks hold their states: the one way in which two texts with another last token have another layer 0
     there, and nowhere else, and in which a text without its last token has one token less.
 
@@ -252,14 +246,12 @@ def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layo
     """
     state = row[0].state
     candidates = _layouts(state.shape, probe)
-    if candidates == [None]:
-        return None
+    if candidates == [PLAIN]:
+        return PLAIN
     with watch([row[0].module]) as calls:
         probe.call(model, {name: column[:, :-1] for name, column in probe.inputs.items()}, dict(probe.options))
     tokens = probe.needed.shape[1]
-    fitting = [
-        layout for layout in candidates if layout is not None and _is_shown(layout, state, calls[0].state, tokens)
-    ]
+    fitting = [layout for layout in candidates if _is_shown(layout, state, calls[0].state, tokens)]
     if len(fitting) != 1:
         raise NotShown(f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}")
     return fitting[0]
@@ -268,7 +260,5 @@ def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layo
 def _is_shown(layout: Layout, state: Tensor, shorter: Tensor, tokens: int) -> bool:
     seen = layout.taken(state)
     same = (seen[0] == seen[1]).all(-1)
-    if layout.num_tokens is not None:  # what is more than the text is as much more of a shorter one
-        return bool(same[:-1].all()) and not bool(same[-1]) and state.shape == shorter.shape
     fewer = layout.taken(shorter)
     return bool(same[:-1].all()) and not bool(same[-1]) and fewer.shape[1:] == (tokens - 1, seen.shape[2])

@@ -262,8 +262,7 @@ class Evidence:
     def __init__(self, model: Network, family: Any, probe: Probe, first: Pass) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
-        self.layout = None  # of the states of this batch
-        self.calls, self.limit = self._of_blocks(first.calls, probe.needed), first.limit
+        self.calls, self.limit = self._of_blocks(first.calls), first.limit
         self.logits = family.result(first.output)
         self.states = [self.calls[0].state, *(call.after for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
@@ -301,7 +300,7 @@ class Evidence:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            state = changed if self.layout is None else self.layout.put(changed)
+            state = self.family.layout.put(changed)
             return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
 
         with replaced(self.blocks, [forward, *others]):
@@ -438,17 +437,13 @@ class Evidence:
         is_wide = next(self.blocks[0].parameters(), self.logits).dtype == torch.float64
         with watch(self.blocks) as calls, softening(self.blocks) if is_wide else nullcontext():
             call(self.model, inputs, dict(self.family.options))
-        return self._of_blocks(calls, inputs[self.probe.columns[0]])
+        return self._of_blocks(calls)
 
-    def _of_blocks(self, calls: Sequence[Watched], needed: Tensor) -> list[Watched]:
+    def _of_blocks(self, calls: Sequence[Watched]) -> list[Watched]:
         """The calls with states (batch, tokens, dim)."""
         if [each.module for each in calls] != list(self.blocks):
             raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
-        if (layout := self.family.layout) is None:
-            return [*calls]
-        layout = layout.at(calls[0].state, needed.shape[1])
-        self.layout = self.layout or layout
-        return [each.seen(layout) for each in calls]
+        return [each.seen(self.family.layout) for each in calls]
 
     def _numbers(self) -> range:
         return range(1, len(self.blocks) + 1)
@@ -457,7 +452,7 @@ class Evidence:
         return self._as_called(self.calls[number - 1])
 
     def _as_called(self, call: Watched) -> BlockCall:
-        return BlockCall(call.module, call.args, call.kwargs, layout=self.layout)
+        return BlockCall(call.module, call.args, call.kwargs, layout=self.family.layout)
 
     def _same(self, difference: float, sentence: str) -> float:
         if not difference <= self.tolerance:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.block_calls import Layout, identity_forward, replaced
+from lit_layers.models.block_calls import PLAIN, Layout, identity_forward, replaced
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
@@ -246,7 +246,7 @@ class Family:
     call: Callable[[Network, Inputs, Options], Any] = by_name
     features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
-    layout: Layout | None = None  # of the states, where blocks do not hold them as (batch, tokens, dim)
+    layout: Layout = PLAIN  # how blocks hold the states
     origin: str = "row"  # or "structure": how its models are taken apart
     shown: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
     takes_padding: bool = True  # whether the states of a text are the same with padding behind it
@@ -270,7 +270,7 @@ class Family:
     @property
     def reads_tokens_alone(self) -> bool:
         """Whether the model's own call ends with any states (1, tokens, dim) in place of those of a text."""
-        return not self.together and self.layout is None
+        return not self.together and not self.layout.axes
 
     def container(self, model: Network) -> nn.Module:
         """The module that holds the blocks and nothing else."""

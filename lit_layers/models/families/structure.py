@@ -235,7 +235,7 @@ def _shown(evidence: Evidence) -> Structured:
     shown = {
         "blocks": _path(evidence.model, family.blocks),
         **({"beside": ", ".join(_path(evidence.model, path) for path in family.beside)} if family.beside else {}),
-        **({"state": family.layout.description} if family.layout is not None else {}),
+        **({"state": family.layout.description} if family.layout.axes else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
         "chain": chained,
@@ -326,7 +326,7 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
         name=type(model).__name__,
         classes=(type(model).__name__,),
         blocks=blocks.path,
-        norm=_norm_behind(model, row, calls) if blocks.layout is None else None,
+        norm=None if blocks.layout.axes else _norm_behind(model, row, calls),
         package=package,
         inputs=probe.columns,
         options=probe.options,
@@ -336,7 +336,7 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
         if (trunk is model and package == "transformers") or probe.call is without_mask
         else features,
         returned=tuple(num_values(call.output) for call in row),
-        dim=row[-1].after.shape[-1] if blocks.layout is None else blocks.layout.dim,
+        dim=blocks.layout.taken(row[-1].after).shape[-1],
         layout=blocks.layout,
         order=blocks.order,
         beside=blocks.beside,
@@ -396,21 +396,13 @@ UNPROVEN = "without weights nothing is shown"
 
 
 def _outlined(model: Network) -> Structured:
-    """Of a model without weights: the one list of as many modules as its config says. Good for counting, and no more:
-    with its weights the model is looked at anew."""
+    """Of a model without weights: the one list that transformers checkpoints. Good for counting, and no more: with its
+    weights the model is looked at anew."""
     of_texts = getattr(model, "main_input_name", "pixel_values") != "pixel_values"
-    config = getattr(model, "config", None)
-    if config is None or not of_texts:
-        raise NotShown("it has no weights here, and only models of texts are taken apart without")
-    if is_encoder_decoder(model):
-        raise NotShown(f"{TWO_ROWS}, and it has no weights here, by which to tell one from the other")
-    config = text_config(config)
-    lists = {path: members for path, members in _lists(model).items() if len(members) == config.num_hidden_layers}
-    paths = [path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)]
-    proposal = propose_blocks(model)
-    if proposal not in paths and len(paths) != 1:
-        raise NotShown(f"it has no weights here, and of its lists of modules several may be its blocks: {paths}")
-    path = paths[0] if proposal is None or proposal not in paths else proposal
+    path = propose_blocks(model)
+    if path is None or not of_texts:
+        raise NotShown(TWO_ROWS if is_encoder_decoder(model) else "it has no weights here that show its blocks")
+    config = text_config(model.config)
     takes = inspect.signature(model.forward).parameters
     return Structured(
         name=type(model).__name__,
@@ -419,7 +411,7 @@ def _outlined(model: Network) -> Structured:
         norm=None,
         inputs=tuple(name for name in COLUMNS if name in takes),
         options=(("use_cache", False),) if "use_cache" in takes else (),
-        returned=(0,) * len(lists[path]),
+        returned=(0,) * config.num_hidden_layers,
         dim=config.hidden_size,
         limit=_said_limit(config),
         is_causal=True,
