@@ -23,7 +23,7 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.pixels import refuse_unlike_training
-from lit_layers.models.states import States, first_rows, states_of_layers
+from lit_layers.models.states import first_rows
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -308,15 +308,9 @@ class Analysis(ABC):
         return ", ".join(dict.fromkeys(filter(None, hashes))) or None
 
 
-def values_of_layers(
-    seen: Trajectory, states: States, of_layer: Callable[[Tensor, Tensor], dict[Key, Tensor]]
-) -> Values:
-    """Return the values (layers + 1, ..., prompts) by key that a function of states and mask gives of each layer."""
-    rows: dict[Key, list[Tensor]] = {}
-    for hidden in states_of_layers(seen, states):
-        for key, row in of_layer(hidden, seen.mask).items():
-            rows.setdefault(key, []).append(row.cpu())
-    return {key: torch.stack(of_layers) for key, of_layers in rows.items()}
+def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
+    """Return the values (layers + 1, ..., prompts) by key from those of each layer."""
+    return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 
 def in_bfloat16(analysis: Analysis) -> Analysis:

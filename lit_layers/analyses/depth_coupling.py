@@ -1,5 +1,6 @@
 """Coupling of blocks over depth: how far their Jacobians share singular directions, and how linear the path is."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class Coupling(Analysis):
 
     def counts(self, model: LayeredModel) -> list[int]:
         """Return the different numbers of directions in ascending order."""
-        return sorted({functional.num_directions(k, model.dim) for k in self.k})
+        return sorted({*map(functools.partial(functional.num_directions, dim=model.dim), self.k)})
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
         """Return the options of a preset.
@@ -146,6 +147,7 @@ class _Blocks:
         # one direction more than the largest K: min_gap looks at it
         self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
+        self.positions = token_places(self.tokens, trajectory.mask)
 
     def values(self) -> dict[str, Tensor]:
         """Return the values that the records need, a row per block, in float64 on the CPU.
@@ -179,13 +181,13 @@ class _Blocks:
         factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
         how: dict[str, Any] = {"dim": self.model.dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
-        random = [
-            functional.random_miscoupling_from_norms(factors.values[..., :count], norms, **how) for count in self.counts
-        ]
-        gaps = torch.stack([functional.min_gap(factors.values, k=count) for count in self.counts])
+        random, gaps = list[Tensor](), list[Tensor]()
+        for count in self.counts:
+            random.append(functional.random_miscoupling_from_norms(factors.values[..., :count], norms, **how))
+            gaps.append(functional.min_gap(factors.values, k=count))
         values = {
             "random": torch.stack(random).masked_fill(undefined, math.nan),
-            "gaps": gaps.masked_fill(undefined, math.nan),
+            "gaps": torch.stack(gaps).masked_fill(undefined, math.nan),
             "values": factors.values[..., : self.top].masked_fill(broken[:, None], math.nan).T,
             "norms": norms.masked_fill(broken, math.nan),
             "undefined": undefined,
@@ -212,8 +214,8 @@ class _Blocks:
         return {name: row.movedim(1, -1) for name, row in named}
 
     def _token_states(self, hidden: Tensor) -> Tensor:
-        places = token_places(self.tokens, self.trajectory.mask)
-        return hidden[torch.arange(len(places))[:, None], places].flatten(0, 1)  # (prompts x tokens, dim)
+        prompts = torch.arange(len(self.positions))[:, None]
+        return hidden[prompts, self.positions].flatten(0, 1)  # (prompts x tokens, dim)
 
     def _jacobian(self, layer: int) -> Tensor:
         """Return the block's same-token Jacobian; in the convention "hf" the last block includes the final norm."""

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, Key, Values, values_of_layers
+from lit_layers.analyses.base import Analysis, Key, Values, stack_layers
 from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.states import States, drop_first_tokens
+from lit_layers.models.states import States, drop_first_tokens, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -99,7 +99,10 @@ class Representation(Analysis):
     preset: Literal["released_code", "released_code_later"] | None = None
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return values_of_layers(seen, self.states, self._layer_values)
+        layers = list[dict[Key, Tensor]]()
+        for hidden in states_of_layers(seen, self.states):
+            layers.append(self._layer_values(hidden, seen.mask))
+        return stack_layers(layers)
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """Return the values (batch,) by (metric, normalization, drop_first), and the pooled vectors."""
@@ -270,7 +273,10 @@ class StateMetric(Analysis):
         self._try(model.dim)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return values_of_layers(seen, self.states, self._layer_values)
+        layers = list[dict[Key, Tensor]]()
+        for hidden in states_of_layers(seen, self.states):
+            layers.append(self._layer_values(hidden, seen.mask))
+        return stack_layers(layers)
 
     def tags(self) -> dict[str, str | int | float]:
         """Return tags for the options that differ from their defaults."""
@@ -299,10 +305,20 @@ class StateMetric(Analysis):
         return torch.stack([self._value_of_layer(points) for points in states])
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
-        """Return the function's value of points (points, dim); NaN without any point."""
+        """Return the function's value of points (points, dim), in float64; NaN without any point.
+
+        Raises:
+            TypeError, ValueError: something other than one floating-point number.
+        """
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
-        return self.value(widened("states", points))
+        options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
+        with torch.no_grad():
+            value = self.metric(widened("states", points), **(options | self.options))
+        value = widened(f"what {self.metric_name} returns", torch.as_tensor(value))
+        if value.shape != ():
+            raise ValueError(f"shape {tuple(value.shape)}")
+        return value
 
     def _try(self, dim: int) -> None:
         """Refuse a function that gives anything but a number of random states.
@@ -311,26 +327,14 @@ class StateMetric(Analysis):
             InputError: what it gives, or why it fails.
         """
         try:
-            self.value(torch.randn(_POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+            self._value_of_layer(
+                torch.randn(_POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            )
         except Exception as failure:  # of anyone's code
             raise InputError(
                 f"{self.name}: expected metric to turn states (points, dim) into one number, got "
                 f"{kind_and_words(failure)} from {self.metric_name} on states {(_POINTS, dim)}"
             ) from failure
-
-    def value(self, states: Tensor) -> Tensor:
-        """Return what the function returns, in float64.
-
-        Raises:
-            TypeError, ValueError: something other than one floating-point number.
-        """
-        options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
-        with torch.no_grad():
-            value = self.metric(states, **(options | self.options))
-        value = widened(f"what {self.metric_name} returns", torch.as_tensor(value))
-        if value.shape != ():
-            raise ValueError(f"shape {tuple(value.shape)}")
-        return value
 
 
 def _parameters(function: Callable[..., Any]) -> Collection[str]:

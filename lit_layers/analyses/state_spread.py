@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, Values, values_of_layers
+from lit_layers.analyses.base import Analysis, Values
 from lit_layers.analyses.representation import POOLED, pooled_vectors, vectors_of_prompts
 from lit_layers.analyses.statistics import (
     complete,
@@ -187,9 +187,10 @@ class PooledStates(Analysis):
     states: States = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return values_of_layers(
-            seen, self.states, lambda hidden, mask: {POOLED: pooled_vectors(hidden, mask, self.pooling)}
-        )
+        layers = list[Tensor]()
+        for hidden in states_of_layers(seen, self.states):
+            layers.append(pooled_vectors(hidden, seen.mask, self.pooling).cpu())
+        return {POOLED: torch.stack(layers)}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         pooled = vectors_of_prompts(batches[POOLED].double())

@@ -28,6 +28,8 @@ from lit_layers.records import Record
 
 Tags = Mapping[str, str | int | float]
 TagDict = dict[str, str | int | float]
+Interval = tuple[float | None, float | None]
+NO_INTERVAL: Interval = (None, None)
 ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, and their order
 
 
@@ -46,16 +48,21 @@ class Sample(NamedTuple):
     rows: Tensor | None = None
 
 
-def summarize(metric: str, values: Tensor, **place: Any) -> list[Record]:
+def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: Any) -> list[Record]:
     """Return the mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
     tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
     `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
     is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
-    fields of `Sample`.
+    fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
-    return [*summarize_all([Sample(metric, values, **place)])]
+    sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
+    defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
+    if intervals and len(defined) > 1 and defined.isfinite().all():
+        low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
+        interval = low.item(), high.item()
+    return _summarized(sample, interval)
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
@@ -65,44 +72,32 @@ def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
         for each in samples
     ]
     pending = [each for each in everything if isinstance(each, Sample)]
-    for sample in pending:
-        if sample.values.ndim != 1:
-            shape = tuple(sample.values.shape)
-            raise ValueError(f"expected one value per prompt of {sample.metric}, got shape {shape}")
-    intervals = iter(_intervals([sample.values for sample in pending], [sample.statistic for sample in pending]))
+    # Rows that are defined for the same prompts are resampled by one product.
+    intervals = [NO_INTERVAL] * len(pending)
+    by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
+    for index, sample in enumerate(pending):
+        defined = tuple((~sample.values.isnan()).tolist())
+        if sum(defined) > 1 and not sample.values.isinf().any():
+            by_prompts.setdefault((sample.statistic, defined), []).append(index)
+    for (statistic, defined), alike in by_prompts.items():
+        for start in range(0, len(alike), ROWS_AT_ONCE):
+            indices = alike[start : start + ROWS_AT_ONCE]
+            values = torch.stack([pending[index].values for index in indices])[:, list(defined)]
+            bounds = bootstrap_interval(values.T, statistic=statistic)
+            for index, low, high in zip(indices, *(bound.tolist() for bound in bounds), strict=True):
+                intervals[index] = low, high
+    following = iter(intervals)
     for each in everything:
         if isinstance(each, Record):
             yield each
         else:
-            yield from _summarized(each, next(intervals))
-
-
-Interval = tuple[float | None, float | None]
-
-
-def _intervals(rows: Sequence[Tensor], statistics: Sequence[Statistic]) -> list[Interval]:
-    """Return an interval for each row (prompts,).
-
-    Rows that are defined for the same prompts are resampled by one product.
-    """
-    intervals: list[Interval] = [(None, None)] * len(rows)
-    by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
-    for place, (row, statistic) in enumerate(zip(rows, statistics, strict=True)):
-        defined = tuple((~row.isnan()).tolist())
-        if sum(defined) > 1 and not row.isinf().any():
-            by_prompts.setdefault((statistic, defined), []).append(place)
-    for (statistic, defined), alike in by_prompts.items():
-        for start in range(0, len(alike), ROWS_AT_ONCE):
-            places = alike[start : start + ROWS_AT_ONCE]
-            values = torch.stack([rows[place] for place in places])[:, list(defined)]
-            bounds = bootstrap_interval(values.T, statistic=statistic)
-            for place, low, high in zip(places, *(bound.tolist() for bound in bounds), strict=True):
-                intervals[place] = low, high
-    return intervals
+            yield from _summarized(each, next(following))
 
 
 def _summarized(sample: Sample, interval: Interval) -> list[Record]:
     values, layer = sample.values, sample.layer
+    if values.ndim != 1:
+        raise ValueError(f"expected one value per prompt of {sample.metric}, got shape {tuple(values.shape)}")
     undefined = values.isnan()
     defined = values[~undefined]
     tags = {**(sample.tags or {}), **left_out("", undefined)}
@@ -111,7 +106,8 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
         return [gap(sample.metric, tags=tags)] if layer is None else []
     value = (defined.mean() if sample.statistic == "mean" else median_of_defined(defined)).item()
     low, high = interval
-    stderr = defined.std().item() / math.sqrt(n) if sample.statistic == "mean" and low is not None else None
+    is_spread = sample.statistic == "mean" and n > 1 and bool(defined.isfinite().all())
+    stderr = defined.std().item() / math.sqrt(n) if is_spread else None
     place: dict[str, Any] = {"layer": layer, "other_layer": sample.other_layer}
     if sample.statistic == "mean":
         place["by_prompt"] = by_prompt(values, sample.rows)
@@ -238,7 +234,11 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    (record,) = summarize_all([Sample(metric, values, layer=layer, tags=tags, rows=defined)])
+    interval = NO_INTERVAL
+    if len(values) > 1 and values.isfinite().all():
+        low, high = bootstrap_interval(values[:, None])
+        interval = low.item(), high.item()
+    (record,) = _summarized(Sample(metric, values, layer=layer, tags=tags, rows=defined), interval)
     return [replace(record, value=ratio.item())]
 
 
@@ -283,7 +283,9 @@ def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_
 
     `pooled` is (layers + 1, prompts, dim).
     """
-    values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
+    values = list[Tensor]()
+    for rows in random_halves(pooled.shape[1], num_halves):
+        values.append(values_of(pooled[:, rows]))
     return torch.stack(values, -1) if values else None
 
 

@@ -1,4 +1,4 @@
-"""`lit-layers COMMAND ...`: finds the command, runs it, turns the user's mistakes into one sentence."""
+"""The commands of `lit-layers`: finds one, runs it, turns the user's mistakes into one sentence."""
 
 import gc
 import importlib
@@ -7,9 +7,8 @@ import os
 import sys
 from importlib.metadata import version
 
-from lit_layers.cli import INTERRUPTED, READER_GONE, REFUSED, TERMINATED, process
+from lit_layers.cli import INTERRUPTED, REFUSED, process
 from lit_layers.cli.console import one_line, without_verbosity
-from lit_layers.cli.process import reader_is_gone, stopping
 from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`
@@ -28,28 +27,9 @@ COMMANDS = {  # each a file of `verbs`
 GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
 
 
-def run(argv: list[str], *, is_own_process: bool) -> int:
-    """Run the command that the words begin with, or answer for all of them, and return the exit code."""
-    with stopping(ends_process=is_own_process) as stop:
-        try:
-            command, *rest = _answered(without_verbosity(argv))
-            code = run_verb(command, rest) if command else 0
-        except InputError as error:
-            code = _refuse(str(error))
-        except BrokenPipeError:
-            if not reader_is_gone():
-                raise
-            code = READER_GONE
-        except SystemExit:
-            if not stop.asked:
-                raise
-    if stop.asked:
-        print("lit-layers: ended by SIGTERM", file=sys.stderr)
-    return TERMINATED if stop.asked else code
-
-
-def _answered(argv: list[str]) -> list[str]:
+def answered(argv: list[str]) -> list[str]:
     """Return the command and its words; for help and version, which are printed, an empty one."""
+    argv = without_verbosity(argv)
     command, rest = (argv or ["--help"])[0], argv[1:]
     if command in ("-h", "--help", "-V", "--version"):
         print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
@@ -86,18 +66,19 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
             raise
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         if isinstance(error, InputError):
-            return _refuse(str(error), command)
+            return refuse(str(error), command)
         if error.filename is None and not full:  # not about a file that was named
             raise
         where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
-        return _refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
+        return refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
         then = ": run the same command again to go on" if command in GO_ON else ""
         print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
 
 
-def _refuse(sentence: str, command: str | None = None) -> int:
+def refuse(sentence: str, command: str | None = None) -> int:
+    """Print why a command is refused, and return its exit code."""
     prog = f"lit-layers {command}" if command else "lit-layers"
     print(f"{prog}: error: {one_line(sentence)}", file=sys.stderr)
     return REFUSED

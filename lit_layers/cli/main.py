@@ -1,4 +1,6 @@
-"""The door of `lit-layers`: leaves the working directory, where a stranger's modules may lie, and runs a command."""
+"""The door of `lit-layers`: leaves the working directory, where a stranger's modules may lie, and runs a command,
+whose mistakes it turns into one sentence.
+"""
 
 import os
 import sys
@@ -11,9 +13,27 @@ def main(argv: list[str] | None = None) -> int:
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
         _leave_working_directory()
-    from lit_layers.cli import command_line  # it loads modules of Python, for which none of that folder may stand in
+    # These load modules of Python, for which none of that folder may stand in.
+    from lit_layers.cli import READER_GONE, TERMINATED
+    from lit_layers.cli.command_line import InputError, answered, refuse, run_verb
+    from lit_layers.cli.process import reader_is_gone, stopping
 
-    return command_line.run(argv, is_own_process=is_own_process)
+    with stopping(ends_process=is_own_process) as stop:
+        try:
+            command, *rest = answered(argv)
+            code = run_verb(command, rest) if command else 0
+        except InputError as error:
+            code = refuse(str(error))
+        except BrokenPipeError:
+            if not reader_is_gone():
+                raise
+            code = READER_GONE
+        except SystemExit:
+            if not stop.asked:
+                raise
+    if stop.asked:
+        print("lit-layers: ended by SIGTERM", file=sys.stderr)
+    return TERMINATED if stop.asked else code
 
 
 def run_and_end() -> NoReturn:

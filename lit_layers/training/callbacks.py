@@ -306,7 +306,7 @@ class EmergenceCallback(_AtSteps):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = _next_place(trainer)
-        super().on_train_end(trainer, pl_module)
+        self._visit(trainer, pl_module, due=True)
         self.measurer.finish()
         if self.measurer.analyses:
             self.measurer.say_how_many(self.schedule.until(self.now(trainer), self._first))

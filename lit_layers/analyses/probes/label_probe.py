@@ -277,9 +277,10 @@ class AttentiveProbe(Analysis):
             log_proba = probe.log_proba(states[in_test], mask[in_test]).cpu()
             return [*label_scores(problem, log_proba, tags, layer)]
 
+        references = [*self._rows.majority(problem)]
+
         def records(of_layers: list[list[Record]]) -> Iterator[Record]:
-            yield from self._rows.majority(problem)
-            yield from itertools.chain.from_iterable(of_layers)
+            yield from itertools.chain(references, *of_layers)
 
         return Jobs([partial(layer_records, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 

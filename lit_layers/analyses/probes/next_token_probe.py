@@ -183,7 +183,10 @@ class NextTokenProbe(ProbeAnalysis):
             broken = frozenset(problem.train.text[~in_train].tolist()), frozenset(problem.test.text[~in_test].tolist())
             problem = self._problem(broken)
             train, test, head = self._features(model, problem)
-        references = [*self._coverage(problem, tags), *self._references(problem, head, tags)]
+        references = self._coverage(problem, tags)
+        for reference, predicted, log_proba in _references(problem, head):
+            references += self._scores(problem, predicted, log_proba, {"reference": reference, **tags})
+        references += self._head_scores(problem, head, tags)
         if not layers.all():
             train, test = train[layers], test[layers]
 
@@ -269,24 +272,16 @@ class NextTokenProbe(ProbeAnalysis):
             requested = getattr(batches, "num_sequences", count)
             if requested > count:
                 tags[f"num_{name}_wanted"] = requested
-        return self._share("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
+        return self._mean("coverage", problem.test_classes >= 0, problem.test.text, tags=tags)
 
-    def _references(self, problem: "_Problem", head: "_Head | None", counts: TagDict) -> Iterator[Record]:
-        share = torch.bincount(problem.train_classes).double() / len(problem.train)
-        log_share = share.log().expand(len(problem.test), -1)
-        yield from self._scores(
-            problem, share.argmax().expand(len(problem.test)), log_share, {"reference": "majority", **counts}
-        )
-        if head is None or not head.log_loss.isfinite().all():
-            return  # no head, or one behind a broken layer
-        tags: TagDict = {"reference": "lm_head", **counts}
-        covered = problem.test_classes >= 0
-        hit = head.top == problem.test.targets
-        yield from self._share("accuracy", hit[covered], problem.test.text[covered], tags=tags)
-        yield from self._share("accuracy_all", hit, problem.test.text, tags=tags)
-        yield from self._mean("log_loss", head.log_loss[covered], problem.test.text[covered], tags=tags)
-        closed = head.closed.log_softmax(-1)
-        yield from self._scores(problem, closed.argmax(-1), closed, {"reference": "lm_head_closed", **counts})
+    def _head_scores(self, problem: "_Problem", head: "_Head | None", counts: TagDict) -> Iterator[Record]:
+        if head is not None:
+            tags: TagDict = {"reference": "lm_head", **counts}
+            covered, text = problem.test_classes >= 0, problem.test.text
+            hit = head.top == problem.test.targets
+            yield from self._mean("accuracy", hit[covered], text[covered], tags=tags)
+            yield from self._mean("accuracy_all", hit, text, tags=tags)
+            yield from self._mean("log_loss", head.log_loss[covered], text[covered], tags=tags)
 
     def _scores(
         self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: TagDict, layer: int | None = None
@@ -296,26 +291,22 @@ class NextTokenProbe(ProbeAnalysis):
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # never for the uncovered, which are -1
         place: dict[str, Any] = {"layer": layer, "tags": tags}
-        yield from self._share("accuracy", hit[covered], text[covered], **place)
-        yield from self._share("accuracy_all", hit, text, **place)
+        yield from self._mean("accuracy", hit[covered], text[covered], **place)
+        yield from self._mean("accuracy_all", hit, text, **place)
         losses = -log_proba[covered].gather(1, truth[:, None])[:, 0]
         yield from self._mean("log_loss", losses, text[covered], **place)
         yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **place)
 
     def _mean(self, metric: str, values: Tensor, text: Tensor, **place: Any) -> list[Record]:
-        """Return the mean over rows with an interval over texts; with one row a text that is the usual interval."""
+        """Return the mean over rows; its interval is over texts, and Wilson's for a share with one row a text."""
         _, num_texts = self._problem().num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
         records = summarize_ratio(metric, sums, counts, empty_is_undefined=False, **place)
-        return [replace(record, n=len(values)) for record in records]
-
-    def _share(self, metric: str, hits: Tensor, text: Tensor, **place: Any) -> list[Record]:
-        records = self._mean(metric, hits, text, **place)
-        if self.positions_per_sequence > 1:
-            return records
-        low, high = wilson_interval(int(hits.sum()), len(hits))
-        return [replace(record, low=low, high=high) for record in records]
+        ends: dict[str, float] = {}
+        if values.dtype == torch.bool and self.positions_per_sequence == 1:
+            ends = dict(zip(("low", "high"), wilson_interval(int(values.sum()), len(values)), strict=True))
+        return [replace(record, n=len(values), **ends) for record in records]
 
 
 class _Problem(NamedTuple):
@@ -348,6 +339,15 @@ class _Seen(NamedTuple):
     head: _Head | None
 
 
+def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what probes are compared with: predictions (test rows,) and log-probabilities (test rows, classes)."""
+    share = torch.bincount(problem.train_classes).double() / len(problem.train)
+    yield "majority", share.argmax().expand(len(problem.test)), share.log().expand(len(problem.test), -1)
+    if head is not None:
+        closed = head.closed.log_softmax(-1)
+        yield "lm_head_closed", closed.argmax(-1), closed
+
+
 def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _Seen:
     """Return the states at the rows' positions.
 
@@ -369,6 +369,8 @@ def _together(model: LayeredModel, seen: list[_Seen], rows: Rows) -> tuple[Tenso
     states = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype)
     order, heads = torch.cat([each.row for each in seen]).argsort(), [each.head for each in seen if each.head]
     head = _Head(*(torch.cat(columns)[order] for columns in zip(*heads, strict=True))) if heads else None
+    if head is not None and not head.log_loss.isfinite().all():
+        head = None  # it is behind a broken layer
     while seen:
         each = seen.pop()
         states[:, each.row] = each.states

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs
-from lit_layers.analyses.statistics import TagDict, Tags, by_prompt, gap, summarize
+from lit_layers.analyses.statistics import TagDict, Tags, gap, summarize
 from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
@@ -133,7 +133,8 @@ def probe_jobs(
             assert isinstance(probe, LogisticProbes), "labels are classes"
             flag = {} if probe.converged.all() else {"num_not_converged": 1}
             scores = fitting.scores(probe.log_proba(fitting.test[[row]])[0], {**tags, **flag}, layer)
-            found += [(number, record) for record in scores]
+            for record in scores:
+                found.append((number, record))
             if options.estimator == "watch":
                 about: dict[str, Any] = {"layer": layer, "n": len(fitting.labels), "tags": tags}
                 found.append((number, Record(metric="probe_c", value=probe.c.item(), **about)))
@@ -204,15 +205,16 @@ def score_records(
     training row had; the others count as errors.
     """
     rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
+    place: dict[str, Any] = {"layer": layer, "rows": rows}
     if scores.hits is None:
         assert baseline is not None, "a regression has a baseline"
-        yield _mean("mean_squared_error", scores.losses, layer, tags, intervals, rows)
+        yield from summarize("mean_squared_error", scores.losses, **place, tags=tags, intervals=intervals)
         mean = baseline.mean()
         if mean > 0:
             value = float(1 - scores.losses.mean() / mean)
             yield Record(metric="r_squared", value=value, layer=layer, n=len(targets), tags={**tags})
         return
-    accuracy = _mean("accuracy", scores.hits.double(), layer, tags, False, rows)
+    (accuracy,) = summarize("accuracy", scores.hits, **place, tags=tags, intervals=False)
     low, high = curves.wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
     assert scores.predicted is not None, "a classification has predictions"
@@ -222,7 +224,8 @@ def score_records(
     seen = scores.losses.isfinite()
     if seen.any():
         counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~seen).sum())) else {})}
-        yield _mean("log_loss", scores.losses[seen], layer, counted, intervals, rows.masked_scatter(rows, seen))
+        place["rows"] = rows.masked_scatter(rows, seen)
+        yield from summarize("log_loss", scores.losses[seen], **place, tags=counted, intervals=intervals)
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
@@ -264,13 +267,3 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
     """Widen an interval to hold its value: with few rows, resampled curves are rougher than their mean."""
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))
-
-
-def _mean(metric: str, values: Tensor, layer: int | None, tags: Tags, intervals: bool, rows: Tensor) -> Record:
-    """Return the mean of the values of those rows that are True in `rows`."""
-    if intervals:
-        (record,) = summarize(metric, values, layer=layer, tags=tags, rows=rows)
-        return record
-    stderr = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
-    about: dict[str, Any] = {"layer": layer, "n": len(values), "tags": {**tags}, "by_prompt": by_prompt(values, rows)}
-    return Record(metric=metric, value=float(values.mean()), stderr=stderr, **about)

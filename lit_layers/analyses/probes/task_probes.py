@@ -196,8 +196,10 @@ class Probe(TaskTexts, ProbeAnalysis):
         def layer_results(layer: int) -> "list[_LayerScores | None]":
             return [self._layer_scores(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
 
+        of_labels = [*references(rows, left_out("", ~torch.cat([*kept.values()])))]
+
         def records(of_layers: "list[list[_LayerScores | None]]") -> Iterator[Record]:
-            yield from references(rows, left_out("", ~torch.cat([*kept.values()])))
+            yield from of_labels
             for fitting, column in zip(fittings, zip(*of_layers, strict=True), strict=True):
                 scores = [each for each in column if each is not None]
                 yield from (record for each in scores for record in each.records)

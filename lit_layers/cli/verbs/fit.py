@@ -227,7 +227,20 @@ def fit(
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
             run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
-        return _train(run)
+        with _ending(run) as end:
+            point, is_over = _beginning(run)
+            if is_over and point is not None:
+                end.step = point.step
+                if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
+                    run.folder.go_on(point.step)
+            else:
+                state = None if point is None else point.state
+                with _blaming_options():
+                    run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
+                if run.trainer.global_step == (0 if point is None or run.folder.resume else point.step):
+                    ends = "max_steps, max_epochs or max_time ends the run before its first"
+                    raise InputError(f"trainer: no step was trained: {ends}")
+        return end.code
 
 
 class _Rehearsal(L.Callback):
@@ -290,44 +303,47 @@ def _blaming_options() -> Iterator[None]:
         raise InputError(f"{option}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _train(run: Run) -> int:
-    """Run the training, then leave what can be read, whatever ended it, and return the exit code."""
-    started, code, last_step = time.perf_counter(), 1, 0
+def _beginning(run: Run) -> tuple[ResumePoint | None, bool]:
+    """Return where the training goes on, and whether it has ended there already; say so."""
+    point, origin = run.resume_from, getattr(run.module, "origin", Origin())
+    end = origin.step + run.trainer.max_steps
+    if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
+        point = _point(run.options)
+    has_ended = run.folder.resume and point is not None and point.step >= end
+    if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
+        run.progress.status.say(sentence)
+    return point, has_ended
+
+
+@dataclass
+class _End:
+    """How a training ended: its exit code, and the last step of one that had ended before."""
+
+    code: int = 1
+    step: int = 0
+
+
+@contextlib.contextmanager
+def _ending(run: Run) -> Iterator[_End]:
+    """Leave what can be read, whatever ends the training."""
+    started, end = time.perf_counter(), _End()
     try:
-        point, origin = run.resume_from, getattr(run.module, "origin", Origin())
-        end = origin.step + run.trainer.max_steps
-        if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-            point = _point(run.options)
-        has_ended = run.folder.resume and point is not None and point.step >= end
-        if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
-            run.progress.status.say(sentence)
-        if point is not None and has_ended:
-            last_step = point.step
-            if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
-                run.folder.go_on(point.step)
-        else:
-            state = None if point is None else point.state
-            with _blaming_options():
-                run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
-            if run.trainer.global_step == (0 if point is None or run.folder.resume else point.step):
-                ends = "max_steps, max_epochs or max_time ends the run before its first"
-                raise InputError(f"trainer: no step was trained: {ends}")
-        code = 0
+        yield end
+        end.code = 0
     except SIGTERMException:
-        code = TERMINATED
+        end.code = TERMINATED
     except DivergedError as error:
-        code = DIVERGED
+        end.code = DIVERGED
         if run.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
-        code = INTERRUPTED
+        end.code = INTERRUPTED
     finally:
         if run.folder.started:
-            _close(run, time.perf_counter() - started, code, last_step or axis_step(run.trainer))
-        if code in (0, TERMINATED, DIVERGED):
+            _close(run, time.perf_counter() - started, end.code, end.step or axis_step(run.trainer))
+        if end.code in (0, TERMINATED, DIVERGED):
             # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
             run.trainer.strategy.barrier()
-    return code
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
