@@ -106,7 +106,6 @@ OTHER_STATES = {  # class, of how many numbers a state is, and what of the last 
     "deepseek_v4": ("DeepseekV4ForCausalLM", 128, 128),
     "gemma3n_text": ("Gemma3nForCausalLM", 128, 128),
     "albert": ("AlbertForMaskedLM", 32, 32),
-    "bart": ("BartForConditionalGeneration", 32, 32),
 }
 
 
@@ -124,7 +123,7 @@ def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_t
     assert (tuple(trajectory.hidden.shape), view.dim) == ((LAYERS + 1, 3, 10, dim), dim)
     with torch.no_grad():
         output = view.model(input_ids=batch["input_ids"], output_hidden_states=True)
-    given = output.decoder_hidden_states if model_type == "bart" else output.hidden_states
+    given = output.hidden_states
     for layer in range(LAYERS):
         torch.testing.assert_close(trajectory.hidden[layer, ..., :first], as_given(model_type, given[layer]), **CLOSE)
     torch.testing.assert_close(trajectory.logits, output.logits, **CLOSE)
@@ -141,10 +140,9 @@ def test_more_tokens_than_the_text_has_are_refused():
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
 
 
-def test_an_encoder_stands_beside_the_blocks_and_one_that_leads_to_them_is_refused():
-    view = LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))
-    assert "blocks: model.decoder.layers; beside: model.encoder.layers" in repr(view)
-    assert not view.predicts_next_token
+def test_models_of_several_rows_of_blocks_are_refused():
+    with pytest.raises(InputError, match="an encoder and a decoder are two rows of blocks: its states pass several"):
+        LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))
     with pytest.raises(InputError, match=r"several rows of blocks: funnel\.encoder\.blocks\.0, funnel\.dec"):
         LayeredModel(tiny_model("FunnelForMaskedLM", "funnel"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import PLAIN, Layout, first, handing_on
+from lit_layers.models.block_calls import PLAIN, Layout, handing_on
 from lit_layers.models.families.own_networks import OwnNetwork
 from lit_layers.models.families.proof import NotShown, Probe, Watched, is_timm, watch
 from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
@@ -24,7 +24,6 @@ class Row:
     calls: list[Watched]
     order: tuple[int, ...]  # of the modules of the list, by number, in which they run
     layout: Layout
-    beside: tuple[str, ...]  # rows that pass other states
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,6 @@ class Structured(Family):
     is_causal: bool = False
     word: int = 0  # a token without a meaning of its own
     order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
-    beside: tuple[
-        str, ...
-    ] = ()  # rows that pass other states, which blocks are given as they are given masks: encoders
     numbers_tokens: bool = False  # whether a call returns one number for each token, (batch, tokens)
 
     def container(self, model: Network) -> nn.Module:
@@ -132,9 +128,9 @@ def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn
         likely = propose_blocks(model)
         reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
         raise NotShown(reason or "no list of its modules runs in its own call")
-    path, beside = _chosen(model, chains, depth, calls, probe)
+    path = _chosen(model, chains, depth)
     order = tuple(lists[path].index(call.module) for call in chains[path])
-    return Row(path, chains[path], order, _layout(model, path, chains[path], probe), beside)
+    return Row(path, chains[path], order, _layout(model, path, chains[path], probe))
 
 
 def _without_ends(members: list[nn.Module]) -> list[nn.Module]:
@@ -179,47 +175,19 @@ def _unlike_blocks(
     return None
 
 
-# Which of several rows.
-
-
-def _chosen(
-    model: Network, chains: dict[str, list[Watched]], depth: int | None, calls: list[Watched], probe: Probe
-) -> tuple[str, tuple[str, ...]]:
-    """The path of the blocks, and those of the rows beside them."""
-    rows = {path: row for path, row in chains.items() if len(row) > 1 or is_encoder_decoder(model)}
+def _chosen(model: Network, chains: dict[str, list[Watched]], depth: int | None) -> str:
+    """The path of the blocks."""
+    rows = [path for path, row in chains.items() if len(row) > 1]
     if len(rows) > 1:
-        return _beside_others(model, rows, calls, probe)
-    fitting = [path for path, row in chains.items() if len(row) == depth] or list(rows)
+        two_rows = f"{TWO_ROWS}: " if is_encoder_decoder(model) else ""
+        raise NotShown(f"{two_rows}its states pass several rows of blocks: {', '.join(rows)}")
+    fitting = [path for path, row in chains.items() if len(row) == depth] or rows
     if len(fitting) > 1:  # of one block: the list that holds nothing but what transformers checkpoints
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
         raise NotShown(f"its config says {depth} blocks, and its states pass {lengths}")
-    return fitting[0], ()
-
-
-def _beside_others(
-    model: Network, rows: dict[str, list[Watched]], calls: list[Watched], probe: Probe
-) -> tuple[str, tuple[str, ...]]:
-    """The row that ends last, if no other leads to its layer 0: then what it takes of others, as a decoder does of its
-    encoder's end, is one of the arguments that depend on the batch alone."""
-    last = max(rows, key=lambda path: max(number for number, call in enumerate(calls) if call is rows[path][-1]))
-    others = [path for path in rows if path != last]
-    if not is_encoder_decoder(model) or any(_leads_to(model, rows[path], rows[last], probe) for path in others):
-        raise NotShown(f"its states pass several rows of blocks: {', '.join(rows)}")
-    return last, tuple(others)
-
-
-def _leads_to(model: Network, row: list[Watched], other: list[Watched], probe: Probe) -> bool:
-    """Whether another last state of one row makes another layer 0 of the other."""
-
-    def changed(module: nn.Module, args: tuple, output: Any) -> Any:
-        state = 1.5 * first(output) + 0.5
-        return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
-
-    with row[-1].module.register_forward_hook(changed), watch([other[0].module]) as calls:
-        probe.call(model, probe.inputs, dict(probe.options))
-    return not torch.equal(calls[0].state, other[0].state)
+    return fitting[0]
 
 
 # How blocks hold a state.

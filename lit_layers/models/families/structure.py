@@ -234,7 +234,6 @@ def _shown(evidence: Evidence) -> Structured:
     positive = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": _path(evidence.model, family.blocks),
-        **({"beside": ", ".join(_path(evidence.model, path) for path in family.beside)} if family.beside else {}),
         **({"state": family.layout.description} if family.layout.axes else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
@@ -339,7 +338,6 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
         dim=blocks.layout.taken(row[-1].after).shape[-1],
         layout=blocks.layout,
         order=blocks.order,
-        beside=blocks.beside,
         **scores_of(model, output, probe),
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
