@@ -47,7 +47,7 @@ _REWORDED = (
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
     (r"^((?:[\w.]+: )*).*Importing '([^']+)' is not allowed.*", rf"\1a recipe names no \2: {CLASSES}"),
-    (r"(?: - Expected a path .*)?Does not validate .*?\[(.*?)\] Err.* value: ?(.*)", r"expected one of \1, got \2"),
+    (r"(?:- Expected a path .*)?Does not validate .*?\[(.*?)\] Err.* value: ?(.*)", r"expected one of \1, got \2"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
     (r"Expected a typing\.Literal\[", "Expected a one of ["),
     (r"(?:typing\.Literal|Literal|(?<=one of ))\[(.*?)\]", r"\1"),
