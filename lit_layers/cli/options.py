@@ -52,7 +52,7 @@ _REWORDED = (
     (r"Expected a typing\.Literal\[", "Expected a one of ["),
     (r"(?:typing\.Literal|Literal|(?<=one of ))\[(.*?)\]", r"\1"),
     (r"Expected an? (.*?)\. Got value: ?(.*)", r"expected \1, got \2"),
-    (r" Subclass types expect.*", ""),
+    (r" Subclass types expect.*|Not of type \w+: (?=expected)", ""),
     (r"got ?$", "got ''"),
 )  # fmt: skip
 

@@ -74,7 +74,7 @@ class SelectOptions:
     folder: str | None = None
     images: str | None = None
     tokenizer: str | None = None
-    by: str | None = None
+    by: Literal["accuracy", "log_loss", "mean_squared_error"] | None = None
     rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
     tolerance: float = 0.01
     pooling: Literal["last", "mean", "cls"] | None = None
