@@ -82,7 +82,7 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         ("audit RUN --submodule=", "submodule: expected a name or a path, got ''"),
         ("mteb nothing --tokenizer=\t", r"tokenizer: expected a name or a path, got '\t'"),
         ("prepare --source= --tokenizer bpe:300 --root FOLDER", "source: expected a name or a path, got ''"),
-        ("select nothing --task MODELS --by x", "by: expected one of 'accuracy', 'log_loss', 'mean_squared_error', null"),
+        ("select nothing --task MODELS --by x", "by: expected one of 'accuracy', 'log_loss', 'mean_squared_error'"),
         ("correlate MODELS --metric coupling --score score --group=", "group: expected a name or a path, got ''"),
         ("correlate NAMELESS --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
         ("correlate MODELS --metric coupling --score score --root FOLDER", "root: MODELS, which is read, would be"),
