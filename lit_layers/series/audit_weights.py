@@ -463,15 +463,10 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
     for name, places in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(places, []).append(name)
     for places, names in sorted(off.items()):
-        steps = [path.steps[place] for place in places]
         if len(names) <= max(1, len(path.of_tensor) // 2):
-            plural, which = len(names) > 1, ", ".join(names[:3])
-            says = f"{which} alone {'are' if plural else 'is'} far from the steps beside it: rows in another order?"
-            if len(steps) > 1:
-                between = " and ".join(one.label for one in steps)
-                verb = "jump" if plural else "jumps"
-                says = f"{which} alone {verb} between {between}: rows of one of them in another order?"
-            yield finding("out of line", says, steps)
+            steps = [path.steps[place] for place in places]
+            which, where = ", ".join(names[:3]), " or ".join(one.label for one in steps)
+            yield finding("out of line", f"only {which} jumps at {where}: rows in another order?", steps)
 
 
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -329,12 +329,11 @@ def open_series(
 ) -> list[Series]:
     """Return the series of a folder, a repository of the Hub, or a manifest, which has one for each repository.
 
-    Steps in text are YAML, as in a recipe; a list needs no brackets.
-
     Raises:
         InputError: a name that is none of these, options that do not fit it.
     """
-    steps = _read_steps(steps) if isinstance(steps, str) else steps
+    if isinstance(steps, str) and re.fullmatch(r"\d+(, ?\d+)*", steps):
+        steps = [int(each) for each in steps.split(",")]
     if os.path.isdir(name):
         if any(Path(name).glob("*.ckpt")):
             return [LightningCheckpoints(name, steps, model=model)]
@@ -348,20 +347,6 @@ def open_series(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
     return [HubRevisions(name, steps, grammar=grammar)]
-
-
-def _read_steps(text: str) -> Any:
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-        if isinstance(value, int):
-            return [value]
-        if isinstance(value, str) and "," in value:
-            return yaml.safe_load(f"[{value}]")
-    except yaml.YAMLError as error:
-        raise InputError(f"steps: expected all, a list or a schedule, got {text!r}") from error
-    return value
 
 
 UNAUDITED = "unaudited"

@@ -56,12 +56,8 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
             return sorted(set(named_shards(read(index)).values()) - files.keys())
         except ValueError as error:
             raise ValueError(f"{index} {error}") from error
-    numbered = (re.fullmatch(rf"{stem}-(\d+)-of-(\d+){re.escape(suffix)}", path) for path in files)
-    if (match := next(filter(None, numbered), None)) is None:
-        return []
-    number, total = match.groups()
-    shards = (f"{stem}-{each:0{len(number)}d}-of-{total}{suffix}" for each in range(1, int(total) + 1))
-    return [index, *(shard for shard in shards if shard not in files)]
+    is_sharded = any(re.fullmatch(rf"{stem}-\d+-of-\d+{re.escape(suffix)}", path) for path in files)
+    return [index] if is_sharded else []
 
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint

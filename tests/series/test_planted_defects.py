@@ -557,7 +557,7 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     path = audit_weights.Path(steps, apart, np.ones((4, 4)), of_tensor, norms, 1e-5)
     (found,) = audit_weights.outlying_steps(path)
     assert (found.steps, found.note) == ((2, 3), False)
-    assert found.message == "w alone jumps between step 2 and step 3: rows of one of them in another order?"
+    assert found.message == "only w jumps at step 2 or step 3: rows in another order?"
 
 
 @pytest.mark.parametrize("alone", [True, False])
