@@ -171,12 +171,12 @@ class Hub:
             refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
-    def tree(self, repo: str, commit: str, name: str, *, below: bool = False) -> dict[str, ListedFile]:
-        """The files of a commit at its top; with `below` those in folders, too."""
+    def tree(self, repo: str, commit: str, name: str) -> dict[str, ListedFile]:
+        """The files of a commit at its top."""
         from huggingface_hub import RepoFile
 
         with asking_the_hub(f"cannot list the files of {repo} at {name}"):
-            rows = list(self.api.list_repo_tree(repo, revision=commit, recursive=below))
+            rows = list(self.api.list_repo_tree(repo, revision=commit))
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 

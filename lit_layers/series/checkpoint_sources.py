@@ -168,10 +168,6 @@ class HubSource(Source):
             raise InputError(self.why)
         return self.hub.tree(self.repo, self.commit, self.revision)
 
-    @functools.cached_property
-    def _below(self) -> Mapping[str, ListedFile]:
-        return self.hub.tree(self.repo, self.commit, self.revision, below=True)
-
     def read(self, path: str) -> bytes:
         return self._download(path).read_bytes()
 
@@ -215,8 +211,7 @@ class HubSource(Source):
         return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
 
     def _download(self, path: str) -> Path:
-        files = self._below if "/" in path else self.files
-        place, is_new = self.hub.download(self.repo, self.commit, self.revision, files[path])
+        place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])
         if is_new and path in self.weights():
             self._downloaded.append(place)
         return place
@@ -235,7 +230,7 @@ def companions(folder: Path, memory: Memory | None = None, *, weights: bool = Fa
 
 
 def _is_companion(path: str, size: int) -> bool:
-    return "/" not in path and path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
+    return path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:

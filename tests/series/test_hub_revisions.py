@@ -81,17 +81,6 @@ def test_a_checkpoint_is_loaded_from_its_commit_and_says_where_it_comes_from(hub
     assert len(hub.requests) == requests
 
 
-def test_a_file_in_a_folder_of_a_checkpoint_is_read_too(hub, root, model):
-    repository = make_series(model, root / "org" / "tiny", [0, 1])
-    (repository / "step1" / "1_Pooling").mkdir()
-    (repository / "step1" / "1_Pooling" / "config.json").write_text("{}")
-    source = HubRevisions("org/tiny", [1]).checkpoints[0].source
-    assert source.read("1_Pooling/config.json") == b"{}"
-    assert "1_Pooling/config.json" not in source.files, "nothing that is fetched with the weights"
-    with pytest.raises(KeyError):
-        source.read("2_Normalize/config.json")
-
-
 def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, cache, model):
     make_series(model, root / "org" / "tiny", [0, 1, 2], values={0: 1.0, 1: 1.0})
     (root / "org" / "tiny" / "step0" / "README.md").write_text("two commits, then, of the same weights")
