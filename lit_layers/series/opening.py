@@ -55,7 +55,6 @@ class Facts:
         None
     )
     ranges: tuple[_Range, ...] = ()
-    first_step: Step = 0
     last_step: Step | None = None
     tokens_per_step: _Tokens | None = None
     main_is_last: bool | None = None
@@ -66,12 +65,10 @@ class Facts:
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
         if self.ranges:
-            every = {step for first, last, by in self.ranges for step in range(first, last + 1, by)}
-        elif self.steps is not None and self.last_step is not None:
-            every = set(Schedule(self.steps).until(self.last_step))
-        else:
-            return None
-        return tuple(step for step in sorted(every) if step >= self.first_step)
+            return tuple(sorted({step for first, last, by in self.ranges for step in range(first, last + 1, by)}))
+        if self.steps is not None and self.last_step is not None:
+            return tuple(Schedule(self.steps).until(self.last_step))
+        return None
 
 
 @with_config(schema.STRICT)
