@@ -5,11 +5,12 @@ Thresholds were set between healthy trainings of many kinds and the same with on
 reported.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,13 +42,10 @@ _SAME = 1e-7  # relative distance of equal values, by products in float64
 
 @dataclass(frozen=True)
 class Path:
-    """Distances between the checkpoints of a series: of all matrices together and of each. Rows are checkpoints."""
+    """Checkpoints by the inner products of their matrices, from which all distances follow. Rows are checkpoints."""
 
     steps: Sequence[Checkpoint]
-    distance: np.ndarray  # each matrix counts alike
-    cosine: np.ndarray  # of all matrices as one vector
-    of_tensor: Mapping[str, np.ndarray]
-    norms: Mapping[str, np.ndarray]
+    products: Mapping[str, np.ndarray]  # of each matrix
     rounding: float
 
     @classmethod
@@ -56,49 +54,43 @@ class Path:
         import torch
 
         shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
-        facts = prints[steps[0].name].tensors if steps else {}
-        names = sorted(
-            name
-            for name, _ in (set.intersection(*shapes) if shapes else ())
-            if (not facts[name].is_matrix and facts[name].count >= SEVERAL if vectors else facts[name].is_matrix)
-        )
-        of_tensor, norms = {}, {}
-        for name in names:
-            values = torch.stack([prints[one.name].samples[name] for one in steps]).double().nan_to_num(0.0, 0.0, 0.0)
-            scale = facts[name].count / values.shape[1]
-            products = (values @ values.T).numpy() * scale
-            here = np.diag(products)
-            apart = np.maximum(here[:, None] + here[None] - 2 * products, 0)
-            of_tensor[name], norms[name] = np.sqrt(apart), np.sqrt(here)
+        facts, products = prints[steps[0].name].tensors if steps else {}, {}
+        for name, _ in sorted(set.intersection(*shapes)) if shapes else ():
+            if facts[name].is_matrix != vectors and facts[name].count >= SEVERAL:
+                samples = torch.stack([prints[one.name].samples[name] for one in steps])
+                values = samples.double().nan_to_num(0.0, 0.0, 0.0).numpy()
+                products[name] = values @ values.T * (facts[name].count / values.shape[1])
         stored = {prints[one.name].precision for one in steps}
-        rounding = max((COARSE.get(each, _FINE) for each in stored), default=_FINE)
-        return cls._joining(steps, of_tensor, norms, rounding)
+        return cls(steps, products, max((COARSE.get(each, _FINE) for each in stored), default=_FINE))
 
-    @classmethod
-    def _joining(
-        cls,
-        steps: Sequence[Checkpoint],
-        of_tensor: Mapping[str, np.ndarray],
-        norms: Mapping[str, np.ndarray],
-        rounding: float,
-    ) -> "Path":
-        count = len(steps)
-        squares, inner = np.zeros((count, count)), np.zeros((count, count))
-        for name, distance in of_tensor.items():
-            apart, here = distance**2, norms[name] ** 2
-            inner += (here[:, None] + here[None] - apart) / 2
-            if (mean := apart.sum() / max(count * (count - 1), 1)) > 0:
-                squares += apart / mean
+    @functools.cached_property
+    def norms(self) -> Mapping[str, np.ndarray]:
+        return {name: np.sqrt(np.diag(products)) for name, products in self.products.items()}
+
+    @functools.cached_property
+    def of_tensor(self) -> Mapping[str, np.ndarray]:
+        """Distances in each matrix."""
+        return {name: _distances(products) for name, products in self.products.items()}
+
+    @functools.cached_property
+    def distance(self) -> np.ndarray:
+        """Distances in which each matrix counts alike."""
+        squares = [each**2 / mean for each in self.of_tensor.values() if (mean := (each**2).mean()) > 0]
+        return np.sqrt(sum(squares, np.zeros((len(self.steps), len(self.steps)))))
+
+    @functools.cached_property
+    def cosine(self) -> np.ndarray:
+        """Cosines of all matrices as one vector."""
+        inner = sum(self.products.values(), np.zeros((len(self.steps), len(self.steps))))
         lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
-        return cls(steps, np.sqrt(squares), inner / lengths[:, None] / lengths, of_tensor, norms, rounding)
+        return inner / lengths[:, None] / lengths
 
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return how alike steps are in one tensor: cosines, and the common part as a share of the shorter one.
 
         That share stays 1 where weights only grow. Both are 1 where a tensor is 0.
         """
-        squares, apart = self.norms[name] ** 2, self.of_tensor[name] ** 2
-        inner = (squares[:, None] + squares - apart) / 2
+        inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
         cosine, common = (np.divide(inner, by, out=np.ones_like(inner), where=least > 0) for by in (lengths, least))
         return cosine, common
@@ -110,19 +102,18 @@ class Path:
 
     def without(self, names: Collection[str]) -> "Path":
         """The path of the other tensors, or of all where there are no others."""
-        rest = {name: distance for name, distance in self.of_tensor.items() if name not in names}
-        return self._joining(self.steps, rest, self.norms, self.rounding) if names and rest else self
-
-    def leaving_out(self, names: Collection[str]) -> "Path":
-        """The path through the checkpoints that do not bear these names."""
-        return self.at([place for place, one in enumerate(self.steps) if one.name not in names])
+        rest = {name: products for name, products in self.products.items() if name not in names}
+        return replace(self, products=rest or self.products)
 
     def at(self, places: Sequence[int]) -> "Path":
         """The path through some of its checkpoints, or through all in another order."""
-        square, norms = np.ix_(places, places), {name: norms[places] for name, norms in self.norms.items()}
-        of_tensor = {name: distance[square] for name, distance in self.of_tensor.items()}
-        steps = [self.steps[place] for place in places]
-        return Path(steps, self.distance[square], self.cosine[square], of_tensor, norms, self.rounding)
+        products = {name: each[np.ix_(places, places)] for name, each in self.products.items()}
+        return Path([self.steps[place] for place in places], products, self.rounding)
+
+
+def _distances(products: np.ndarray) -> np.ndarray:
+    squares = np.diag(products)
+    return np.sqrt(np.maximum(squares[:, None] + squares - 2 * products, 0))
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
@@ -259,7 +250,7 @@ def path_findings(path: Path) -> list[Finding]:
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
     strays = list(outlying_steps(straight))
     names = {name for each in strays for name in each.names}
-    rest = straight.leaving_out(names)
+    rest = straight.at([place for place, one in enumerate(straight.steps) if one.name not in names])
     if (found or strays) and (swapped(rest) or any(outlying_steps(rest)) or _comes_back(rest.distance)):
         says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
         return [Finding("out of line", says)]

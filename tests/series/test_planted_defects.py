@@ -553,8 +553,8 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     turned[2, 3] = turned[3, 2] = 1.0
     steps = [Checkpoint(series="s", name=f"s{step}", source=FolderSource(tmp_path), step=step) for step in range(4)]
     of_tensor = dict.fromkeys("abc", apart) | {"w": turned}
-    norms = {name: np.full(4, 5.0) for name in of_tensor}
-    path = audit_weights.Path(steps, apart, np.ones((4, 4)), of_tensor, norms, 1e-5)
+    products = {name: 5.0**2 - distance**2 / 2 for name, distance in of_tensor.items()}
+    path = audit_weights.Path(steps, products, 1e-5)
     (found,) = audit_weights.outlying_steps(path)
     assert (found.steps, found.note) == ((2, 3), False)
     assert found.message == "only w jumps at step 2 or step 3: rows in another order?"
@@ -584,6 +584,7 @@ def test_a_matrix_that_comes_from_several_steps_names_all_of_them(tmp_path):
     apart = np.abs(line[:, None] - line)
     source = FolderSource(tmp_path)
     steps = [Checkpoint(series="s", name=f"step{step}", source=source, step=step) for step in range(12)]
-    path = audit_weights.Path(steps, whole, np.ones((12, 12)), {"w": apart}, {"w": np.full(12, 20.0)}, 1e-5)
+    products = {name: 20.0**2 - distance**2 / 2 for name, distance in {"v": whole, "w": apart}.items()}
+    path = audit_weights.Path(steps, products, 1e-5)
     says = "hold the same w, which moved between: a part of another step's file?"
     assert [each.steps for each in audit_weights.outlying_steps(path) if says in each.message] == [(1, 5), (3, 7, 10)]
