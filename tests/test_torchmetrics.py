@@ -9,19 +9,14 @@ import torch
 from torch import distributed, nn
 from torchmetrics import MetricCollection
 
-from lit_layers import measure
-from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.data.batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
 from lit_layers.integrations.torchmetrics import (
-    AnalysisMetric,
     EffectiveRank,
     Expodistance,
     LineShapeScore,
     PromptEntropy,
 )
 from lit_layers.models.build import causal_lm
-from lit_layers.report.logged_numbers import plotted_values
 from tests.support.forked import run_ranks
 
 CLASSES = [LineShapeScore, Expodistance, PromptEntropy, EffectiveRank]
@@ -106,25 +101,20 @@ def test_a_collection_tells_its_metrics_apart_although_their_states_begin_alike(
 
 
 class Own(L.LightningModule):
-    """A user's module that logs a metric, a collection and an analysis."""
+    """A user's module that logs a metric and a collection."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = causal_lm("gpt2", n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=50)
         self.line_shape_score = LineShapeScore()
         self.spread = MetricCollection([PromptEntropy(), EffectiveRank()], prefix="spread/")
-        self.measured = AnalysisMetric(Trajectory(batches=[]), self.model)
 
     def validation_step(self, batch, index):
         hidden = self.model(input_ids=batch, output_hidden_states=True).hidden_states
         self.line_shape_score.update(hidden)
         self.spread.update(hidden)
-        self.measured.update(batch)
         self.log("line_shape_score", self.line_shape_score)
         self.log_dict(self.spread)
-
-    def on_validation_epoch_end(self):
-        self.log_dict(self.measured.compute())
 
 
 def test_a_module_logs_them_from_its_validation_step(tmp_path):
@@ -144,39 +134,17 @@ def test_a_module_logs_them_from_its_validation_step(tmp_path):
     assert logged["line_shape_score"] == pytest.approx(expected, rel=1e-6)
     ranks = [entropy.effective_rank(layer) for layer in hidden[1:]]
     assert logged["spread/EffectiveRank"] == pytest.approx(torch.stack(ranks).mean().item(), rel=1e-6)
-    found = measure(module.model, Trajectory(batches=GivenBatches([tokens])), run="", step=None)
-    for name, value in plotted_values(found).items():
-        assert logged[name] == pytest.approx(value, rel=1e-6), name
-    assert not any("measured" in name for name in module.state_dict()), "the weights are saved once"
-
-
-def test_an_analysis_as_a_metric_gives_what_measuring_gives():
-    model = causal_lm("gpt2", n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=50).eval()
-    batches = [*torch.randint(50, (2, 2, 8), generator=torch.Generator().manual_seed(1))]
-    metric = AnalysisMetric(Coupling(batches=[], k=[2]), model)
-    for batch in batches:
-        metric.update(batch)
-    found = plotted_values(measure(model, Coupling(batches=GivenBatches(batches), k=[2]), run="", step=None))
-    assert {name: value.item() for name, value in metric.compute().items()} == found
-    metric.to("cpu").reset()
-    metric.update(batches[0])
-    assert metric.compute().keys() == found.keys()
 
 
 def test_two_ranks_of_unequal_size_give_what_one_gives(tmp_path):
-    network = causal_lm("gpt2", n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=50).eval()
-    tokens = torch.randint(50, (3, 2, 8), generator=torch.Generator().manual_seed(1))
     batches = [states(1), states(2), states(3)]
 
     def of(numbers) -> dict[str, float]:
         metrics = nn.ModuleList([kind() for kind in CLASSES])
-        measured = AnalysisMetric(Trajectory(batches=[]), network)
         for number in numbers:
             for metric in metrics:
                 metric.update(*batches[number])
-            measured.update(tokens[number])
-        values = {type(metric).__name__: metric.compute() for metric in metrics} | measured.compute()
-        return {name: value.item() for name, value in values.items()}
+        return {type(metric).__name__: metric.compute().item() for metric in metrics}
 
     def rank() -> int:
         distributed.init_process_group("gloo")

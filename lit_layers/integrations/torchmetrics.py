@@ -1,20 +1,14 @@
-"""Metrics of torchmetrics: numbers of hidden states for `self.log`, and any analysis."""
+"""Metrics of torchmetrics: numbers of hidden states for `self.log`."""
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, distributed, nn
-from torchmetrics import Metric
+from torch import Tensor
 
-from lit_layers.analyses.base import Analysis
-from lit_layers.data.batches import GivenBatches
 from lit_layers.functional import entropy, trajectory
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.states import drop_first_tokens
-from lit_layers.report.logged_numbers import plotted_values
 from lit_layers.training.losses import WeightedMean
 
 
@@ -92,44 +86,3 @@ class EffectiveRank(StatesMetric):
     """Effective rank of the tokens of a prompt."""
 
     function = staticmethod(entropy.effective_rank)
-
-
-class AnalysisMetric(Metric):
-    """Any analysis as a metric: `update(batch)` gathers what it is measured on, `compute()` measures the model.
-
-    Each rank measures the batches of all ranks. The values have the names of curves, such as
-    `trajectory/line_shape_score`.
-
-    Args:
-        analysis: its `batches` are those of `update`, or where none are given its own.
-        model: the network.
-    """
-
-    full_state_update = True
-
-    def __init__(self, analysis: Analysis, model: nn.Module) -> None:
-        super().__init__()
-        self._measured = analysis, model  # in a tuple: a submodule's weights would be saved twice
-        self.add_state("batches", [], dist_reduce_fx=None)
-
-    def update(self, batch: Any) -> None:
-        """Add a batch, of a form that every analysis takes."""
-        self.batches.append(given := GivenBatches([batch]))  # which has a hash, as states must
-        len(given)  # reads it
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the values that loggers draw as curves."""
-        analysis: Any = self._measured[0]
-        if self.batches:
-            batches = GivenBatches([batch for given in self.batches for batch in given])
-            analysis = dataclasses.replace(analysis, batches=batches)
-        found = measure(self._measured[1], analysis, run="", step=None, raises=True)
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in plotted_values(found).items()}
-
-    def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> nn.Module:
-        return super()._apply(fn, ("batches", *exclude_state))  # which are no tensors
-
-    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-        of_ranks: list[Any] = [None] * distributed.get_world_size(process_group)
-        distributed.all_gather_object(of_ranks, self.batches, group=process_group)
-        self.batches = [batch for batches in of_ranks for batch in batches]
