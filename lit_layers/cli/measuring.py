@@ -19,7 +19,7 @@ from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
 from lit_layers.cli.plan import Make, analyses_for, plan_of, root_of
 from lit_layers.errors import refuse_odd_files
-from lit_layers.identity import divided, settings_of, short, shown
+from lit_layers.identity import settings_of, shown
 from lit_layers.measuring import AUTO, MeasuringOptions
 from lit_layers.measuring.offline import SeriesResult, analyze_series, silent
 from lit_layers.records import Measurement
@@ -61,23 +61,17 @@ class Outcome:
         print(*records.write_files(self.root / folder, files), sep="\n")
 
     def tell(self) -> bool:
-        """Print which analyses have other settings than the curves, what failed, and the file; return if any did."""
-        _, others = divided(self.read())
-        mine = {(each.analysis, settings_of(each)) for each in others if settings_of(each) in self.result.settings}
-        for analysis, name in sorted(mine):
-            print(
-                f"{analysis}: other settings than those of its curves, which stay as they were; "
-                f"`lit-layers report {self.root} --settings {short(name)}` draws these"
-            )
-        errors = [self._sentence(each) for each in self.result.measurements if each.error is not None]
-        for error in errors + self.result.failures:
-            note(f"failed: {error}")
+        """Print what failed, and the file of all measurements; return whether anything failed."""
+        failures = list[str]()
+        for each in self.result.measurements:
+            if each.error is not None:
+                at = "" if self.steps is not None else f" at {each.run if each.step is None else f'step {each.step}'}"
+                failures.append(f"{each.analysis}{at}: {each.error}")
+        failures += self.result.failures
+        for failure in failures:
+            note(f"failed: {failure}")
         print(self.root / "measurements.jsonl")
-        return bool(errors + self.result.failures)
-
-    def _sentence(self, failed: "Measurement") -> str:
-        where = failed.run if failed.step is None else f"step {failed.step}"
-        return f"{failed.analysis}{'' if self.steps is not None else f' at {where}'}: {failed.error}"
+        return bool(failures)
 
 
 @dataclass(frozen=True, kw_only=True)
